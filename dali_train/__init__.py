@@ -1,0 +1,1 @@
+"""dali_train: large-batch ImageNet training whose samples do not depend on the number of ranks."""

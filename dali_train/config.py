@@ -1,0 +1,296 @@
+"""Every setting of a run, as frozen dataclasses that check themselves, and loading them from ``configs/*.py``.
+
+A config file is Python and ends with ``config = Config(...)``; every field can be overridden on the command line as
+``--section.field value``. The config names the *global* batch; how it is spread over ranks is derived where the
+number of ranks is known, never written down.
+"""
+
+import importlib.util
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names field, value, requirement and remedy."""
+
+
+def _require(fulfilled: bool, message: str) -> None:
+    if not fulfilled:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    root: str
+    """Dataset directory with dataset.json (made by tools/make_tfrecords.py or tools/make_index.py)."""
+    seed: int = 0
+    """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
+    shuffle: Literal["full", "none"] = "full"
+    """full: a new uniformly random order every epoch. none: the order on disk."""
+    reader: Literal["index"] = "index"
+    """index: images are slices of memory-mapped shards, found by the columnar index."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where images are decoded and augmented. auto: on the model's device."""
+    num_threads: int | None = None
+    """Decoding threads of one rank. None: this rank's share of the cores that the job may use."""
+    prefetch: int = 2
+    """Micro-batches that are prepared ahead."""
+    train_size: int = 224
+    """Side of the square training images, in pixels."""
+    crop_area: tuple[float, float] = (0.08, 1.0)
+    """Random crops cover a fraction of the image's area between these two."""
+    crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    """Random crops have a ratio of width to height between these two."""
+    horizontal_flip: float = 0.5
+    """Probability of mirroring a training image."""
+    antialias: bool = True
+    """Filter when shrinking, as PIL does. False is faster and aliases."""
+    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)
+    """Subtracted from the RGB values 0 to 255."""
+    std: tuple[float, float, float] = (127.5, 127.5, 127.5)
+    """Divides the RGB values after the mean is subtracted."""
+    eval_resize: Literal["short-side", "squash"] = "short-side"
+    """How evaluation images become eval_resize_to: the short side, aspect kept; or both sides, which distorts."""
+    eval_resize_to: int = 256
+    """In pixels; the central eval_size square of the result is evaluated."""
+    eval_size: int = 224
+    """Side of the square evaluation images, in pixels."""
+
+    def __post_init__(self) -> None:
+        _require(self.seed >= 0, f"data.seed is {self.seed}: use a number from 0 on")
+        _require(self.train_size > 0, f"data.train_size is {self.train_size}: use a positive number of pixels")
+        low, high = self.crop_area
+        _require(0 < low <= high <= 1, f"data.crop_area is {self.crop_area}: use two fractions with 0 < low <= high <= 1")
+        low, high = self.crop_aspect
+        _require(0 < low <= high, f"data.crop_aspect is {self.crop_aspect}: use two ratios with 0 < low <= high")
+        _require(0 <= self.horizontal_flip <= 1, f"data.horizontal_flip is {self.horizontal_flip}: use a probability from 0 to 1")
+        _require(min(self.std) > 0, f"data.std is {self.std}: each must be over 0")
+        _require(
+            0 < self.eval_size <= self.eval_resize_to,
+            f"data.eval_size {self.eval_size} does not fit into data.eval_resize_to {self.eval_resize_to}: "
+            "enlarge data.eval_resize_to",
+        )
+        _require(self.prefetch >= 1, f"data.prefetch is {self.prefetch}: use at least 1")
+        _require(self.num_threads is None or self.num_threads >= 1, f"data.num_threads is {self.num_threads}: use at least 1 or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    name: str
+    """A timm model; `python -c "import timm; print(timm.list_models())"` lists them."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to timm.create_model, e.g. drop rates. The number of classes is the dataset's."""
+    channels_last: bool = False
+    """Memory format of weights and images; convolutional models on GPUs are faster with it."""
+    compile: bool = False
+    """torch.compile the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """LAMB (You et al., arXiv 1904.00962), timm's implementation."""
+
+    lr: float
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    bias_correction: bool = True
+    """Correct the moments for their start at zero."""
+    exclude_vectors: bool = True
+    """No weight decay and no trust ratio on biases, norms and other vectors. False: both on all parameters."""
+    clip_grad_norm: float | None = 1.0
+    """Largest global 2-norm of the gradient; None does not clip."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, f"optimizer.lr is {self.lr}: use a number over 0")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay is {self.weight_decay}: use 0 or more")
+        _require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas is {self.betas}: each must be from 0 to under 1")
+        _require(
+            self.clip_grad_norm is None or self.clip_grad_norm > 0,
+            f"optimizer.clip_grad_norm is {self.clip_grad_norm}: use a norm over 0, or None for no clipping",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warmup, then linear decay to 0 at the end of run.epochs."""
+
+    warmup_epochs: float
+    step_every: Literal["step", "epoch"] = "step"
+    """Whether the rate moves at every optimizer step or only when an epoch begins."""
+
+    def __post_init__(self) -> None:
+        _require(self.warmup_epochs >= 0, f"schedule.warmup_epochs is {self.warmup_epochs}: use 0 or more")
+        _require(
+            self.step_every == "step" or float(self.warmup_epochs).is_integer(),
+            f"schedule.warmup_epochs is {self.warmup_epochs}: with schedule.step_every epoch it must be a whole number",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    global_batch: int
+    """Images an optimizer step, over all ranks and all accumulated micro-batches."""
+    micro_batch: int
+    """Images of one forward and backward pass on one rank."""
+
+    def __post_init__(self) -> None:
+        _require(self.micro_batch >= 1, f"batch.micro_batch is {self.micro_batch}: use at least 1")
+        _require(
+            self.global_batch >= 1 and self.global_batch % self.micro_batch == 0,
+            f"batch.global_batch {self.global_batch} is not a multiple of batch.micro_batch {self.micro_batch}; "
+            f"use {max(1, round(self.global_batch / self.micro_batch)) * self.micro_batch}",
+        )
+
+    def accumulation(self, data_parallel_size: int) -> int:
+        """Micro-batches that each of `data_parallel_size` ranks accumulates in a step.
+
+        Raises:
+            ConfigError: the global batch does not divide.
+        """
+        images = self.micro_batch * data_parallel_size
+        _require(
+            self.global_batch % images == 0,
+            f"batch.global_batch {self.global_batch} is not divisible by batch.micro_batch {self.micro_batch} x "
+            f"{data_parallel_size} ranks = {images}; use a multiple of {images}, or another micro_batch or number of ranks",
+        )
+        return self.global_batch // images
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixupConfig:
+    alpha: float = 0.0
+    """Lambda is drawn from Beta(alpha, alpha). 0 turns Mixup off."""
+    per_image: bool = False
+    """One lambda an image instead of one a micro-batch."""
+
+    def __post_init__(self) -> None:
+        _require(self.alpha >= 0, f"mixup.alpha is {self.alpha}: use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """bf16 and fp16 are autocast over float32 weights, fp16 with a gradient scaler. fp64 shows what is rounding."""
+    initial_scale: float = 65536.0
+    """First loss scale of fp16."""
+    growth_interval: int = 2000
+    """Steps without an overflow after which fp16's loss scale doubles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    bucket_mb: int = 25
+    """Gradients are exchanged in buckets of this size, while the last backward pass of the step still runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    dir: str
+    """Run directory: config, metrics, checkpoints and what the hooks write."""
+    epochs: float
+    """Passes over the training split. The schedule spans them, rounded up to whole steps."""
+    max_steps: int | None = None
+    """Stop after this many steps; the schedule stays that of run.epochs."""
+    eval_every_epochs: float | None = 1.0
+    """Evaluate at the first step after each such span, and at the end. None: only at the end."""
+    checkpoint_every_steps: int | None = None
+    """Save after each such number of steps, and at the end. None: after each epoch."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    resume: str = "auto"
+    """auto: go on from the newest whole checkpoint in run.dir, if any. never: start at step 0 in an empty run.dir. Or a path."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. auto: a GPU where there is one."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Communication between ranks. auto: nccl on GPUs, gloo on CPUs."""
+    deterministic: bool = False
+    """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
+    max_nonfinite_steps: int = 50
+    """So many steps in a row with a loss or gradient that is not finite end the run. FP16 needs about 10 to find its scale."""
+
+    def __post_init__(self) -> None:
+        _require(self.epochs > 0, f"run.epochs is {self.epochs}: use a number over 0")
+        _require(self.max_steps is None or self.max_steps >= 1, f"run.max_steps is {self.max_steps}: use at least 1, or None")
+        _require(
+            self.eval_every_epochs is None or self.eval_every_epochs > 0,
+            f"run.eval_every_epochs is {self.eval_every_epochs}: use a number over 0, or None to evaluate only at the end",
+        )
+        _require(
+            self.checkpoint_every_steps is None or self.checkpoint_every_steps >= 1,
+            f"run.checkpoint_every_steps is {self.checkpoint_every_steps}: use at least 1, or None for once an epoch",
+        )
+        _require(self.keep_checkpoints >= 1, f"run.keep_checkpoints is {self.keep_checkpoints}: use at least 1")
+        _require(self.max_nonfinite_steps >= 1, f"run.max_nonfinite_steps is {self.max_nonfinite_steps}: use at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HooksConfig:
+    log_every_steps: int = 10
+    """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
+    trace_samples: bool = False
+    """Write samples.rank{r}.jsonl: which images each micro-batch had."""
+
+    def __post_init__(self) -> None:
+        _require(self.log_every_steps >= 1, f"hooks.log_every_steps is {self.log_every_steps}: use at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    batch: BatchConfig
+    run: RunConfig
+    mixup: MixupConfig = MixupConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    hooks: HooksConfig = HooksConfig()
+
+    def __post_init__(self) -> None:
+        _require(
+            self.schedule.warmup_epochs <= self.run.epochs,
+            f"schedule.warmup_epochs {self.schedule.warmup_epochs} exceeds run.epochs {self.run.epochs}: shorten the warmup",
+        )
+        _require(
+            self.mixup.alpha == 0 or self.batch.micro_batch > 1,
+            f"mixup.alpha is {self.mixup.alpha} with batch.micro_batch 1: partners are found within a micro-batch, "
+            "so use at least 2 images or mixup.alpha 0",
+        )
+        _require(
+            self.precision.dtype != "fp64" or self.run.device != "cuda",
+            "precision.dtype fp64 is for checks on the CPU: set run.device cpu",
+        )
+
+    def steps(self, epochs: float, num_images: int) -> int:
+        """Optimizer steps that `epochs` passes over `num_images` take, rounded up so that the last pass is whole."""
+        return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def load_config(path: Path | str) -> Config:
+    """The ``config`` that a Python file defines. The file is run: use your own.
+
+    Raises:
+        ConfigError: no such file, or it defines no Config named ``config``.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"--config {path}: there is no such file; the recipes are in configs/")
+    # By path, not by module name: names like vit-b16.py are no identifiers.
+    spec = importlib.util.spec_from_file_location(f"dali_train_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config {path}: not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = vars(module).get("config")
+    if not isinstance(config, Config):
+        raise ConfigError(f"--config {path}: the file must define `config = Config(...)`, found {config!r}")
+    return config

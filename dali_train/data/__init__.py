@@ -1,0 +1,1 @@
+"""From TFRecords on disk to mixed, normalised micro-batches on the device."""

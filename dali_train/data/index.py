@@ -1,0 +1,388 @@
+"""A dataset on disk: its shards, its manifest ``dataset.json`` and the columnar index that training reads.
+
+One row of the index is one image: which shard, where the encoded image itself begins and ends, its label and its
+size in pixels. With it a slice of a memory map is the JPEG, and nothing is parsed while training. The index is
+built once, by the converter or by ``tools/make_index.py`` for TFRecords that someone else wrote.
+"""
+
+import io
+import json
+import mmap
+import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from dali_train.data.tfrecord import FOOTER_SIZE, Feature, RecordSpan, TFRecordError, parse_example, walk_records
+from dali_train.progress import Progress
+
+FORMAT_VERSION = 1
+SplitName = Literal["train", "validation"]
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+
+# One row an image. `offset` and `size` are bytes of the encoded image within its shard; `label` counts from 0.
+INDEX_DTYPE = np.dtype(
+    [("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4"), ("height", "<u2"), ("width", "<u2")]
+)
+_NUMBERED_SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
+
+
+class DatasetError(ValueError):
+    """A dataset that cannot be used as it is; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    name: str
+    num_records: int
+    num_bytes: int
+    crc32c: str | None  # of the whole file, eight hex digits; None if it was indexed without reading it all
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitManifest:
+    num_records: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The content of ``dataset.json``."""
+
+    num_classes: int
+    class_names: tuple[str, ...]
+    label_base: int  # the label of class 0 in the records: 1 in ImageNet's TFRecords
+    splits: dict[str, SplitManifest]
+    conversion: dict[str, Any] = field(default_factory=dict)  # the converter's options, for people and for resuming
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def read(cls, root: Path) -> "Manifest":
+        """Raises DatasetError: no manifest, not JSON, or of another format version."""
+        path = root / "dataset.json"
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            if not root.is_dir():
+                raise DatasetError(f"{root}: there is no such directory; data.root names a dataset's directory") from None
+            raise DatasetError(f"{path} is missing: run `python tools/make_index.py {root}` to index its TFRecords") from None
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{path} is not valid JSON ({error}): run `python tools/make_index.py {root}`") from error
+        if fields.get("format_version") != FORMAT_VERSION:
+            raise DatasetError(
+                f"{path} has format_version {fields.get('format_version')!r}, this program reads {FORMAT_VERSION}: "
+                f"run `python tools/make_index.py {root}`"
+            )
+        splits = {
+            name: SplitManifest(num_records=split["num_records"], shards=tuple(Shard(**shard) for shard in split["shards"]))
+            for name, split in fields.pop("splits").items()
+        }
+        return cls(splits=splits, class_names=tuple(fields.pop("class_names")), **fields)
+
+    def write(self, root: Path) -> None:
+        write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put a file in place whole and flushed, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Split:
+    """One split of an indexed dataset, opened for reading.
+
+    `rows` is the memory-mapped index (``INDEX_DTYPE``); ``encoded(i)`` is image i's file content as a read-only
+    uint8 view of its mapped shard. Shards are mapped when first touched and stay mapped: rewriting one while it is
+    in use kills the process, as with any mapped file.
+
+    Raises:
+        DatasetError: a part is missing, or the index does not fit the shards (other size, or older than a shard).
+    """
+
+    def __init__(self, root: Path | str, name: SplitName) -> None:
+        self.root = Path(root)
+        self.name = name
+        self.manifest = Manifest.read(self.root)
+        split = self.manifest.splits.get(name)
+        if split is None:
+            raise DatasetError(f"{self.root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
+        index_path = self.root / "index" / f"{name}.npy"
+        remedy = f"run `python tools/make_index.py {self.root}` again"
+        try:
+            self.rows: NDArray[np.void] = np.load(index_path, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"{index_path} cannot be read ({error}): {remedy}") from error
+        if self.rows.dtype != INDEX_DTYPE or len(self.rows) != split.num_records:
+            raise DatasetError(f"{index_path} has {len(self.rows)} rows, dataset.json says {split.num_records}: {remedy}")
+        self.paths = [self.root / name / shard.name for shard in split.shards]
+        index_time = index_path.stat().st_mtime_ns
+        for path, shard in zip(self.paths, split.shards, strict=True):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                raise DatasetError(f"{path} is missing, dataset.json names it: restore the shard, or {remedy}") from None
+            if stat.st_size != shard.num_bytes:
+                raise DatasetError(f"{path} has {stat.st_size} bytes, the index was made for {shard.num_bytes}: {remedy}")
+            if stat.st_mtime_ns > index_time:
+                raise DatasetError(
+                    f"{index_path} is older than its shard {path}: {remedy} (to copy a dataset with its times: cp -a, rsync -a)"
+                )
+        self._maps: list[NDArray[np.uint8] | None] = [None] * len(self.paths)
+
+    @property
+    def num_classes(self) -> int:
+        return self.manifest.num_classes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def encoded(self, image: int) -> NDArray[np.uint8]:
+        row = self.rows[image]
+        shard, start = int(row["shard"]), int(row["offset"])
+        content = self._maps[shard]
+        if content is None:
+            content = self._maps[shard] = np.frombuffer(map_file(self.paths[shard]), dtype=np.uint8)
+        return content[start : start + int(row["size"])]
+
+    def describe(self, image: int) -> str:
+        """Where image number `image` lies, for error messages."""
+        row = self.rows[image]
+        return f"image {image} ({self.paths[int(row['shard'])]}, {row['size']} bytes at byte {row['offset']})"
+
+
+def map_file(path: Path) -> mmap.mmap | bytes:
+    """The file's content, mapped read-only; an empty file cannot be mapped and is empty bytes."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Indexing
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class IndexedShard:
+    """All that is learnt from one shard. `labels` are as the file has them; `rows["label"]` is filled in later."""
+
+    shard: Shard
+    rows: NDArray[np.void]  # INDEX_DTYPE
+    labels: NDArray[np.int64]
+    synsets: dict[int, str]  # label as in the file -> image/class/synset
+    text_index: str  # DALI's: a line "offset size" a record, framing included
+
+
+def index_shard(path: Path, *, check_crc: bool) -> IndexedShard:
+    """Walk one TFRecord file and locate its images. Sizes come from each image's own header, not from features.
+
+    Raises:
+        TFRecordError: anything in the file that is not a whole, labelled image, with its place.
+    """
+    rows, labels, synsets, lines = [], [], {}, []
+    content = memoryview(map_file(path))
+    for record in walk_records(content, path, check_payload=check_crc):
+        features = parse_example(content, record, path)
+        ((start, end),) = _single(features, "image/encoded", "bytes", path, record).spans
+        (label,) = _single(features, "image/class/label", "int64", path, record).integers
+        height, width = image_size(content[start:end], path, record)
+        rows.append((start, end - start, 0, 0, height, width))
+        labels.append(label)
+        lines.append(f"{record.header} {record.end + FOOTER_SIZE - record.header}\n")
+        synset = features.get("image/class/synset")
+        if synset is not None and len(synset.spans) == 1:
+            name = bytes(content[slice(*synset.spans[0])]).decode(errors="replace")
+            if synsets.setdefault(label, name) != name:
+                raise TFRecordError(path, record.header, f"label {label} belongs to {synsets[label]} before and to {name} here")
+    if not rows:
+        raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
+    return IndexedShard(
+        shard=Shard(
+            name=path.name, num_records=len(rows), num_bytes=len(content), crc32c=f"{crc32c(content):08x}" if check_crc else None
+        ),
+        rows=np.array(rows, dtype=INDEX_DTYPE),
+        labels=np.array(labels, dtype=np.int64),
+        synsets=synsets,
+        text_index="".join(lines),
+    )
+
+
+def image_size(encoded: memoryview, path: Path, record: RecordSpan) -> tuple[int, int]:
+    """(height, width) in pixels from the image's header, before any EXIF rotation."""
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            return image.height, image.width
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        raise TFRecordError(path, record.header, f"image/encoded is not an image that can be read ({error})") from error
+
+
+def _single(features: dict[str, Feature], name: str, kind: str, path: Path, record: RecordSpan) -> Feature:
+    feature = features.get(name)
+    if feature is None:
+        raise TFRecordError(path, record.header, f"feature {name} is missing; the record has {', '.join(sorted(features)) or 'none'}")
+    if feature.kind != kind:
+        raise TFRecordError(path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}")
+    count = len(feature.spans) + len(feature.integers)
+    if count != 1:
+        raise TFRecordError(path, record.header, f"feature {name} has {count} values, expected 1")
+    return feature
+
+
+def find_shards(root: Path, split: str) -> list[Path]:
+    """A split's shards in order: ``SPLIT-00000-of-00042`` where such names exist, else every file in name order.
+
+    Raises:
+        DatasetError: numbered shards of which some are missing, or of two different totals.
+    """
+    directory = root / split
+    if not directory.is_dir():
+        return []
+    files = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
+    numbered = [(match, path) for path in files if (match := _NUMBERED_SHARD.search(path.name))]
+    if not numbered:
+        return files
+    totals = {int(match[2]) for match, _ in numbered}
+    if len(totals) > 1:
+        raise DatasetError(f"{directory} mixes shards of {' and '.join(map(str, sorted(totals)))}: keep one set of them")
+    (total,) = totals
+    missing = sorted(set(range(total)) - {int(match[1]) for match, _ in numbered})
+    if missing:
+        names = ", ".join(f"{number:05d}" for number in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise DatasetError(f"{directory} lacks {len(missing)} of {total} shards: {names}")
+    return [path for _, path in numbered]
+
+
+def build_index(
+    root: Path,
+    *,
+    label_base: int = 1,
+    num_classes: int | None = None,
+    check_crc: bool = True,
+    workers: int = 1,
+    conversion: dict[str, Any] | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Manifest:
+    """Index every split found below `root`: the columnar index, DALI's text index and ``dataset.json``.
+
+    Everything is read before anything is written, and ``dataset.json`` comes last: an error leaves the directory
+    as it was.
+
+    Args:
+        label_base: the label of the first class in the records.
+        num_classes: how many classes there are; by default as many as the largest label tells.
+        check_crc: check every record's CRC, which reads all bytes. Without it only the framing is checked.
+        workers: processes; each indexes whole shards.
+        conversion: what ``dataset.json`` keeps about how the records were made.
+        class_names: names of the classes in order; by default the records' synsets, or the class numbers.
+
+    Raises:
+        DatasetError, TFRecordError: the first fault found, with file and place.
+    """
+    if not root.is_dir():
+        raise DatasetError(f"{root}: there is no such directory")
+    shards = {split: paths for split in SPLITS if (paths := find_shards(root, split))}
+    if not shards:
+        raise DatasetError(f"{root} has no shard: expected TFRecord files in {root}/train or {root}/validation")
+    indexed = _index_all(shards, check_crc=check_crc, workers=workers)
+
+    largest = max(int(part.labels.max()) for parts in indexed.values() for part in parts)
+    if num_classes is None:
+        num_classes = max(largest - label_base + 1, 1)
+    for split, parts in indexed.items():
+        for path, part in zip(shards[split], parts, strict=True):
+            _number_classes(path, part, label_base=label_base, num_classes=num_classes)
+    if class_names is None:
+        class_names = _class_names(indexed, label_base=label_base, num_classes=num_classes)
+
+    for split, parts in indexed.items():
+        for number, part in enumerate(parts):
+            part.rows["shard"] = number
+            write_atomically(root / "idx_files" / split / f"{part.shard.name}.idx", part.text_index.encode())
+        buffer = io.BytesIO()
+        np.save(buffer, np.concatenate([part.rows for part in parts]))
+        write_atomically(root / "index" / f"{split}.npy", buffer.getvalue())
+    manifest = Manifest(
+        num_classes=num_classes,
+        class_names=tuple(class_names),
+        label_base=label_base,
+        splits={
+            split: SplitManifest(num_records=sum(p.shard.num_records for p in parts), shards=tuple(p.shard for p in parts))
+            for split, parts in indexed.items()
+        },
+        conversion=conversion or {},
+    )
+    manifest.write(root)
+    return manifest
+
+
+def _index_all(shards: dict[SplitName, list[Path]], *, check_crc: bool, workers: int) -> dict[SplitName, list[IndexedShard]]:
+    paths = [path for split in shards.values() for path in split]
+    total = sum(path.stat().st_size for path in paths)
+    results: dict[Path, IndexedShard] = {}
+    with Progress("indexing", total=total, unit="B") as progress:
+        for path, part in _map_shards(paths, check_crc=check_crc, workers=min(workers, len(paths))):
+            results[path] = part
+            progress.update(part.shard.num_bytes)
+    return {split: [results[path] for path in split_paths] for split, split_paths in shards.items()}
+
+
+def _map_shards(paths: list[Path], *, check_crc: bool, workers: int) -> Iterator[tuple[Path, IndexedShard]]:
+    if workers <= 1:
+        for path in paths:
+            yield path, index_shard(path, check_crc=check_crc)
+        return
+    # Spawned, not forked: the caller may have threads.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(index_shard, path, check_crc=check_crc): path for path in paths}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _number_classes(path: Path, part: IndexedShard, *, label_base: int, num_classes: int) -> None:
+    classes = part.labels - label_base
+    wrong = np.flatnonzero((classes < 0) | (classes >= num_classes))
+    if len(wrong):
+        first = int(wrong[0])
+        offset = int(part.text_index.splitlines()[first].split()[0])
+        hint = "; labels that start at 0 need --label-base 0" if part.labels[first] == 0 and label_base == 1 else ""
+        raise TFRecordError(
+            path, offset,
+            f"label {part.labels[first]} is out of range: {num_classes} classes from {label_base} "
+            f"end at {label_base + num_classes - 1}{hint}",
+        )  # fmt: skip
+    part.rows["label"] = classes
+
+
+def _class_names(indexed: dict[SplitName, list[IndexedShard]], *, label_base: int, num_classes: int) -> list[str]:
+    names = [f"class {number}" for number in range(num_classes)]
+    for parts in indexed.values():
+        for part in parts:
+            for label, synset in part.synsets.items():
+                names[label - label_base] = synset
+    return names

@@ -1,0 +1,210 @@
+"""The TFRecord wire format: framing, CRCs and the few parts of tf.train.Example that image datasets use.
+
+A record is ``length (uint64) | masked CRC32C of length (uint32) | payload | masked CRC32C of payload (uint32)``,
+little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details). The payload
+is a serialised ``tf.train.Example``: a map from feature name to a list of bytes, floats or int64.
+
+Records are read through a memory map and features are located, not copied: the index that training reads
+needs the place of the encoded image inside the file, and a walk that skips image bytes never touches their pages.
+"""
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from crc32c import crc32c
+
+HEADER_SIZE = 12  # length, CRC of length
+FOOTER_SIZE = 4  # CRC of payload
+_MASK_DELTA = 0xA282EAD8  # from the format's definition, see the module's docstring
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # protobuf wire types
+
+Buffer = bytes | memoryview
+FeatureKind = Literal["bytes", "float", "int64"]
+# tf.train.Feature: the field number of each kind of list.
+_KIND_OF_FIELD: dict[int, FeatureKind] = {1: "bytes", 2: "float", 3: "int64"}
+
+
+class TFRecordError(ValueError):
+    """A file that is not what the format demands; the message names the file and the byte offset."""
+
+    def __init__(self, path: Path | str, offset: int, problem: str) -> None:
+        super().__init__(f"{path}: at byte {offset}: {problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSpan:
+    """Where a record's payload lies in its file, in bytes; the header starts ``HEADER_SIZE`` before it."""
+
+    start: int
+    end: int
+
+    @property
+    def header(self) -> int:
+        return self.start - HEADER_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A feature's kind and its values: int64 as numbers, bytes as (start, end) spans in the buffer."""
+
+    kind: FeatureKind
+    integers: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+
+
+def masked_crc32c(data: Buffer) -> int:
+    """The CRC32C of `data`, rotated and shifted so that CRCs of data holding CRCs stay strong."""
+    crc = crc32c(data)
+    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def frame_record(payload: bytes) -> bytes:
+    """`payload` as it stands in a TFRecord file."""
+    length = struct.pack("<Q", len(payload))
+    crcs = struct.pack("<I", masked_crc32c(length)), struct.pack("<I", masked_crc32c(payload))
+    return b"".join((length, crcs[0], payload, crcs[1]))
+
+
+def walk_records(buffer: memoryview, path: Path | str, *, check_payload: bool) -> Iterator[RecordSpan]:
+    """Yield the records of a whole mapped file in order.
+
+    The CRC of every length is checked; that of the payload only with `check_payload`, since it reads all bytes.
+
+    Raises:
+        TFRecordError: a truncated record, or a CRC that does not match.
+    """
+    offset, size = 0, len(buffer)
+    while offset < size:
+        if size - offset < HEADER_SIZE + FOOTER_SIZE:
+            raise TFRecordError(path, offset, f"truncated record: {size - offset} bytes are left, a record has at least 16")
+        length, length_crc = struct.unpack_from("<QI", buffer, offset)
+        if masked_crc32c(buffer[offset : offset + 8]) != length_crc:
+            raise TFRecordError(path, offset, f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here")
+        start = offset + HEADER_SIZE
+        end = start + length
+        if end + FOOTER_SIZE > size:
+            raise TFRecordError(
+                path, offset, f"truncated record: its length is {length} bytes, {max(0, size - start - FOOTER_SIZE)} are there"
+            )
+        if check_payload:
+            (payload_crc,) = struct.unpack_from("<I", buffer, end)
+            if masked_crc32c(buffer[start:end]) != payload_crc:
+                raise TFRecordError(path, offset, f"CRC mismatch of the record's {length} bytes of data: the file is damaged")
+        yield RecordSpan(start, end)
+        offset = end + FOOTER_SIZE
+
+
+def encode_example(features: Mapping[str, bytes | str | int]) -> bytes:
+    """Serialise single-valued features as a ``tf.train.Example``, in the mapping's order.
+
+    The order is the caller's, so that equal input gives equal bytes; protobuf libraries leave it open for maps.
+    """
+    entries = []
+    for name, value in features.items():
+        if isinstance(value, int):
+            # Int64List is packed; negative numbers take ten bytes in two's complement.
+            kind, content = 3, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF))
+        else:
+            kind, content = 1, _delimited(1, value.encode() if isinstance(value, str) else value)
+        feature = _delimited(kind, content)
+        entries.append(_delimited(1, _delimited(1, name.encode()) + _delimited(2, feature)))
+    return _delimited(1, b"".join(entries))
+
+
+def parse_example(buffer: memoryview, record: RecordSpan, path: Path | str) -> dict[str, Feature]:
+    """The features of one record by name. Image bytes are located, not read.
+
+    Raises:
+        TFRecordError: the payload is not a ``tf.train.Example``.
+    """
+    features: dict[str, Feature] = {}
+    try:
+        for field, start, end in _fields(buffer, record.start, record.end):
+            if field != 1:  # Example.features
+                continue
+            for _, entry_start, entry_end in _fields(buffer, start, end):
+                parts = {number: (a, b) for number, a, b in _fields(buffer, entry_start, entry_end)}
+                name = bytes(buffer[slice(*parts[1])]).decode()
+                features[name] = _parse_feature(buffer, *parts[2]) if 2 in parts else Feature("bytes")
+    except (_WireError, KeyError, UnicodeDecodeError) as error:
+        raise TFRecordError(path, record.header, f"the record's data is not a tf.train.Example ({error})") from error
+    return features
+
+
+class _WireError(ValueError):
+    pass
+
+
+def _parse_feature(buffer: memoryview, start: int, end: int) -> Feature:
+    for field, list_start, list_end in _fields(buffer, start, end):
+        kind = _KIND_OF_FIELD.get(field)
+        if kind == "bytes":
+            return Feature("bytes", spans=tuple((a, b) for _, a, b in _fields(buffer, list_start, list_end)))
+        if kind == "int64":
+            return Feature("int64", integers=tuple(_integers(buffer, list_start, list_end)))
+        if kind == "float":
+            return Feature("float")  # no feature that is read here holds floats: the kind is all an error needs
+    return Feature("bytes")
+
+
+def _integers(buffer: memoryview, start: int, end: int) -> Iterator[int]:
+    while start < end:
+        tag, start = _read_varint(buffer, start, end)
+        if tag & 7 == _LENGTH_DELIMITED:  # packed
+            length, start = _read_varint(buffer, start, end)
+            stop = start + length
+        else:
+            stop = start + 1  # one unpacked number
+        while start < stop:
+            value, start = _read_varint(buffer, start, end)
+            yield value - (1 << 64) if value >> 63 else value
+
+
+def _fields(buffer: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (field number, start, end) of each length-delimited field; others are skipped."""
+    while start < end:
+        tag, start = _read_varint(buffer, start, end)
+        wire_type = tag & 7
+        if wire_type == _LENGTH_DELIMITED:
+            length, start = _read_varint(buffer, start, end)
+            stop = start + length
+            if stop <= end:
+                yield tag >> 3, start, stop
+        elif wire_type == _VARINT:
+            _, stop = _read_varint(buffer, start, end)
+        elif wire_type in (_FIXED64, _FIXED32):
+            stop = start + (8 if wire_type == _FIXED64 else 4)
+        else:
+            raise _WireError(f"wire type {wire_type} at byte {start}")
+        if stop > end:
+            raise _WireError(f"a field that ends at byte {stop}, past {end}")
+        start = stop
+
+
+def _read_varint(buffer: memoryview, start: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if start >= end:
+            raise _WireError(f"an unfinished number at byte {start}")
+        byte = buffer[start]
+        start += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, start
+    raise _WireError(f"a number of over ten bytes at byte {start}")
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _delimited(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(len(content)) + content

@@ -1,0 +1,59 @@
+"""Progress of long work: a bar on a terminal, a plain line now and then in a log file or under Slurm."""
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+LINE_INTERVAL_S = 10.0
+
+
+class Progress:
+    """Counts `total` units of work up on stderr with rate and remaining time.
+
+    With ``unit="B"`` the counts are scaled to kB, MB, ... Use as a context manager, or close it.
+    """
+
+    def __init__(self, title: str, total: int, unit: str) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._title = title
+        self._last_line = time.monotonic()
+        scaled = unit == "B"
+        # In a log tqdm only keeps the count: its own output is off, plain lines are printed below.
+        self._bar = tqdm(
+            desc=title, total=total, unit=unit, unit_scale=scaled, unit_divisor=1000, dynamic_ncols=True,
+            file=sys.stderr if self._terminal else _Nowhere(), leave=True,
+        )  # fmt: skip
+
+    def update(self, amount: int) -> None:
+        self._bar.update(amount)
+        now = time.monotonic()
+        if not self._terminal and now - self._last_line >= LINE_INTERVAL_S:
+            self._last_line = now
+            self._print_line()
+
+    def note(self, **values: str) -> None:
+        """Show `values` behind the bar."""
+        self._bar.set_postfix(values, refresh=False)
+
+    def close(self) -> None:
+        if not self._terminal:
+            self._print_line()
+        self._bar.close()
+
+    def _print_line(self) -> None:
+        line = tqdm.format_meter(**{**self._bar.format_dict, "ncols": 0, "prefix": ""})
+        print(f"{self._title}: {line.strip()}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Nowhere:
+    def write(self, text: str) -> None: ...
+
+    def flush(self) -> None: ...
