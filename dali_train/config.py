@@ -30,8 +30,8 @@ class DataConfig:
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
     shuffle: Literal["full", "none"] = "full"
     """full: a new uniformly random order every epoch. none: the order on disk."""
-    reader: Literal["index"] = "index"
-    """index: images are slices of memory-mapped shards, found by the columnar index."""
+    reader: Literal["index", "synthetic"] = "index"
+    """index: images are slices of memory-mapped shards, found by the columnar index. synthetic: noise, to see what data costs."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
     num_threads: int | None = None
@@ -74,7 +74,9 @@ class DataConfig:
             "enlarge data.eval_resize_to",
         )
         _require(self.prefetch >= 1, f"data.prefetch is {self.prefetch}: use at least 1")
-        _require(self.num_threads is None or self.num_threads >= 1, f"data.num_threads is {self.num_threads}: use at least 1 or None")
+        _require(
+            self.num_threads is None or self.num_threads >= 1, f"data.num_threads is {self.num_threads}: use at least 1 or None"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +188,12 @@ class PrecisionConfig:
 class ParallelConfig:
     bucket_mb: int = 25
     """Gradients are exchanged in buckets of this size, while the last backward pass of the step still runs."""
+    timeout_s: float = 600
+    """A rank that others wait for longer than this ends the run."""
+
+    def __post_init__(self) -> None:
+        _require(self.bucket_mb >= 1, f"parallel.bucket_mb is {self.bucket_mb}: use at least 1")
+        _require(self.timeout_s > 0, f"parallel.timeout_s is {self.timeout_s}: use a number of seconds over 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Progress of long work: a bar on a terminal, a plain line now and then in a log file or under Slurm."""
 
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -10,13 +11,15 @@ LINE_INTERVAL_S = 10.0
 
 
 class Progress:
-    """Counts `total` units of work up on stderr with rate and remaining time.
+    """Counts `total` units of work up on stderr with rate and remaining time, from any number of threads.
 
     With ``unit="B"`` the counts are scaled to kB, MB, ... Use as a context manager, or close it.
     """
 
     def __init__(self, title: str, total: int, unit: str) -> None:
         self._terminal = sys.stderr.isatty()
+        self._lock = threading.Lock()
+        self._num_bytes = 0
         self._title = title
         self._last_line = time.monotonic()
         scaled = unit == "B"
@@ -26,12 +29,17 @@ class Progress:
             file=sys.stderr if self._terminal else _Nowhere(), leave=True,
         )  # fmt: skip
 
-    def update(self, amount: int) -> None:
-        self._bar.update(amount)
-        now = time.monotonic()
-        if not self._terminal and now - self._last_line >= LINE_INTERVAL_S:
-            self._last_line = now
-            self._print_line()
+    def update(self, amount: int, *, num_bytes: int = 0) -> None:
+        """`amount` more units are done; `num_bytes` went with them, and are shown where any do."""
+        with self._lock:
+            if num_bytes:
+                self._num_bytes += num_bytes
+                self._bar.set_postfix_str(f"{self._num_bytes / 1e6:,.0f} MB", refresh=False)
+            self._bar.update(amount)
+            now = time.monotonic()
+            if not self._terminal and now - self._last_line >= LINE_INTERVAL_S:
+                self._last_line = now
+                self._print_line()
 
     def note(self, **values: str) -> None:
         """Show `values` behind the bar."""

@@ -156,4 +156,4 @@ def _multiply(a: int, b: UInt64s) -> tuple[UInt64s, UInt64s]:
 def _uniform(seed: int, purpose: Purpose, block: int, *, low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.float64]:
     """Four numbers in [0, 1) for each counter, shape (n, 4): the top 53 bits of each random integer."""
     raw = philox(seed, purpose, block, low.astype(np.uint64), high.astype(np.uint64))
-    return (raw >> np.uint64(11)) * 2.0**-53
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53

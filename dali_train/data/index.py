@@ -6,104 +6,42 @@ built once, by the converter or by ``tools/make_index.py`` for TFRecords that so
 """
 
 import io
-import json
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from dali_train.data.tfrecord import FOOTER_SIZE, Feature, RecordSpan, TFRecordError, parse_example, walk_records
+from dali_train.data.jpeg import JpegError, is_jpeg, parse_jpeg_header
+from dali_train.data.manifest import (
+    SPLITS,
+    DatasetError,
+    Encoding,
+    Manifest,
+    Shard,
+    SplitManifest,
+    SplitName,
+    write_atomically,
+)
+from dali_train.data.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
 from dali_train.progress import Progress
 
-FORMAT_VERSION = 1
-SplitName = Literal["train", "validation"]
-SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+T = TypeVar("T")
 
 # One row an image. `offset` and `size` are bytes of the encoded image within its shard; `label` counts from 0.
 INDEX_DTYPE = np.dtype(
     [("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4"), ("height", "<u2"), ("width", "<u2")]
 )
 _NUMBERED_SHARD = re.compile(r"-(\d{5})-of-(\d{5})$")
-
-
-class DatasetError(ValueError):
-    """A dataset that cannot be used as it is; the message says what to do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    name: str
-    num_records: int
-    num_bytes: int
-    crc32c: str | None  # of the whole file, eight hex digits; None if it was indexed without reading it all
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitManifest:
-    num_records: int
-    shards: tuple[Shard, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """The content of ``dataset.json``."""
-
-    num_classes: int
-    class_names: tuple[str, ...]
-    label_base: int  # the label of class 0 in the records: 1 in ImageNet's TFRecords
-    splits: dict[str, SplitManifest]
-    conversion: dict[str, Any] = field(default_factory=dict)  # the converter's options, for people and for resuming
-    format_version: int = FORMAT_VERSION
-
-    @classmethod
-    def read(cls, root: Path) -> "Manifest":
-        """Raises DatasetError: no manifest, not JSON, or of another format version."""
-        path = root / "dataset.json"
-        try:
-            fields = json.loads(path.read_text())
-        except FileNotFoundError:
-            if not root.is_dir():
-                raise DatasetError(f"{root}: there is no such directory; data.root names a dataset's directory") from None
-            raise DatasetError(f"{path} is missing: run `python tools/make_index.py {root}` to index its TFRecords") from None
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{path} is not valid JSON ({error}): run `python tools/make_index.py {root}`") from error
-        if fields.get("format_version") != FORMAT_VERSION:
-            raise DatasetError(
-                f"{path} has format_version {fields.get('format_version')!r}, this program reads {FORMAT_VERSION}: "
-                f"run `python tools/make_index.py {root}`"
-            )
-        splits = {
-            name: SplitManifest(num_records=split["num_records"], shards=tuple(Shard(**shard) for shard in split["shards"]))
-            for name, split in fields.pop("splits").items()
-        }
-        return cls(splits=splits, class_names=tuple(fields.pop("class_names")), **fields)
-
-    def write(self, root: Path) -> None:
-        write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put a file in place whole and flushed, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -184,40 +122,49 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class IndexedShard:
     """All that is learnt from one shard. `labels` are as the file has them; `rows["label"]` is filled in later."""
 
     shard: Shard
-    rows: NDArray[np.void]  # INDEX_DTYPE
-    labels: NDArray[np.int64]
+    rows: NDArray[np.void]  # INDEX_DTYPE, (N,)
+    labels: NDArray[np.int64]  # (N,)
     synsets: dict[int, str]  # label as in the file -> image/class/synset
-    text_index: str  # DALI's: a line "offset size" a record, framing included
+    record_offsets: NDArray[np.uint64]  # (N + 1,): where each record begins, framing included, and the file's end
+    encoding: Encoding
+
+    def text_index(self) -> str:
+        """DALI's: a line "offset size" a record, framing included."""
+        starts, ends = self.record_offsets[:-1], self.record_offsets[1:]
+        return "".join(f"{start} {size}\n" for start, size in zip(starts.tolist(), (ends - starts).tolist(), strict=True))
 
 
 def index_shard(path: Path, *, check_crc: bool) -> IndexedShard:
-    """Walk one TFRecord file and locate its images. Sizes come from each image's own header, not from features.
+    """Walk one TFRecord file and locate its images. Sizes come from each image's own header, not from features;
+    only bare pixels (image/format "RAW") have none, and their features must fit their number of bytes.
 
     Raises:
         TFRecordError: anything in the file that is not a whole, labelled image, with its place.
     """
-    rows, labels, synsets, lines = [], [], {}, []
+    rows, labels, offsets = [], [], []
+    synsets: dict[int, str] = {}
+    encodings: set[Encoding] = set()
     content = memoryview(map_file(path))
     for record in walk_records(content, path, check_payload=check_crc):
-        features = parse_example(content, record, path)
-        ((start, end),) = _single(features, "image/encoded", "bytes", path, record).spans
-        (label,) = _single(features, "image/class/label", "int64", path, record).integers
-        height, width = image_size(content[start:end], path, record)
-        rows.append((start, end - start, 0, 0, height, width))
-        labels.append(label)
-        lines.append(f"{record.header} {record.end + FOOTER_SIZE - record.header}\n")
-        synset = features.get("image/class/synset")
-        if synset is not None and len(synset.spans) == 1:
-            name = bytes(content[slice(*synset.spans[0])]).decode(errors="replace")
-            if synsets.setdefault(label, name) != name:
-                raise TFRecordError(path, record.header, f"label {label} belongs to {synsets[label]} before and to {name} here")
+        image = index_record(content, record, path)
+        rows.append((image.start, image.size, 0, 0, image.height, image.width))
+        labels.append(image.label)
+        offsets.append(record.header)
+        encodings.add(image.encoding)
+        if len(encodings) > 1:
+            raise TFRecordError(path, record.header, "the file mixes images with bare pixels (image/format RAW): keep one kind")
+        if image.synset is not None and synsets.setdefault(image.label, image.synset) != image.synset:
+            raise TFRecordError(
+                path, record.header, f"label {image.label} belongs to {synsets[image.label]} before and to {image.synset} here"
+            )
     if not rows:
         raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
+    (encoding,) = encodings
     return IndexedShard(
         shard=Shard(
             name=path.name, num_records=len(rows), num_bytes=len(content), crc32c=f"{crc32c(content):08x}" if check_crc else None
@@ -225,12 +172,51 @@ def index_shard(path: Path, *, check_crc: bool) -> IndexedShard:
         rows=np.array(rows, dtype=INDEX_DTYPE),
         labels=np.array(labels, dtype=np.int64),
         synsets=synsets,
-        text_index="".join(lines),
+        record_offsets=np.array([*offsets, len(content)], dtype=np.uint64),
+        encoding=encoding,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedRecord:
+    start: int  # of the image within the file, bytes
+    size: int
+    height: int  # pixels
+    width: int
+    label: int  # as the record has it
+    synset: str | None
+    encoding: Encoding
+
+
+def index_record(content: memoryview, record: RecordSpan, path: Path) -> IndexedRecord:
+    """Raises TFRecordError: not a whole, labelled image."""
+    features = parse_example(content, record, path)
+    ((start, end),) = _single(features, "image/encoded", "bytes", path, record).spans
+    (label,) = _single(features, "image/class/label", "int64", path, record).integers
+    encoding: Encoding = "raw" if _text(content, features.get("image/format")) == "RAW" else "image"
+    if encoding == "raw":
+        (height,) = _single(features, "image/height", "int64", path, record).integers
+        (width,) = _single(features, "image/width", "int64", path, record).integers
+        expected = height * width * 3
+        if min(height, width) < 1 or end - start != expected:
+            raise TFRecordError(
+                path, record.header, f"image/encoded has {end - start} bytes, {height} x {width} RGB pixels have {expected}"
+            )
+    else:
+        height, width = image_size(content[start:end], path, record)
+    if max(height, width) > np.iinfo(INDEX_DTYPE["height"]).max:
+        raise TFRecordError(path, record.header, f"image of {height} x {width} pixels: the index holds sides up to 65535")
+    return IndexedRecord(start, end - start, height, width, label, _text(content, features.get("image/class/synset")), encoding)
 
 
 def image_size(encoded: memoryview, path: Path, record: RecordSpan) -> tuple[int, int]:
     """(height, width) in pixels from the image's header, before any EXIF rotation."""
+    if is_jpeg(encoded):
+        try:
+            header = parse_jpeg_header(encoded)
+        except JpegError as error:
+            raise TFRecordError(path, record.header, f"image/encoded is not a JPEG that can be read: {error}") from error
+        return header.height, header.width
     try:
         with Image.open(io.BytesIO(encoded)) as image:
             return image.height, image.width
@@ -238,10 +224,19 @@ def image_size(encoded: memoryview, path: Path, record: RecordSpan) -> tuple[int
         raise TFRecordError(path, record.header, f"image/encoded is not an image that can be read ({error})") from error
 
 
+def _text(content: memoryview, feature: Feature | None) -> str | None:
+    """The feature's single string, None if it is another thing."""
+    if feature is None or len(feature.spans) != 1:
+        return None
+    return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
+
+
 def _single(features: dict[str, Feature], name: str, kind: str, path: Path, record: RecordSpan) -> Feature:
     feature = features.get(name)
     if feature is None:
-        raise TFRecordError(path, record.header, f"feature {name} is missing; the record has {', '.join(sorted(features)) or 'none'}")
+        raise TFRecordError(
+            path, record.header, f"feature {name} is missing; the record has {', '.join(sorted(features)) or 'none'}"
+        )
     if feature.kind != kind:
         raise TFRecordError(path, record.header, f"feature {name} is a list of {feature.kind}, expected {kind}")
     count = len(feature.spans) + len(feature.integers)
@@ -293,7 +288,7 @@ def build_index(
         label_base: the label of the first class in the records.
         num_classes: how many classes there are; by default as many as the largest label tells.
         check_crc: check every record's CRC, which reads all bytes. Without it only the framing is checked.
-        workers: processes; each indexes whole shards.
+        workers: threads; each indexes whole shards.
         conversion: what ``dataset.json`` keeps about how the records were made.
         class_names: names of the classes in order; by default the records' synsets, or the class numbers.
 
@@ -316,22 +311,45 @@ def build_index(
     if class_names is None:
         class_names = _class_names(indexed, label_base=label_base, num_classes=num_classes)
 
+    return write_index(root, indexed, label_base=label_base, class_names=class_names, conversion=conversion or {})
+
+
+def write_index(
+    root: Path,
+    indexed: dict[SplitName, list[IndexedShard]],
+    *,
+    label_base: int,
+    class_names: Sequence[str],
+    conversion: dict[str, Any],
+) -> Manifest:
+    """Write what `build_index` writes, ``dataset.json`` last, for shards whose ``rows["label"]`` are filled in.
+
+    Raises:
+        DatasetError: some shards hold images and others bare pixels.
+    """
+    encodings = {part.encoding: part.shard.name for parts in indexed.values() for part in parts}
+    if len(encodings) > 1:
+        raise DatasetError(
+            f"{root}: {encodings['raw']} holds bare pixels and {encodings['image']} images: make two datasets of them"
+        )
     for split, parts in indexed.items():
         for number, part in enumerate(parts):
             part.rows["shard"] = number
-            write_atomically(root / "idx_files" / split / f"{part.shard.name}.idx", part.text_index.encode())
+            write_atomically(root / "idx_files" / split / f"{part.shard.name}.idx", part.text_index().encode())
         buffer = io.BytesIO()
         np.save(buffer, np.concatenate([part.rows for part in parts]))
         write_atomically(root / "index" / f"{split}.npy", buffer.getvalue())
+    (encoding,) = encodings
     manifest = Manifest(
-        num_classes=num_classes,
+        num_classes=len(class_names),
         class_names=tuple(class_names),
         label_base=label_base,
         splits={
             split: SplitManifest(num_records=sum(p.shard.num_records for p in parts), shards=tuple(p.shard for p in parts))
             for split, parts in indexed.items()
         },
-        conversion=conversion or {},
+        conversion=conversion,
+        encoding=encoding,
     )
     manifest.write(root)
     return manifest
@@ -342,20 +360,19 @@ def _index_all(shards: dict[SplitName, list[Path]], *, check_crc: bool, workers:
     total = sum(path.stat().st_size for path in paths)
     results: dict[Path, IndexedShard] = {}
     with Progress("indexing", total=total, unit="B") as progress:
-        for path, part in _map_shards(paths, check_crc=check_crc, workers=min(workers, len(paths))):
+        for path, part in map_shards(paths, partial(index_shard, check_crc=check_crc), workers=workers):
             results[path] = part
             progress.update(part.shard.num_bytes)
     return {split: [results[path] for path in split_paths] for split, split_paths in shards.items()}
 
 
-def _map_shards(paths: list[Path], *, check_crc: bool, workers: int) -> Iterator[tuple[Path, IndexedShard]]:
-    if workers <= 1:
-        for path in paths:
-            yield path, index_shard(path, check_crc=check_crc)
-        return
-    # Spawned, not forked: the caller may have threads.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(index_shard, path, check_crc=check_crc): path for path in paths}
+def map_shards(paths: Sequence[Path], work: Callable[[Path], T], *, workers: int) -> Iterator[tuple[Path, T]]:
+    """(path, what `work` made of it) in the order in which `workers` threads finish.
+
+    Threads suffice: reading and checksums release the interpreter, and the rest takes 30 us a record.
+    """
+    with ThreadPoolExecutor(max(1, min(workers, len(paths)))) as pool:
+        futures = {pool.submit(work, path): path for path in paths}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -369,7 +386,7 @@ def _number_classes(path: Path, part: IndexedShard, *, label_base: int, num_clas
     wrong = np.flatnonzero((classes < 0) | (classes >= num_classes))
     if len(wrong):
         first = int(wrong[0])
-        offset = int(part.text_index.splitlines()[first].split()[0])
+        offset = int(part.record_offsets[first])
         hint = "; labels that start at 0 need --label-base 0" if part.labels[first] == 0 and label_base == 1 else ""
         raise TFRecordError(
             path, offset,

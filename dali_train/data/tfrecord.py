@@ -9,7 +9,7 @@ needs the place of the encoded image inside the file, and a walk that skips imag
 """
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,8 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # protobuf wire typ
 Buffer = bytes | memoryview
 FeatureKind = Literal["bytes", "float", "int64"]
 # tf.train.Feature: the field number of each kind of list.
-_KIND_OF_FIELD: dict[int, FeatureKind] = {1: "bytes", 2: "float", 3: "int64"}
+_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
+_KIND_OF_FIELD: dict[int, FeatureKind] = {_BYTES_LIST: "bytes", _FLOAT_LIST: "float", _INT64_LIST: "int64"}
 
 
 class TFRecordError(ValueError):
@@ -57,26 +58,31 @@ class Feature:
 
 def masked_crc32c(data: Buffer) -> int:
     """The CRC32C of `data`, rotated and shifted so that CRCs of data holding CRCs stay strong."""
-    crc = crc32c(data)
+    return _mask(crc32c(data))
+
+
+def _mask(crc: int) -> int:
     return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
 
 
-def frame_record(payload: bytes) -> bytes:
-    """`payload` as it stands in a TFRecord file."""
-    length = struct.pack("<Q", len(payload))
-    crcs = struct.pack("<I", masked_crc32c(length)), struct.pack("<I", masked_crc32c(payload))
-    return b"".join((length, crcs[0], payload, crcs[1]))
+def frame_record(payload: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """A record as it stands in a TFRecord file. The pieces of the payload are passed on, not copied."""
+    length = struct.pack("<Q", sum(map(len, payload)))
+    crc = 0
+    for piece in payload:
+        crc = crc32c(piece, crc)
+    return length + struct.pack("<I", masked_crc32c(length)), *payload, struct.pack("<I", _mask(crc))
 
 
-def walk_records(buffer: memoryview, path: Path | str, *, check_payload: bool) -> Iterator[RecordSpan]:
-    """Yield the records of a whole mapped file in order.
+def walk_records(buffer: memoryview, path: Path | str, *, check_payload: bool, start_at: int = 0) -> Iterator[RecordSpan]:
+    """Yield the records of a whole mapped file in order, from the one that begins at byte `start_at`.
 
     The CRC of every length is checked; that of the payload only with `check_payload`, since it reads all bytes.
 
     Raises:
         TFRecordError: a truncated record, or a CRC that does not match.
     """
-    offset, size = 0, len(buffer)
+    offset, size = start_at, len(buffer)
     while offset < size:
         if size - offset < HEADER_SIZE + FOOTER_SIZE:
             raise TFRecordError(path, offset, f"truncated record: {size - offset} bytes are left, a record has at least 16")
@@ -97,21 +103,29 @@ def walk_records(buffer: memoryview, path: Path | str, *, check_payload: bool) -
         offset = end + FOOTER_SIZE
 
 
-def encode_example(features: Mapping[str, bytes | str | int]) -> bytes:
-    """Serialise single-valued features as a ``tf.train.Example``, in the mapping's order.
+def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> tuple[bytes, Buffer, bytes]:
+    """A ``tf.train.Example`` of ``image/encoded`` and single-valued `features`, as (head, image, tail).
 
-    The order is the caller's, so that equal input gives equal bytes; protobuf libraries leave it open for maps.
+    The image, which is nearly all of it, comes back as it is, not copied. The order is fixed: the image, then
+    `features` in the mapping's order, so that equal input gives equal bytes; protobuf libraries leave it open for maps.
     """
-    entries = []
-    for name, value in features.items():
-        if isinstance(value, int):
-            # Int64List is packed; negative numbers take ten bytes in two's complement.
-            kind, content = 3, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF))
-        else:
-            kind, content = 1, _delimited(1, value.encode() if isinstance(value, str) else value)
-        feature = _delimited(kind, content)
-        entries.append(_delimited(1, _delimited(1, name.encode()) + _delimited(2, feature)))
-    return _delimited(1, b"".join(entries))
+    tail = b"".join(_map_entry(name, value) for name, value in features.items())
+    size = len(image)
+    head = _prefix(1, size)  # BytesList.value
+    head = _prefix(_BYTES_LIST, size + len(head)) + head  # Feature.bytes_list
+    head = _delimited(1, b"image/encoded") + _prefix(2, size + len(head)) + head  # key and value of the map's entry
+    head = _prefix(1, size + len(head)) + head  # Features.feature
+    head = _prefix(1, size + len(head) + len(tail)) + head  # Example.features
+    return head, image, tail
+
+
+def _map_entry(name: str, value: bytes | str | int) -> bytes:
+    if isinstance(value, int):
+        # Packed; negative numbers take ten bytes in two's complement.
+        feature = _delimited(_INT64_LIST, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF)))
+    else:
+        feature = _delimited(_BYTES_LIST, _delimited(1, value.encode() if isinstance(value, str) else value))
+    return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
 
 
 def parse_example(buffer: memoryview, record: RecordSpan, path: Path | str) -> dict[str, Feature]:
@@ -206,5 +220,10 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
+def _prefix(field: int, size: int) -> bytes:
+    """What stands before `size` bytes of a field."""
+    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(size)
+
+
 def _delimited(field: int, content: bytes) -> bytes:
-    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(len(content)) + content
+    return _prefix(field, len(content)) + content

@@ -1,0 +1,18 @@
+"""ViT-L/32 on ImageNet-1k: ColossalAI's 32K-batch recipe, as published. See vit-b16.py for its sources.
+
+    torchrun --nproc-per-node 4 -m dali_train train --config configs/vit-l32.py --data.root DATASET
+
+Published: 37.83 h on 4 A100 (706 images/s a GPU). No top-1 was published for this model.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from dali_train.config import load_config
+
+base = load_config(Path(__file__).with_name("vit-b16.py"))
+config = replace(
+    base,
+    model=replace(base.model, name="vit_large_patch32_224"),
+    run=replace(base.run, dir="runs/vit-l32"),
+)

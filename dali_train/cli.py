@@ -1,0 +1,149 @@
+"""The commands: train, eval, plan.
+
+Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, anything else a failure.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dali_train.config import Config, ConfigError, load_config
+from dali_train.data.index import DatasetError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # torch.distributed.launch puts --local-rank before the command, the predecessor's scripts put such options behind it.
+    launch, argv = _launch_parser().parse_known_args(argv)
+    options, overrides = _parser().parse_known_args(argv)
+    options.launch = vars(launch)
+    try:
+        return int(options.run(options, overrides))
+    except (ConfigError, DatasetError) as error:
+        print(f"dali-train {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dali-train", description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, parents=[_launch_parser()], help=summary, description=summary, allow_abbrev=False, add_help=False,
+            epilog="Every setting of the config can be overridden: --section.field value. "
+            f"`dali-train {name} --config FILE --help` lists them all.",
+        )  # fmt: skip
+        command.set_defaults(run=run, help=command.print_help)
+        command.add_argument("--config", metavar="FILE", help="a Python file that defines `config`; recipes are in configs/")
+        return command
+
+    add("train", _train, "Train a model, or go on with a run that was stopped.")
+    evaluate = add("eval", _evaluate, "Evaluate a checkpoint on the validation split.")
+    evaluate.add_argument("--checkpoint", metavar="PATH", required=True, help="a checkpoint directory, RUN/checkpoints/step-...")
+
+    plan = add(
+        "plan", _plan, "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data."
+    )
+    plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
+    return parser
+
+
+def _launch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dali-train", add_help=False, allow_abbrev=False)
+    group = parser.add_argument_group("the predecessor's options, for where no launcher tells")
+    group.add_argument("--local_rank", "--local-rank", type=int, help="this process's number on its host")
+    group.add_argument("--rank", type=int, help="this process's number")
+    group.add_argument("--world_size", "--world-size", type=int, help="number of processes")
+    group.add_argument("--host", help="where rank 0 listens")
+    group.add_argument("--port", type=int, help="port of --host")
+    return parser
+
+
+def _train(options: argparse.Namespace, overrides: list[str]) -> int:
+    config = _config(options, overrides)
+    # Imported here, not above: torch takes seconds, and --help should not.
+    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
+    from dali_train.train import train
+
+    launch = discover(LaunchOptions(**options.launch))
+    with process_group(launch, config, choose_device(config.run, launch)):
+        train(config, launch, sys.argv)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    config = _config(options, overrides)
+    from dali_train import checkpoint
+    from dali_train.data.index import Split
+    from dali_train.evaluate import Evaluator
+    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
+    from dali_train.model import build_model
+    from dali_train.precision import Precision
+    from dali_train.train import configure_torch
+
+    launch = discover(LaunchOptions(**options.launch))
+    device = choose_device(config.run, launch)
+    with process_group(launch, config, device):
+        num_threads = configure_torch(config, launch, device)
+        split = Split(config.data.root, "validation")
+        loaded = checkpoint.load(Path(options.checkpoint))
+        model = build_model(config, split.num_classes, device)
+        model.load_state_dict(loaded.state["model"])
+        evaluator = Evaluator(split, config, device, dp_rank=launch.rank, dp_size=launch.world_size, num_threads=num_threads)
+        result = evaluator.run(model, Precision(config.precision, device).autocast())
+    if launch.rank == 0:
+        accuracy = f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
+        print(f"step {loaded.step}: {accuracy}  ({result.num_images} images)")
+    return 0
+
+
+def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
+    config = _config(options, overrides)
+    from dali_train.plan import print_plan
+
+    print_plan(config, world_size=options.launch["world_size"] or 1, num_images=options.num_images)
+    return 0
+
+
+def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
+    """The file's config with the command line's changes.
+
+    Raises:
+        ConfigError: no file, or a value that does not fit.
+        SystemExit: a setting that does not exist (status 2), or --help (status 0).
+    """
+    if options.config is None:
+        if {"-h", "--help"} & set(overrides):
+            options.help()
+            raise SystemExit(0)
+        raise ConfigError("--config FILE is missing; the recipes are in configs/")
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_boolean)
+    with registry:
+        return tyro.cli(
+            Config,
+            prog=f"dali-train {options.command} --config {options.config}",
+            default=load_config(options.config),
+            args=overrides,
+            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+        )
+
+
+def _boolean(type_info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
+    """Booleans as ``true`` and ``false`` in any case; tyro itself knows only Python's spelling."""
+    if type_info.type is not bool:
+        return None
+    names = {"true": True, "false": False}
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        instance_from_str=lambda words: names[words[0].lower()],
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    )

@@ -1,0 +1,142 @@
+"""ImageNet (ILSVRC 2012) as it is published: two tar archives and the development kit.
+
+The training archive is a tar of one tar a synset. The validation archive is a flat tar, and only the development kit
+knows its labels, as ILSVRC ids; its ``meta.mat`` tells each id's synset. Labels here are the place of the synset in
+sorted order, as in every pretrained model: not the ILSVRC id.
+"""
+
+import io
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from dali_train.data.convert.archive import Archive, Member, SourceError
+from dali_train.data.convert.sources import ImageFiles, Source
+from dali_train.data.manifest import SplitName
+
+_SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
+_SYNSET_IMAGE = re.compile(r"(n\d{8})_[^/]+\.JPEG$", re.IGNORECASE)
+_VALIDATION_IMAGE = re.compile(r"_val_(\d{8})\.JPEG$", re.IGNORECASE)
+
+
+def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -> tuple[dict[SplitName, Source], list[str]]:
+    """The splits whose archives are given, and the synsets in the order of the labels.
+
+    Raises:
+        SourceError: an archive that is not ImageNet's, or does not fit the development kit.
+    """
+    if validation is not None and devkit is None:
+        raise SourceError("--validation-archive needs --devkit ILSVRC2012_devkit_t12.tar.gz, which holds its labels")
+    kit = _read_devkit(devkit) if devkit is not None else None
+    sources: dict[SplitName, Source] = {}
+    synsets = sorted(kit.synset_of_id.values()) if kit else []
+    if train is not None:
+        archive = Archive(train)
+        found = {_synset(archive, member) for member in archive.members()}
+        if not found:
+            raise SourceError(f"{train}: an archive without members: not ImageNet's training archive")
+        unknown = sorted(found - set(synsets)) if kit else []
+        if unknown:
+            raise SourceError(
+                f"{train}: {', '.join(unknown[:5])} ({len(unknown)} synsets) are not in {devkit}: take the devkit of the same year"
+            )
+        synsets = synsets or sorted(found)
+        label_of = {synset: label for label, synset in enumerate(synsets)}
+        sources["train"] = ImageFiles(archive, _training_images(archive, label_of))
+    if validation is not None and kit is not None:
+        label_of = {synset: label for label, synset in enumerate(synsets)}
+        labels = [label_of[kit.synset_of_id[number]] for number in kit.validation_ids]
+        archive = Archive(validation)
+        sources["validation"] = ImageFiles(archive, _validation_images(archive, labels))
+    return sources, synsets
+
+
+def _synset(archive: Archive, member: Member) -> str:
+    match = _SYNSET_ARCHIVE.search(member.name) or _SYNSET_IMAGE.search(member.name)
+    if match is None:
+        raise SourceError(
+            f"{archive.place(member.name)}: neither SYNSET.tar, such as n01440764.tar, nor SYNSET_name.JPEG: "
+            "--train-archive is ImageNet's ILSVRC2012_img_train.tar"
+        )
+    return match[1]
+
+
+def _training_images(archive: Archive, label_of: dict[str, int]) -> Iterator[tuple[Member, int]]:
+    for outer in archive.members():
+        synset = _synset(archive, outer)
+        # Some copies hold the images themselves instead of a tar a synset.
+        images = archive.members(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
+        for image in images:
+            match = _SYNSET_IMAGE.search(image.name)
+            if match is None or match[1] != synset:
+                raise SourceError(f"{archive.place(outer.name)}: holds {image.name!r}, expected {synset}_NUMBER.JPEG")
+            yield image, label_of[synset]
+
+
+def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tuple[Member, int]]:
+    """`labels` by the number in the name, which counts from 1."""
+    seen: set[int] = set()
+    for image in archive.members():
+        match = _VALIDATION_IMAGE.search(image.name)
+        if match is None:
+            raise SourceError(
+                f"{archive.place(image.name)}: expected ILSVRC2012_val_NUMBER.JPEG: --validation-archive is ILSVRC2012_img_val.tar"
+            )
+        number = int(match[1])
+        if not 1 <= number <= len(labels) or number in seen:
+            problem = "stands twice" if number in seen else f"is none of the devkit's {len(labels)} validation images"
+            raise SourceError(f"{archive.place(image.name)}: {problem}: archive and devkit do not belong together")
+        seen.add(number)
+        yield image, labels[number - 1]
+    if len(seen) != len(labels):
+        raise SourceError(
+            f"{archive.path}: {len(seen)} images, the devkit has labels of {len(labels)}: another archive is meant, or it is cut off"
+        )
+
+
+@dataclass(frozen=True)
+class _Devkit:
+    synset_of_id: dict[int, str]  # ILSVRC id, from 1, of the synsets that have images themselves -> synset
+    validation_ids: list[int]  # ILSVRC id of validation image 1, 2, ...
+
+
+def _read_devkit(path: Path) -> _Devkit:
+    archive = Archive(path)
+    members = {PurePosixPath(member.name).name: member for member in archive.members()}
+    meta, truth = members.get("meta.mat"), members.get("ILSVRC2012_validation_ground_truth.txt")
+    if meta is None or truth is None:
+        raise SourceError(
+            f"{path}: has no {'meta.mat' if meta is None else 'ILSVRC2012_validation_ground_truth.txt'}: "
+            "--devkit is ILSVRC2012_devkit_t12.tar.gz"
+        )
+    synset_of_id = _read_meta(archive.read(meta), archive.place(meta.name))
+    try:
+        ids = [int(line) for line in archive.read(truth).split()]
+    except ValueError as error:
+        raise SourceError(f"{archive.place(truth.name)}: expected one ILSVRC id a line ({error})") from error
+    unknown = sorted(set(ids) - set(synset_of_id))
+    if unknown:
+        raise SourceError(
+            f"{archive.place(truth.name)}: ILSVRC ids {unknown[:5]} are not among the {len(synset_of_id)} synsets of meta.mat"
+        )
+    return _Devkit(synset_of_id, ids)
+
+
+def _read_meta(content: bytes, place: str) -> dict[int, str]:
+    """The table ``synsets`` of a MATLAB file: a row a synset, of which those with children hold no images."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise SourceError(
+            "the devkit's meta.mat is a MATLAB file, and scipy, which reads it, is missing: pip install scipy"
+        ) from error
+    try:
+        table = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
+        rows = [(int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"])) for row in np.atleast_1d(table)]
+    except (ValueError, TypeError, KeyError, OSError, zlib.error) as error:
+        raise SourceError(f"{place}: not the devkit's table of synsets ({error})") from error
+    return {number: synset for number, synset, num_children in rows if num_children == 0}

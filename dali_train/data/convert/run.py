@@ -1,0 +1,285 @@
+"""A whole conversion: plan, write, resume, refuse, and hand over to the index.
+
+While it runs, ``DATASET/.conversion`` holds the options and a note a finished shard; the directory is removed in the
+end. ``dataset.json`` appears last. Nothing that can be read as a finished shard or dataset is ever half done, so
+a run may be killed at any moment and started again.
+"""
+
+import errno
+import fcntl
+import json
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.data.convert.image import MemoryBudget, Recipe
+from dali_train.data.convert.plan import Layout, default_num_shards, layout_without, shuffled_layout
+from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard
+from dali_train.data.convert.sources import Source
+from dali_train.data.index import write_index
+from dali_train.data.manifest import Manifest, SplitName, write_atomically
+from dali_train.progress import Progress
+
+OnBad = Literal["fail", "skip"]
+_DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever the number of workers
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_LISTED = 20
+
+
+class ConversionError(ValueError):
+    """A conversion that cannot begin or end; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to convert into which directory."""
+
+    name: str  # of the dataset, e.g. "imagenet"
+    sources: Mapping[SplitName, Source]
+    class_names: Sequence[str]
+    out: Path
+    recipe: Recipe
+    num_shards: Mapping[SplitName, int | None]  # None: by the amount of data
+    seed: int
+    workers: int
+    on_bad: OnBad
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConversionError(f"--workers is {self.workers}: use at least 1")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConversionError(f"--seed is {self.seed}: use 0 to 2**64 - 1")
+        for split, source in self.sources.items():
+            num_images, num_shards = len(source.labels), self.num_shards.get(split)
+            if num_images == 0:
+                raise ConversionError(f"the {split} split has no image")
+            if num_shards is not None and not 1 <= num_shards <= min(num_images, 99_999):
+                raise ConversionError(
+                    f"--{split}-shards is {num_shards}: use 1 to {min(num_images, 99_999)}, the split has {num_images} images"
+                )
+
+    def shards_of(self, split: SplitName) -> int:
+        source = self.sources[split]
+        return self.num_shards.get(split) or default_num_shards(split, num_images=len(source.labels), num_bytes=source.num_bytes)
+
+    def identity(self) -> dict[str, Any]:
+        """All that the bytes of the result depend on; a resumed run must repeat it."""
+        return {
+            "dataset": self.name,
+            "seed": self.seed,
+            **asdict(self.recipe),
+            "num_classes": len(self.class_names),
+            **{f"{split}_shards": self.shards_of(split) for split in self.sources},
+            **{f"{split}_source": source.identity() for split, source in self.sources.items()},
+        }
+
+
+def convert(conversion: Conversion) -> Manifest:
+    """Make the dataset, or what is missing of it.
+
+    Raises:
+        ConversionError: `out` holds another conversion or other files, or there are bad images and ``on_bad`` is fail.
+        OSError: the disk is full; the message says how to go on.
+    """
+    out = conversion.out
+    out.mkdir(parents=True, exist_ok=True)
+    state = out / ".conversion"
+    if (out / "dataset.json").exists():
+        manifest = Manifest.read(out)
+        _refuse_other(conversion, manifest.conversion.get("options", {}), out / "dataset.json")
+        shutil.rmtree(state, ignore_errors=True)
+        return manifest
+    with _locked(state), _clear_when_full(out):
+        _claim(conversion, state)
+        done = {split: _convert_split(conversion, split, state) for split in conversion.sources}
+        bad = [{"split": split, **asdict(image)} for split, shards in done.items() for shard in shards for image in shard.bad]
+        if bad:
+            write_atomically(out / "quarantine.jsonl", "".join(json.dumps(_listed(line)) + "\n" for line in bad).encode())
+            if conversion.on_bad == "fail":
+                raise ConversionError(_bad_images(bad, out / "quarantine.jsonl"))
+        report = {
+            split: {"num_bad": sum(len(s.bad) for s in shards), **sum((s.counts for s in shards), Counter())}
+            for split, shards in done.items()
+        }
+        manifest = write_index(
+            out,
+            {split: [shard.indexed for shard in shards] for split, shards in done.items()},
+            label_base=LABEL_BASE,
+            class_names=conversion.class_names,
+            conversion={"options": conversion.identity(), "report": report},
+        )
+    shutil.rmtree(state)
+    return manifest
+
+
+def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> list[WrittenShard]:
+    """Every shard of the split, as converted now or by an earlier run."""
+    source, num_shards = conversion.sources[split], conversion.shards_of(split)
+    planned = shuffled_layout(len(source.labels), num_shards, seed=conversion.seed)
+    names = [f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
+    done = [_finished(conversion.out / split / name, state / f"{name}.npz") for name in names]
+    while True:
+        # Which images are bad is known when every shard has been written once. Only then are shards levelled.
+        bad = {image.image for shard in done if shard is not None for image in shard.bad}
+        whole = all(shard is not None for shard in done)
+        if whole and bad:
+            if conversion.on_bad == "fail":
+                break
+            if len(source.labels) - len(bad) < num_shards:
+                raise ConversionError(f"{split}: {len(source.labels) - len(bad)} good images are too few for {num_shards} shards")
+        goal = layout_without(planned, bad) if whole else planned
+        missing = [n for n, (shard, images) in enumerate(zip(done, goal, strict=True)) if not _holds(shard, images)]
+        if not missing:
+            break
+        _write_shards(conversion, split, state, names, goal, missing, done)
+    return [shard for shard in done if shard is not None]
+
+
+def _finished(path: Path, note: Path) -> WrittenShard | None:
+    """A shard of an earlier run. If only its note is left, then as one without images, which keeps the bad ones known."""
+    try:
+        shard = WrittenShard.load(note)
+    except FileNotFoundError:
+        return None
+    try:
+        intact = path.stat().st_size == shard.indexed.shard.num_bytes
+    except FileNotFoundError:
+        intact = False
+    return shard if intact else replace(shard, images=np.empty(0, dtype=np.uint32))
+
+
+def _holds(shard: WrittenShard | None, images: NDArray[np.uint32]) -> bool:
+    """Whether `shard` has just these images, without those that it found to be bad."""
+    if shard is None:
+        return False
+    bad = [image.image for image in shard.bad]
+    return np.array_equal(shard.images, images[~np.isin(images, bad)])
+
+
+def _write_shards(
+    conversion: Conversion,
+    split: SplitName,
+    state: Path,
+    names: list[str],
+    goal: Layout,
+    missing: list[int],
+    done: list[WrittenShard | None],
+) -> None:
+    """Write the shards numbered `missing` with the images of `goal`, and enter them into `done`."""
+    jobs: SimpleQueue[int] = SimpleQueue()
+    for number in missing:
+        jobs.put(number)
+    stop = threading.Event()
+    budget = MemoryBudget(_DECODED_BYTES)
+
+    def work() -> None:
+        writer = ShardWriter(
+            conversion.sources[split], conversion.recipe,
+            class_names=conversion.class_names, budget=budget, progress=progress, stop=stop,
+        )  # fmt: skip
+        while True:
+            try:
+                number = jobs.get_nowait()
+            except Empty:
+                return
+            shard = writer.write(conversion.out / split / names[number], goal[number])
+            before = done[number]
+            if before is not None:
+                shard = replace(shard, bad=(*before.bad, *shard.bad))
+            shard.save(state / f"{names[number]}.npz")
+            done[number] = shard
+
+    (conversion.out / split).mkdir(exist_ok=True)
+    num_images = sum(len(goal[number]) for number in missing)
+    workers = min(conversion.workers, len(missing))
+    with (
+        Progress(f"{split} ({len(names)} shards)", total=num_images, unit="images") as progress,
+        ThreadPoolExecutor(workers) as pool,
+    ):
+        futures = [pool.submit(work) for _ in range(workers)]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            stop.set()  # also on Ctrl-C: the pool waits for its threads
+            raise
+
+
+@contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    """Only one process converts into a directory. The lock dies with the process, however it dies."""
+    state.mkdir(exist_ok=True)
+    with (state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConversionError(f"{state.parent}: another process is converting into this directory; wait for it") from None
+        yield
+
+
+@contextmanager
+def _clear_when_full(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise ConversionError(
+            f"{out}: cannot write on ({error.strerror}). All finished shards are kept: make space and start the same command again"
+        ) from error
+
+
+def _claim(conversion: Conversion, state: Path) -> None:
+    """Make `out` ours, or see that it is; then sweep up what a killed run left half done."""
+    out, options = conversion.out, state / "options.json"
+    if options.exists():
+        _refuse_other(conversion, json.loads(options.read_text()), options)
+    else:
+        foreign = sorted(path.name for path in out.iterdir() if path != state)
+        if foreign:
+            raise ConversionError(
+                f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion that could go on: "
+                "use an empty directory for --out"
+            )
+        write_atomically(options, (json.dumps(conversion.identity(), indent=1) + "\n").encode())
+    for directory in (out, state, *(out / split for split in conversion.sources)):
+        for partial in directory.glob(".*.partial"):
+            partial.unlink()
+
+
+def _refuse_other(conversion: Conversion, theirs: Mapping[str, Any], path: Path) -> None:
+    ours = json.loads(json.dumps(conversion.identity()))  # as JSON gives it back
+    differences = [
+        f"{name} was {theirs.get(name)!r}, now {ours.get(name)!r}"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differences:
+        raise ConversionError(
+            f"{conversion.out} holds a conversion with other options or another source ({path}): {'; '.join(differences)}. "
+            "Repeat those, or use another --out, or delete the directory"
+        )
+
+
+def _listed(bad: dict[str, Any]) -> dict[str, Any]:
+    return {key: bad[key] for key in ("split", "file", "position", "reason")}
+
+
+def _bad_images(bad: list[dict[str, Any]], quarantine: Path) -> str:
+    lines = [f"{image['file']} (at byte {image['position']}): {image['reason']}" for image in bad[:_MOST_LISTED]]
+    if len(bad) > _MOST_LISTED:
+        lines.append(f"and {len(bad) - _MOST_LISTED} more")
+    return (
+        "\n  ".join([f"{len(bad)} images cannot be decoded; all of them are listed in {quarantine}:", *lines])
+        + "\nStart the same command again with --on-bad skip to leave them out. What is converted is kept"
+    )

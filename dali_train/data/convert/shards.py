@@ -1,0 +1,220 @@
+"""Writing one shard: whole and flushed under its final name, with a note of what went into it."""
+
+import io
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.data.convert.image import (
+    BadImageError,
+    DecodeChecker,
+    MemoryBudget,
+    Recipe,
+    StoredImage,
+    prepare,
+    reencode,
+)
+from dali_train.data.convert.sources import Source
+from dali_train.data.index import INDEX_DTYPE, IndexedShard
+from dali_train.data.manifest import Shard, write_atomically
+from dali_train.data.tfrecord import encode_example, frame_record
+from dali_train.progress import Progress
+
+LABEL_BASE = 1  # as in the field's ImageNet records
+_BATCH_PIXELS = 8_000_000  # decoded together at most, but for a larger single image
+
+
+class StoppedError(Exception):
+    """Another worker failed, or the user asked to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadImage:
+    """An image that was left out, and where it lies in the source."""
+
+    image: int
+    file: str
+    position: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenShard:
+    """What a shard holds, kept beside the shards until the dataset is whole."""
+
+    indexed: IndexedShard
+    images: NDArray[np.uint32]  # source images in the order of the records
+    bad: tuple[BadImage, ...]  # found while this shard was written, now or before
+    counts: Counter[str]  # "re-encoded: CMYK JPEG" and the like -> images
+
+    def save(self, path: Path) -> None:
+        buffer = io.BytesIO()
+        facts = {
+            "shard": asdict(self.indexed.shard),
+            "encoding": self.indexed.encoding,
+            "bad": [asdict(bad) for bad in self.bad],
+            "counts": self.counts,
+        }
+        np.savez(
+            buffer,
+            rows=self.indexed.rows,
+            record_offsets=self.indexed.record_offsets,
+            images=self.images,
+            facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        )
+        write_atomically(path, buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: Path) -> "WrittenShard":
+        with np.load(path, allow_pickle=False) as arrays:
+            facts = json.loads(arrays["facts"].tobytes())
+            rows = arrays["rows"]
+            indexed = IndexedShard(
+                shard=Shard(**facts["shard"]),
+                rows=rows,
+                labels=rows["label"].astype(np.int64) + LABEL_BASE,
+                synsets={},
+                record_offsets=arrays["record_offsets"],
+                encoding=facts["encoding"],
+            )
+            bad = tuple(BadImage(**bad) for bad in facts["bad"])
+            return cls(indexed=indexed, images=arrays["images"], bad=bad, counts=Counter(facts["counts"]))
+
+
+class ShardWriter:
+    """Writes shards one after the other; each worker thread has its own."""
+
+    def __init__(
+        self,
+        source: Source,
+        recipe: Recipe,
+        *,
+        class_names: Sequence[str],
+        budget: MemoryBudget,
+        progress: Progress,
+        stop: threading.Event,
+    ) -> None:
+        self._source = source
+        self._recipe = recipe
+        self._class_names = class_names
+        self._budget = budget
+        self._progress = progress
+        self._stop = stop
+        self._checker: DecodeChecker | None = None
+
+    def write(self, path: Path, images: NDArray[np.uint32]) -> WrittenShard:
+        """Write `images` in their order, but for the bad ones.
+
+        Raises:
+            OSError: the disk is full, or another fault of the system; no file is left under the final name.
+            StoppedError: asked to stop.
+        """
+        rows, offsets, written, bad = [], [0], [], []
+        counts: Counter[str] = Counter()
+        crc = offset = 0
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("wb") as file:
+            for image, stored in self._stored(images):
+                if isinstance(stored, BadImageError):
+                    name, position = self._source.locate(image)
+                    bad.append(BadImage(image=image, file=name, position=position, reason=str(stored)))
+                    self._progress.update(1)
+                    continue
+                record = frame_record(encode_example(stored.content, self._features(image, stored)))
+                for piece in record:
+                    file.write(piece)
+                    crc = crc32c(piece, crc)
+                start = offset + len(record[0]) + len(record[1])
+                rows.append((start, len(stored.content), 0, self._source.labels[image], stored.height, stored.width))
+                offset += sum(map(len, record))
+                offsets.append(offset)
+                written.append(image)
+                self._progress.update(1, num_bytes=len(stored.content))
+                if stored.reencoded is not None:
+                    counts[f"re-encoded: {stored.reencoded}"] += 1
+                if stored.rotated:
+                    counts["EXIF orientation not upright"] += 1
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_directory(path.parent)
+        table = np.array(rows, dtype=INDEX_DTYPE)
+        indexed = IndexedShard(
+            shard=Shard(name=path.name, num_records=len(rows), num_bytes=offset, crc32c=f"{crc:08x}"),
+            rows=table,
+            labels=table["label"].astype(np.int64) + LABEL_BASE,
+            synsets={},
+            record_offsets=np.array(offsets, dtype=np.uint64),
+            encoding="raw" if self._recipe.format == "raw" else "image",
+        )
+        return WrittenShard(indexed=indexed, images=np.array(written, dtype=np.uint32), bad=tuple(bad), counts=counts)
+
+    def _features(self, image: int, stored: StoredImage) -> dict[str, str | int]:
+        label = int(self._source.labels[image])
+        return {
+            "image/format": self._recipe.format.upper(),
+            "image/class/label": label + LABEL_BASE,
+            "image/class/synset": self._class_names[label],
+            "image/filename": self._source.name(image),
+            "image/height": stored.height,
+            "image/width": stored.width,
+        }
+
+    def _stored(self, images: NDArray[np.uint32]) -> Iterator[tuple[int, StoredImage | BadImageError]]:
+        """Each image as it is to be stored, in order; those that stay as they are are decoded in batches."""
+        batch: list[tuple[int, StoredImage | BadImageError]] = []
+        pixels = 0
+        for image in images.tolist():
+            if self._stop.is_set():
+                raise StoppedError
+            try:
+                stored: StoredImage | BadImageError = prepare(self._source.read(image), self._recipe, self._budget)
+            except BadImageError as error:
+                stored = error
+            size = stored.height * stored.width if isinstance(stored, StoredImage) else 0
+            if len(batch) == DecodeChecker.BATCH or pixels + size > _BATCH_PIXELS:
+                yield from self._checked(batch, pixels)
+                batch, pixels = [], 0
+            batch.append((image, stored))
+            pixels += size
+        yield from self._checked(batch, pixels)
+
+    def _checked(
+        self, batch: list[tuple[int, StoredImage | BadImageError]], pixels: int
+    ) -> list[tuple[int, StoredImage | BadImageError]]:
+        unchecked = [n for n, (_, stored) in enumerate(batch) if isinstance(stored, StoredImage) and stored.unchecked]
+        if not unchecked or not self._recipe.decode_check:
+            return batch
+        if self._checker is None:
+            self._checker = DecodeChecker()
+        contents = [stored.content for _, stored in (batch[n] for n in unchecked) if isinstance(stored, StoredImage)]
+        with self._budget.held(pixels):
+            failures = self._checker.failures(contents)
+        for failure in failures:
+            number = unchecked[failure]
+            batch[number] = batch[number][0], self._rescued(contents[failure])
+        return batch
+
+    def _rescued(self, content: bytes) -> StoredImage | BadImageError:
+        """An image that DALI refuses, re-encoded if PIL reads all of it."""
+        try:
+            return reencode(content, self._recipe, self._budget)
+        except BadImageError as error:
+            return error
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename in `directory` survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,133 @@
+"""What the converter reads from: a list of labelled images, each read where it is when its turn comes."""
+
+from array import array
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.data.convert.archive import Container, Member, SourceError
+from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
+
+
+class Source(Protocol):
+    """One split. Images are numbered from 0 in an order that the source fixes; many threads may read at once."""
+
+    labels: NDArray[np.int32]  # (N,), from 0
+    num_bytes: int  # of all images together, as the source holds them
+
+    def read(self, image: int) -> RawImage: ...
+
+    def name(self, image: int) -> str:
+        """What the record says in image/filename."""
+        ...
+
+    def locate(self, image: int) -> tuple[str, int]:
+        """(file, byte offset in it), for people who look for a bad image."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this source from another; a resumed conversion compares it."""
+        ...
+
+
+class ImageFiles:
+    """Image files in an archive or a directory, with their labels.
+
+    A million files are a few columns and one string: as Python objects they would take half a gigabyte.
+    """
+
+    def __init__(self, container: Container, files: Iterable[tuple[Member, int]]) -> None:
+        """`files` yields members and their labels.
+
+        Raises:
+            SourceError: a file too large for an image.
+        """
+        self._container = container
+        names, name_ends = bytearray(), array("Q", [0])
+        offsets, sizes, labels = array("Q"), array("I"), array("i")
+        for member, label in files:
+            if member.size > MAX_ENCODED_BYTES:
+                place = container.place(member.name)
+                raise SourceError(f"{place}: {member.size:,} bytes: over {MAX_ENCODED_BYTES:,} are no image to train on; remove it")
+            # File systems know names that are no UTF-8; Python marks those bytes as surrogates.
+            names += member.name.encode(errors="surrogateescape")
+            name_ends.append(len(names))
+            offsets.append(member.offset)
+            sizes.append(member.size)
+            labels.append(label)
+        self._names, self._name_ends = bytes(names), name_ends
+        self._offsets, self._sizes = offsets, sizes
+        self.labels = np.array(labels, dtype=np.int32)
+        self.num_bytes = sum(sizes)
+
+    def read(self, image: int) -> bytes:
+        return self._container.read(Member(self._name(image, errors="surrogateescape"), self._offsets[image], self._sizes[image]))
+
+    def name(self, image: int) -> str:
+        return self._name(image, errors="replace")
+
+    def locate(self, image: int) -> tuple[str, int]:
+        return self._container.place(self.name(image)), self._offsets[image]
+
+    def identity(self) -> dict[str, Any]:
+        """The list of files with sizes, places and labels. What the images hold is not read for it."""
+        listing = crc32c(self.labels.data, crc32c(self._sizes, crc32c(self._offsets, crc32c(self._names))))
+        return {
+            "name": self._container.path.name,
+            "num_images": len(self.labels),
+            "num_bytes": self.num_bytes,
+            "listing_crc32c": f"{listing:08x}",
+        }
+
+    def _name(self, image: int, *, errors: str) -> str:
+        return self._names[self._name_ends[image] : self._name_ends[image + 1]].decode(errors=errors)
+
+
+class SourcePart:
+    """Some images of another source, (N,) numbers."""
+
+    def __init__(self, whole: Source, images: NDArray[np.int64]) -> None:
+        self._whole = whole
+        self._images = images
+        self.labels = whole.labels[images]
+        self.num_bytes = whole.num_bytes * len(images) // max(1, len(whole.labels))  # enough to choose a number of shards
+
+    def read(self, image: int) -> RawImage:
+        return self._whole.read(int(self._images[image]))
+
+    def name(self, image: int) -> str:
+        return self._whole.name(int(self._images[image]))
+
+    def locate(self, image: int) -> tuple[str, int]:
+        return self._whole.locate(int(self._images[image]))
+
+    def identity(self) -> dict[str, Any]:
+        return {**self._whole.identity(), "num_chosen": len(self._images), "chosen_crc32c": f"{crc32c(self._images.data):08x}"}
+
+
+class PixelSource:
+    """Small images that lie in memory, shape (N, height, width, 3) for RGB or (N, height, width) for grey, uint8."""
+
+    def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.int32], *, title: str, first: int = 0) -> None:
+        """`title` names the source in records and errors; the first image is number `first` of it."""
+        self._pixels = pixels
+        self.labels = labels
+        self.num_bytes = pixels.nbytes
+        self._title = title
+        self._first = first
+
+    def read(self, image: int) -> NDArray[np.uint8]:
+        return self._pixels[image]
+
+    def name(self, image: int) -> str:
+        return f"{self._title}_{self._first + image:05d}"
+
+    def locate(self, image: int) -> tuple[str, int]:
+        return self._title, image * self._pixels[0].nbytes
+
+    def identity(self) -> dict[str, Any]:
+        content = crc32c(self.labels.data, crc32c(np.ascontiguousarray(self._pixels).data))
+        return {"name": self._title, "num_images": len(self.labels), "crc32c": f"{content:08x}"}

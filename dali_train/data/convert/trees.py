@@ -1,0 +1,116 @@
+"""Image files in folders of which each is a class, in a directory or a tar archive."""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from dali_train.data.convert.archive import Archive, Container, Directory, Member, SourceError
+from dali_train.data.convert.plan import held_out
+from dali_train.data.convert.sources import ImageFiles, Source, SourcePart
+from dali_train.data.manifest import SPLITS, SplitName
+
+_SUFFIXES = frozenset((".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+_SPLIT_FOLDERS: dict[str, SplitName] = {"train": "train", "test": "validation", "val": "validation", "validation": "validation"}
+_log = logging.getLogger(__name__)
+
+
+def folders(
+    train: Path | None, validation: Path | None, *, validation_fraction: float | None, seed: int
+) -> tuple[dict[SplitName, Source], list[str]]:
+    """The splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone), sorted.
+
+    With `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
+
+    Raises:
+        SourceError: no class folders, a class that only `validation` has, or a class too small to be divided.
+    """
+    paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
+    listed = {split: _list_images(open_container(path), _top_folder) for split, path in paths.items() if path is not None}
+    sources, names = _with_common_labels(listed)
+    if validation_fraction is None:
+        return sources, names
+    if not 0 < validation_fraction < 1:
+        raise SourceError(f"--validation-fraction is {validation_fraction}: use a fraction between 0 and 1, e.g. 0.1")
+    if train is None or validation is not None:
+        raise SourceError("--validation-fraction divides --train: give --train, and no --validation")
+    whole = sources["train"]
+    chosen = held_out(whole.labels, validation_fraction, seed=seed)
+    return {"train": SourcePart(whole, np.flatnonzero(~chosen)), "validation": SourcePart(whole, np.flatnonzero(chosen))}, names
+
+
+def split_folders(path: Path) -> tuple[dict[SplitName, Source], list[str]]:
+    """As `folders`, for one tree with the class folders in ``train`` and in ``test``, ``val`` or ``validation``."""
+    container = open_container(path)
+    listed: dict[SplitName, tuple[ImageFiles, list[str]]] = {}
+    for split in SPLITS:
+        files, names = _list_images(container, partial(_class_in_split, split=split))
+        if len(files.labels):
+            listed[split] = files, names
+    if not listed:
+        raise SourceError(f"{path}: expected image files in train/CLASS/ or test/CLASS/")
+    return _with_common_labels(listed)
+
+
+def open_container(path: Path) -> Container:
+    """Raises SourceError: there is nothing that can be read."""
+    if path.is_dir():
+        return Directory(path)
+    if not path.exists():
+        raise SourceError(f"{path}: there is no such file or directory")
+    return Archive(path)
+
+
+def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str | None]) -> tuple[ImageFiles, list[str]]:
+    """The images for which `class_of` (the parts of a file's name) gives a class, and the classes in order of appearance."""
+    numbers: dict[str, int] = {}
+    passed_over: list[str] = []
+
+    def images() -> Iterator[tuple[Member, int]]:
+        for member in container.members():
+            path = PurePosixPath(member.name)
+            if path.suffix.lower() not in _SUFFIXES:
+                passed_over.append(member.name)
+                continue
+            name = class_of(path.parts)
+            if name is not None:
+                yield member, numbers.setdefault(name, len(numbers))
+
+    files = ImageFiles(container, images())
+    if passed_over:
+        _log.warning(
+            "%s: %d files without an image's suffix are passed over, e.g. %s", container.path, len(passed_over), passed_over[0]
+        )
+    return files, list(numbers)
+
+
+def _top_folder(parts: tuple[str, ...]) -> str:
+    if len(parts) < 2:
+        raise SourceError(f"{parts[0]}: an image outside of a class folder: expected CLASS/{parts[0]}")
+    return parts[0]
+
+
+def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:
+    """`parts` are those of e.g. cifar10/train/bird/0338.jpg."""
+    for number, part in enumerate(parts[:-2]):
+        if part in _SPLIT_FOLDERS:
+            return parts[number + 1] if _SPLIT_FOLDERS[part] == split else None
+    return None
+
+
+def _with_common_labels(listed: dict[SplitName, tuple[ImageFiles, list[str]]]) -> tuple[dict[SplitName, Source], list[str]]:
+    """Number the classes of all splits by their sorted names."""
+    first = next(iter(listed))
+    names = sorted(listed[first][1])
+    for split, (files, classes) in listed.items():
+        if not classes:
+            raise SourceError(f"the {split} split has no image: expected files such as CLASS/name.jpg")
+        unknown = sorted(set(classes) - set(names))
+        if unknown:
+            raise SourceError(
+                f"{split} has the class {unknown[0]!r}, {first} has not ({len(unknown)} such classes): the class folders must agree"
+            )
+        files.labels = np.array([names.index(name) for name in classes], dtype=np.int32)[files.labels]
+    return {split: files for split, (files, _) in listed.items()}, names

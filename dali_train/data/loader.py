@@ -1,0 +1,120 @@
+"""Batches on the model's device: of real images, or synthetic ones with the same face.
+
+A loader knows the data-parallel coordinate and size, never the global rank: with other kinds of parallelism several
+ranks share one coordinate. Coordinate r of W gets the micro-batches r, r + W, r + 2 W, ... of every step.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dali_train.config import Config
+from dali_train.data.index import Split
+from dali_train.data.micro_batch import MicroBatch, MicroBatches
+from dali_train.data.pipeline import PixelFormat, TrainingPipeline
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the device, already mixed."""
+
+    images: torch.Tensor  # (n, 3, size, size) float32 or float16
+    targets: torch.Tensor  # (n, 2) int64: class of the image, class of its Mixup partner
+    lambdas: torch.Tensor  # (n,) float32: weight of the first class
+    micro_batch: MicroBatch
+
+
+class Loader(Protocol):
+    def next(self) -> Batch:
+        """The next micro-batch of this coordinate, across steps without end."""
+
+
+def pixel_format(config: Config, device: torch.device, num_threads: int) -> PixelFormat:
+    """How images are decoded for a model on `device`."""
+    on_gpu = config.data.device == "gpu" or (config.data.device == "auto" and device.type == "cuda")
+    return PixelFormat(
+        device_id=(device.index or 0) if on_gpu else None,
+        num_threads=num_threads,
+        # Autocast would make float16 of it in the first layer: half the memory traffic, the same numbers.
+        half=config.precision.dtype == "fp16",
+        channels_last=config.model.channels_last,
+    )
+
+
+class DaliLoader:
+    """Real images, from `start_step` on."""
+
+    def __init__(
+        self,
+        split: Split,
+        config: Config,
+        pixels: PixelFormat,
+        device: torch.device,
+        *,
+        start_step: int,
+        dp_rank: int,
+        dp_size: int,
+    ) -> None:
+        micro_batches = MicroBatches(split.rows, config)
+        coming = (micro_batches(step, k) for step, k in _places(micro_batches.num_per_step, start_step, dp_rank, dp_size))
+        self._pipeline = TrainingPipeline(
+            split, lambda: next(coming), config.data, pixels, size=config.batch.micro_batch, mix=config.mixup.alpha > 0
+        )
+        self._device = device
+
+    def next(self) -> Batch:
+        images, targets, lambdas, micro_batch = self._pipeline.run()
+        # No copies where DALI decoded on the model's device.
+        images, targets, lambdas = (t.to(self._device, non_blocking=True) for t in (images, targets, lambdas))
+        return Batch(images, targets, lambdas, micro_batch)
+
+
+class SyntheticLoader:
+    """The same micro-batches with noise instead of their images: what the trainer does when data costs nothing."""
+
+    def __init__(
+        self,
+        split: Split,
+        config: Config,
+        pixels: PixelFormat,
+        device: torch.device,
+        *,
+        start_step: int,
+        dp_rank: int,
+        dp_size: int,
+    ) -> None:
+        self._micro_batches = MicroBatches(split.rows, config)
+        self._places = _places(self._micro_batches.num_per_step, start_step, dp_rank, dp_size)
+        size = config.data.train_size
+        self._images = torch.randn(config.batch.micro_batch, 3, size, size, dtype=torch.float16 if pixels.half else torch.float32)
+        if pixels.channels_last:
+            self._images = self._images.contiguous(memory_format=torch.channels_last)
+        self._images = self._images.to(device)
+        self._device = device
+
+    def next(self) -> Batch:
+        micro_batch = self._micro_batches(*next(self._places))
+        labels = torch.from_numpy(micro_batch.labels)
+        targets = torch.stack([labels, labels[torch.from_numpy(micro_batch.partners).long()]], dim=-1)
+        lambdas = torch.from_numpy(micro_batch.lambdas)
+        return Batch(
+            self._images, targets.to(self._device, non_blocking=True), lambdas.to(self._device, non_blocking=True), micro_batch
+        )
+
+
+def make_loader(
+    split: Split, config: Config, device: torch.device, *, start_step: int, dp_rank: int, dp_size: int, num_threads: int
+) -> Loader:
+    """The loader that data.reader names."""
+    kind = SyntheticLoader if config.data.reader == "synthetic" else DaliLoader
+    pixels = pixel_format(config, device, num_threads)
+    return kind(split, config, pixels, device, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
+
+
+def _places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
+    for step in itertools.count(start_step):
+        for k in range(dp_rank, num_per_step, dp_size):
+            yield step, k

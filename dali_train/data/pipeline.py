@@ -1,0 +1,227 @@
+"""The DALI graphs for training and evaluation, for CPU and GPU from one definition.
+
+The graphs draw no random number and decide nothing: boxes, flips, Mixup partners and lambdas are fed with the
+encoded images, so that what comes out is a pure function of what the host computed. Everything that happens to
+pixels happens here: decode (only the box that is needed), resize, mirror, normalise, mix, cast.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from nvidia.dali import fn, types
+from nvidia.dali.pipeline import Pipeline, pipeline_def
+
+from dali_train.config import DataConfig
+from dali_train.data.index import DatasetError, Split
+from dali_train.data.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelFormat:
+    """How images leave a graph: always (n, 3, size, size), normalised."""
+
+    device_id: int | None  # GPU on which images are decoded; None: on the CPU
+    num_threads: int
+    half: bool  # float16 instead of float32
+    channels_last: bool  # memory format
+
+
+class TrainingPipeline:
+    """Turns micro-batches into tensors: ``run()`` gives the next of those that `next_micro_batch` names.
+
+    `next_micro_batch` is called ahead of ``run()``, by as many micro-batches as are prefetched.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        next_micro_batch: Callable[[], MicroBatch],
+        data: DataConfig,
+        pixels: PixelFormat,
+        *,
+        size: int,
+        mix: bool,
+    ) -> None:
+        self._split = split
+        self._next = next_micro_batch
+        self._mix = mix
+        # Fed to DALI and not given back yet, oldest first.
+        self._in_flight: deque[MicroBatch] = deque()
+        self._pipe = _training_graph(
+            self._feed, data, pixels, mix,
+            batch_size=size, num_threads=pixels.num_threads, device_id=pixels.device_id, prefetch_queue_depth=data.prefetch,
+        )  # fmt: skip
+        self._pipe.build()
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, MicroBatch]:
+        """(images, targets, lambdas, micro_batch).
+
+        images: (n, 3, size, size) float32 or float16; targets: (n, 2) int64, the class of each image and of its
+        partner; lambdas: (n,) float32, the weight of the image itself. On the decoding device, in the order of
+        torch's current stream: the host does not wait.
+
+        Raises:
+            DatasetError: an image cannot be decoded; the message says which and where it lies.
+        """
+        images, targets, lambdas = _run(self._pipe, self._explain)
+        return images, targets, lambdas, self._in_flight.popleft()
+
+    def _feed(self) -> tuple[Any, ...]:
+        batch = self._next()
+        self._in_flight.append(batch)
+        anchors, shapes = np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
+        targets = np.stack([batch.labels, batch.labels[batch.partners]], axis=-1)
+        encoded = [self._split.encoded(image) for image in batch.images]
+        fed = (encoded, anchors, shapes, batch.flips, targets, batch.lambdas)
+        return (*fed, batch.partners) if self._mix else fed
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        return _find_undecodable(self._split, np.concatenate([batch.images for batch in self._in_flight]), error)
+
+
+class EvaluationPipeline:
+    """Evaluates the batches of image numbers that it was made with, over and over: after the last comes the first.
+
+    So the start of the next evaluation is already prepared when one ends, and nothing marks an end.
+    """
+
+    def __init__(self, split: Split, batches: list[NDArray[np.int64]], data: DataConfig, pixels: PixelFormat) -> None:
+        self._split = split
+        self._batches = batches
+        self._resize_to = data.eval_resize_to
+        self._size = data.eval_size
+        self._squash = data.eval_resize == "squash"
+        self._position = 0
+        self._pipe = _evaluation_graph(
+            self._feed, data, pixels,
+            batch_size=max(len(batch) for batch in batches), num_threads=pixels.num_threads,
+            device_id=pixels.device_id, prefetch_queue_depth=data.prefetch,
+        )  # fmt: skip
+        self._pipe.build()
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(images, labels): (n, 3, eval_size, eval_size) float32 or float16, and (n,) int64.
+
+        Raises:
+            DatasetError: an image cannot be decoded; the message says which and where it lies.
+        """
+        images, labels = _run(self._pipe, self._explain)
+        return images, labels
+
+    def _feed(self) -> tuple[Any, ...]:
+        images = self._batches[self._position % len(self._batches)]
+        self._position += 1
+        rows = self._split.rows[images]
+        start, end = central_regions(
+            rows["height"].astype(np.float64), rows["width"].astype(np.float64), self._resize_to, self._size, squash=self._squash
+        )
+        return [self._split.encoded(image) for image in images], start, end, rows["label"].astype(np.int64)
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        return _find_undecodable(self._split, np.concatenate(self._batches), error)
+
+
+def central_regions(
+    heights: NDArray[np.float64], widths: NDArray[np.float64], resize_to: int, size: int, *, squash: bool
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The region of each image that becomes the evaluated square: (start, end), each (n, 2) as y, x in pixels.
+
+    Resizing to `resize_to` and cutting the central `size` out is one resize of this region. The sizes and offsets
+    are rounded as torchvision's Resize and CenterCrop round them, so that the pixels are the same.
+    """
+    short = np.minimum(heights, widths)
+    starts, ends = [], []
+    for length in (heights, widths):
+        resized = np.full_like(length, resize_to) if squash else np.floor(resize_to * length / short)
+        offset = np.rint((resized - size) / 2)
+        starts.append(offset * length / resized)
+        ends.append((offset + size) * length / resized)
+    return np.stack(starts, axis=-1).astype(np.float32), np.stack(ends, axis=-1).astype(np.float32)
+
+
+@pipeline_def
+def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, mix: bool) -> Any:
+    dtypes = [types.UINT8, types.INT32, types.INT32, types.INT32, types.INT64, types.FLOAT, types.INT32]
+    num_dims = [1, 1, 1, 0, 1, 0, 0]
+    fed = 7 if mix else 6
+    encoded, anchor, shape, mirror, targets, weight, *partner = fn.external_source(
+        source=feed, num_outputs=fed, batch=True, no_copy=True, dtype=dtypes[:fed], ndim=num_dims[:fed]
+    )
+    images = fn.decoders.image_slice(
+        encoded, anchor, shape, device=_decoder(pixels), output_type=types.RGB, axis_names="HW",
+        normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
+    )  # fmt: skip
+    images = fn.resize(images, size=[data.train_size] * 2, interp_type=types.INTERP_LINEAR, antialias=data.antialias)
+    images = fn.crop_mirror_normalize(
+        images, mirror=mirror, mean=data.mean, std=data.std, dtype=types.FLOAT, output_layout=_layout(pixels)
+    )
+    if pixels.device_id is not None:
+        weight, targets = weight.gpu(), targets.gpu()
+    if mix:
+        # In float32: DALI's arithmetic on the CPU refuses float16.
+        images = weight * images + (1.0 - weight) * fn.permute_batch(images, indices=partner[0])
+    return _cast(images, pixels), targets, weight
+
+
+@pipeline_def
+def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat) -> Any:
+    encoded, start, end, labels = fn.external_source(
+        source=feed, num_outputs=4, batch=True, no_copy=True,
+        dtype=[types.UINT8, types.FLOAT, types.FLOAT, types.INT64], ndim=[1, 1, 1, 0],
+    )  # fmt: skip
+    images = fn.decoders.image(encoded, device=_decoder(pixels), output_type=types.RGB, adjust_orientation=False)
+    images = fn.resize(
+        images, size=[data.eval_size] * 2, roi_start=start, roi_end=end, interp_type=types.INTERP_LINEAR, antialias=data.antialias
+    )
+    images = fn.crop_mirror_normalize(images, mean=data.mean, std=data.std, dtype=types.FLOAT, output_layout=_layout(pixels))
+    return _cast(images, pixels), labels.gpu() if pixels.device_id is not None else labels
+
+
+def _decoder(pixels: PixelFormat) -> str:
+    return "cpu" if pixels.device_id is None else "mixed"
+
+
+def _layout(pixels: PixelFormat) -> str:
+    return "HWC" if pixels.channels_last else "CHW"
+
+
+def _cast(images: Any, pixels: PixelFormat) -> Any:
+    return fn.cast(images, dtype=types.FLOAT16) if pixels.half else images
+
+
+def _run(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> list[torch.Tensor]:
+    try:
+        # On a GPU the outputs are ordered into torch's stream; without one there is none to name.
+        outputs = pipe.run(torch.cuda.current_stream(pipe.device_id)) if pipe.device_id is not None else pipe.run()
+    except RuntimeError as error:
+        raise explain(error) from error
+    images, *others = (torch.from_dlpack(output.as_tensor()) for output in outputs)
+    if images.shape[1] != 3:
+        images = images.permute(0, 3, 1, 2)  # (n, h, w, 3) in memory: channels-last without a copy
+    return [images, *others]
+
+
+@pipeline_def
+def _probe_graph(encoded: NDArray[np.uint8]) -> Any:
+    return fn.decoders.image(types.Constant(encoded, device="cpu"), output_type=types.RGB, adjust_orientation=False)
+
+
+def _find_undecodable(split: Split, images: NDArray[np.int64], error: RuntimeError) -> Exception:
+    """DALI names only a position in a batch that has already run ahead: try the images one by one."""
+    for image in images:
+        probe = _probe_graph(np.array(split.encoded(image)), batch_size=1, num_threads=1, device_id=None)
+        try:
+            probe.build()
+            probe.run()
+        except RuntimeError as fault:
+            reason = str(fault).strip().splitlines()[-1]
+            return DatasetError(
+                f"{split.describe(int(image))} cannot be decoded: {reason}. "
+                f"Run `python tools/verify_dataset.py {split.root}` for all such images, and convert again without them"
+            )
+    return error

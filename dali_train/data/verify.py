@@ -1,0 +1,215 @@
+"""Is a dataset what it says? Records against their checksums, index against records, manifest against files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.data.draws import shuffled
+from dali_train.data.index import IndexedShard, Split, index_record, index_shard, map_file, map_shards
+from dali_train.data.manifest import SPLITS, DatasetError, Manifest, SplitName
+from dali_train.data.tfrecord import TFRecordError, walk_records
+from dali_train.progress import Progress
+
+_MOST_LISTED = 10  # of one kind
+_COMPARED = ("offset", "size", "label", "height", "width")
+_SAMPLE_STREAM = 0x5645_5249_4659  # "VERIFY", apart from what else is drawn
+
+
+@dataclass
+class Findings:
+    """What a check found. Problems make the dataset unfit for use; notes are for people to judge."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
+
+
+def verify(root: Path, *, sample: int | None = None, workers: int = 1) -> Findings:
+    """Compare everything with everything: all of it, or the records of `sample` images a split.
+
+    Raises:
+        DatasetError: there is no manifest, so nothing that could be checked.
+    """
+    manifest = Manifest.read(root)
+    findings = Findings()
+    splits: dict[SplitName, Split] = {}
+    for name in SPLITS:
+        if name not in manifest.splits:
+            continue
+        try:
+            splits[name] = Split(root, name)
+        except DatasetError as error:
+            findings.problems.append(str(error))
+            continue
+        _check_classes(splits[name], findings)
+        _check_strangers(splits[name], findings)
+    if sample is None:
+        checksums = {name: _check_all(split, workers, findings) for name, split in splits.items()}
+        _find_duplicates(splits, checksums, findings)
+    else:
+        for split in splits.values():
+            _check_sample(split, sample, findings)
+    return findings
+
+
+def _check_classes(split: Split, findings: Findings) -> None:
+    labels = split.rows["label"]
+    if labels.min() < 0 or labels.max() >= split.num_classes:
+        findings.problems.append(
+            f"{split.name}: the index has labels from {labels.min()} to {labels.max()}, there are {split.num_classes} classes from 0"
+        )
+        return
+    counts = np.bincount(labels, minlength=split.num_classes)
+    findings.images_per_class[split.name] = counts
+    empty = np.flatnonzero(counts == 0)
+    if len(empty):
+        names = [split.manifest.class_names[number] for number in empty]
+        findings.notes.append(f"{split.name}: {len(empty)} classes without an image: {_some(names)}")
+
+
+def _check_strangers(split: Split, findings: Findings) -> None:
+    known = {path.name for path in split.paths}
+    strangers = sorted(path.name for path in (split.root / split.name).iterdir() if path.name not in known)
+    if strangers:
+        findings.problems.append(f"{split.root / split.name}: {len(strangers)} files that dataset.json does not name: {_some(strangers)}")
+
+
+def _check_all(split: Split, workers: int, findings: Findings) -> NDArray[np.uint32]:
+    """Check every shard; returns the checksum of each image's bytes, (N,), 0 where a shard cannot be read."""
+    checksums = np.zeros(len(split), dtype=np.uint32)
+    bounds = _shard_bounds(split)
+    shards = {path: number for number, path in enumerate(split.paths)}
+    with Progress(f"verifying {split.name}", total=len(split), unit="images") as progress:
+        for path, (problems, images) in map_shards(split.paths, partial(_check_shard, split, shards, bounds), workers=workers):
+            first, end = bounds[shards[path]]
+            findings.problems += problems
+            if len(images) == end - first:
+                checksums[first:end] = images
+            progress.update(end - first, num_bytes=split.manifest.splits[split.name].shards[shards[path]].num_bytes)
+    return checksums
+
+
+def _check_shard(
+    split: Split, shards: dict[Path, int], bounds: Sequence[tuple[int, int]], path: Path
+) -> tuple[list[str], NDArray[np.uint32]]:
+    """What is wrong with one shard, and the checksums of its images."""
+    number = shards[path]
+    expected = split.manifest.splits[split.name].shards[number]
+    rows = split.rows[slice(*bounds[number])]
+    try:
+        found = index_shard(path, check_crc=True)
+    except TFRecordError as error:
+        return [str(error)], np.empty(0, dtype=np.uint32)
+    problems = []
+    if expected.crc32c is not None and found.shard.crc32c != expected.crc32c:
+        problems.append(f"{path}: has CRC32C {found.shard.crc32c}, dataset.json says {expected.crc32c}")
+    if found.encoding != split.manifest.encoding:
+        problems.append(f"{path}: holds {found.encoding} records, dataset.json says {split.manifest.encoding}")
+    text_index = split.root / "idx_files" / split.name / f"{path.name}.idx"
+    if not text_index.is_file() or text_index.read_text() != found.text_index():
+        problems.append(f"{text_index}: is missing or does not fit its shard")
+    problems += _compare_rows(path, rows, found, label_base=split.manifest.label_base)
+    content = memoryview(map_file(path))
+    spans = zip(found.rows["offset"].tolist(), found.rows["size"].tolist(), strict=True)
+    return problems, np.array([crc32c(content[start : start + size]) for start, size in spans], dtype=np.uint32)
+
+
+def _compare_rows(path: Path, rows: NDArray[np.void], found: IndexedShard, *, label_base: int) -> list[str]:
+    if len(rows) != len(found.rows):
+        return [f"{path}: has {len(found.rows)} records, the index {len(rows)}"]
+    truth = found.rows.copy()
+    truth["label"] = found.labels - label_base
+    problems = []
+    for column in _COMPARED:
+        for record in np.flatnonzero(truth[column] != rows[column])[:_MOST_LISTED]:
+            problems.append(f"{path}: record {record} has {column} {truth[column][record]}, the index says {rows[column][record]}")
+    return problems
+
+
+def _check_sample(split: Split, sample: int, findings: Findings) -> None:
+    """Check the records of some images, found through DALI's text index, against their rows of the index."""
+    order = shuffled(np.random.Philox(key=[0, _SAMPLE_STREAM]), len(split))
+    chosen = np.sort(order[: min(sample, len(split))])
+    with Progress(f"verifying {split.name}", total=len(chosen), unit="images") as progress:
+        for path, (first, end) in zip(split.paths, _shard_bounds(split), strict=True):
+            images = chosen[(chosen >= first) & (chosen < end)]
+            if len(images):
+                findings.problems += _check_records(split, path, first, images.tolist())
+                progress.update(len(images))
+
+
+def _check_records(split: Split, path: Path, first: int, images: list[int]) -> list[str]:
+    text_index = split.root / "idx_files" / split.name / f"{path.name}.idx"
+    try:
+        lines = text_index.read_text().splitlines()
+        offsets = {image: int(lines[image - first].split()[0]) for image in images}
+    except (OSError, ValueError, IndexError) as error:
+        return [f"{text_index}: is missing or does not fit its shard ({error})"]
+    content = memoryview(map_file(path))
+    problems = []
+    for image, offset in offsets.items():
+        row = split.rows[image]
+        try:
+            found = index_record(content, next(walk_records(content, path, check_payload=True, start_at=offset)), path)
+        except (TFRecordError, StopIteration) as error:
+            problems.append(str(error) or f"{path}: no record at byte {offset}, where {text_index} has one")
+            continue
+        truth = (found.start, found.size, found.label - split.manifest.label_base, found.height, found.width)
+        for column, value in zip(_COMPARED, truth, strict=True):
+            if row[column] != value:
+                problems.append(f"{path}: the record at byte {offset} has {column} {value}, the index says {row[column]}")
+    return problems
+
+
+def _find_duplicates(splits: dict[SplitName, Split], checksums: dict[SplitName, NDArray[np.uint32]], findings: Findings) -> None:
+    """Images of equal bytes: of one label they waste a little time, of two labels at least one is wrong."""
+    names = list(splits)
+    if not names:
+        return
+    starts = np.cumsum([0, *(len(splits[name]) for name in names)])
+    sizes = np.concatenate([splits[name].rows["size"] for name in names])
+    keys = np.concatenate([checksums[name] for name in names]).astype(np.uint64) << np.uint64(32) | sizes
+
+    def find(image: int) -> tuple[Split, int]:
+        part = int(np.searchsorted(starts, image, side="right")) - 1
+        return splits[names[part]], image - int(starts[part])
+
+    order = np.argsort(keys, kind="stable")
+    same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+    num_equal, two_labels, two_splits = 0, [], []
+    for position in same.tolist():
+        (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
+        # The checksum only proposes: 32 bits and a size agree by chance once in some ten thousand such datasets.
+        if not np.array_equal(split.encoded(image), other.encoded(twin)):
+            continue
+        num_equal += 1
+        pair = f"{_called(split, image)} = {_called(other, twin)}"
+        if split.rows["label"][image] != other.rows["label"][twin]:
+            two_labels.append(pair)
+        elif split is not other:
+            two_splits.append(pair)
+    if num_equal:
+        findings.notes.append(f"{num_equal} images have the same bytes as another one")
+    if two_labels:
+        findings.notes.append(f"{len(two_labels)} duplicates under two labels: {_some(two_labels)}")
+    if two_splits:
+        findings.notes.append(f"{len(two_splits)} duplicates in two splits: {_some(two_splits)}")
+
+
+def _called(split: Split, image: int) -> str:
+    return f"{split.name} image {image} ({split.manifest.class_names[int(split.rows['label'][image])]})"
+
+
+def _shard_bounds(split: Split) -> list[tuple[int, int]]:
+    """(first image, one past the last) of each shard."""
+    ends = np.cumsum([0, *(shard.num_records for shard in split.manifest.splits[split.name].shards)]).tolist()
+    return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:_MOST_LISTED]) + (", ..." if len(items) > _MOST_LISTED else "")

@@ -1,0 +1,186 @@
+"""Who am I among how many: torchrun, torch.distributed.launch, srun, by hand, or a single process.
+
+What a launcher tells through the environment wins over the predecessor's options (``--local_rank``,
+``--world_size``, ``--rank``, ``--host``, ``--port``), since torch.distributed.launch and Slurm scripts pass both.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from dali_train.config import Config, ConfigError, RunConfig
+
+MEETING_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """The predecessor's command line options; None where they were not given."""
+
+    local_rank: int | None = None
+    rank: int | None = None
+    world_size: int | None = None
+    host: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process's place among all processes of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str  # where rank 0 listens
+    port: int
+    launcher: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"{self.launcher}: rank {self.rank} is not below the world size {self.world_size}")
+
+
+def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) -> Launch:
+    """Find rank and world size.
+
+    Raises:
+        ConfigError: a launcher's variable is missing or no number, or options that do not suffice.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:  # torchrun, torch.distributed.run, torch.distributed.launch
+        launcher = "torchrun"
+        return Launch(
+            rank=_number(environ, "RANK", launcher),
+            world_size=_number(environ, "WORLD_SIZE", launcher),
+            local_rank=_number(environ, "LOCAL_RANK", launcher),
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", launcher),
+            host=_text(environ, "MASTER_ADDR", launcher),
+            port=_number(environ, "MASTER_PORT", launcher),
+            launcher=launcher,
+        )
+    if "SLURM_STEP_ID" in environ:  # a batch script's own shell has SLURM_PROCID too, but no step
+        launcher = "srun"
+        job, step = _number(environ, "SLURM_JOB_ID", launcher), _number(environ, "SLURM_STEP_ID", launcher)
+        return Launch(
+            rank=_number(environ, "SLURM_PROCID", launcher),
+            world_size=_number(environ, "SLURM_NTASKS", launcher),
+            local_rank=_number(environ, "SLURM_LOCALID", launcher),
+            local_world_size=tasks_on_node(
+                _text(environ, "SLURM_STEP_TASKS_PER_NODE", launcher), _number(environ, "SLURM_NODEID", launcher)
+            ),
+            host=options.host or first_host(_text(environ, "SLURM_STEP_NODELIST", launcher)),
+            # Steps of one job run side by side, so the step counts too. Below the ports that Linux hands out itself.
+            port=options.port or 20000 + (job * 37 + step) % 12000,
+            launcher=launcher,
+        )
+    if options.world_size is not None and options.world_size > 1:
+        launcher = "--world_size"
+        rank = options.rank if options.rank is not None else options.local_rank
+        if rank is None or not options.host or options.port is None:
+            raise ConfigError(
+                f"--world_size {options.world_size} without a launcher needs --rank, --host and --port too; "
+                "or start the processes with torchrun or srun"
+            )
+        local_rank = options.local_rank if options.local_rank is not None else rank
+        return Launch(
+            rank=rank, world_size=options.world_size, local_rank=local_rank, local_world_size=options.world_size,
+            host=options.host, port=options.port, launcher=launcher,
+        )  # fmt: skip
+    return Launch(
+        rank=0, world_size=1, local_rank=options.local_rank or 0, local_world_size=1, host="localhost", port=0, launcher="none"
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first name of a Slurm node list: ``n[03-05,7],m1`` gives ``n03``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodelist
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """Tasks on node number `node` of Slurm's ``2(x3),1``: three nodes with two tasks, one with one."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
+        counts += [int(count)] * int(repeat or 1)
+    return counts[node]
+
+
+def choose_device(run: RunConfig, launch: Launch) -> torch.device:
+    """The device of this process's model.
+
+    Raises:
+        ConfigError: a GPU is asked for and there is none.
+    """
+    num_gpus = torch.cuda.device_count()
+    if run.device == "cuda" and not num_gpus:
+        raise ConfigError("run.device is cuda, but torch finds no GPU on this host: check the driver, or set run.device cpu")
+    if run.device == "cpu" or not num_gpus:
+        return torch.device("cpu")
+    # Where a launcher shows each process only its own GPU, the local rank is out of range: count round.
+    return torch.device("cuda", launch.local_rank % num_gpus)
+
+
+def cores_per_process(launch: Launch) -> int:
+    """The cores that this process may use: its affinity mask, divided among the processes that share it."""
+    cores = len(os.sched_getaffinity(0))
+    # Slurm gives every task a mask of its own; torchrun's workers all have the whole node's.
+    shared = launch.launcher != "srun" or cores >= (os.cpu_count() or 1)
+    return max(1, cores // launch.local_world_size) if shared else cores
+
+
+@contextmanager
+def process_group(launch: Launch, config: Config, device: torch.device) -> Iterator[None]:
+    """The default process group, up and down. A single process has none.
+
+    Raises:
+        ConfigError: the other ranks were not reached within a minute.
+    """
+    if launch.world_size == 1:
+        yield
+        return
+    run, parallel = config.run, config.parallel
+    backend = run.backend if run.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    os.environ.update(
+        RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank),
+        MASTER_ADDR=launch.host, MASTER_PORT=str(launch.port),
+    )  # fmt: skip
+    try:
+        # Short while the ranks meet, longer while they work.
+        store, rank, world_size = next(rendezvous("env://", launch.rank, launch.world_size, timeout=MEETING_TIMEOUT))
+        store.set_timeout(MEETING_TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=parallel.timeout_s),
+            device_id=device if backend == "nccl" else None,
+        )  # fmt: skip
+    except (dist.DistError, RuntimeError) as error:
+        raise ConfigError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
+            f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({error}): check that every rank was started "
+            "and that the address is reachable from each host"
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
+    try:
+        return environ[name]
+    except KeyError:
+        raise ConfigError(f"started by {launcher}, but the environment variable {name} is missing") from None
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+    text = _text(environ, name, launcher)
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"started by {launcher}, but the environment variable {name} is {text!r}, not a number") from None

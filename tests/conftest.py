@@ -1,0 +1,186 @@
+"""Small real datasets and real runs for the tests."""
+
+import io
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dali_train import checkpoint
+from dali_train.data.index import build_index
+from dali_train.data.tfrecord import encode_example, frame_record
+
+REPOSITORY = Path(__file__).parent.parent
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for every process the tests start: ranks share few cores
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["dali_train.train", "dali_train.cli"])
+
+# A ViT and a recipe with everything on that could depend on ranks: dropout, stochastic depth, Mixup, clipping.
+TINY_CONFIG = """
+from dali_train.config import *
+
+config = Config(
+    data=DataConfig(root={root!r}, train_size=32, eval_size=32, eval_resize_to=36, num_threads=1),
+    model=ModelConfig(
+        name="vit_tiny_patch16_224",
+        kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2,
+                    pos_drop_rate=0.1, proj_drop_rate=0.1, drop_path_rate=0.1),
+    ),
+    optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1),
+    schedule=ScheduleConfig(warmup_epochs=1),
+    batch=BatchConfig(global_batch=32, micro_batch=4),
+    mixup=MixupConfig(alpha=0.2),
+    run=RunConfig(dir="run", epochs=4, keep_checkpoints=100),
+    hooks=HooksConfig(log_every_steps=1, trace_samples=True),
+)
+"""
+
+
+def photograph(seed: int, height: int, width: int) -> Image.Image:
+    """A smooth random image: JPEG keeps it nearly as it is."""
+    pixels = np.random.default_rng(seed).integers(0, 256, size=(6, 7, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def jpeg(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, records: list[tuple[bytes, int]]) -> None:
+    """A TFRecord file of (encoded image, label as stored) records."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for encoded, label in records:
+            for part in frame_record(encode_example(encoded, {"image/class/label": label})):
+                file.write(part)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 training images in 3 shards and 13 to validate, 5 classes, of all sizes."""
+    root = tmp_path_factory.mktemp("dataset")
+    for split, count, shards in (("train", 50, 3), ("validation", 13, 1)):
+        records = [(jpeg(photograph(i, 30 + 7 * (i % 9), 80 - 5 * (i % 11))), 1 + i % 5) for i in range(count)]
+        for shard in range(shards):
+            write_shard(root / split / f"{split}-{shard:05d}-of-{shards:05d}", records[shard::shards])
+    build_index(root)
+    return root
+
+
+@pytest.fixture
+def tiny_config(dataset: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny-config.py"
+    path.write_text(TINY_CONFIG.format(root=str(dataset)))
+    return path
+
+
+def launcher_command(launcher: str, ranks: int) -> list[str]:
+    """The words before ``train``, for a real launcher."""
+    if launcher == "python":
+        return [sys.executable, "-m", "dali_train"]
+    module = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}[launcher]
+    options = ["--nproc_per_node", str(ranks), "--master-port", str(free_port())]
+    return [sys.executable, "-m", module, *options, "-m", "dali_train"]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+class Ranks:
+    """All ranks of one run as processes of their own, with the environment that torchrun would give them.
+
+    They are forked from a server that has imported torch and DALI once: a real launcher needs seconds for that, and
+    the tests start many runs.
+    """
+
+    def __init__(self, arguments: list[str], ranks: int, log: Path) -> None:
+        self.log = log
+        port = str(free_port())
+        self._processes = []
+        for rank in range(ranks):
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            process = FORK.Process(target=_rank, args=(arguments, environment, log))
+            process.start()
+            self._processes.append(process)
+
+    def running(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.wait()
+
+    def wait(self) -> list[int | None]:
+        """The exit statuses."""
+        for process in self._processes:
+            process.join(timeout=300)
+        return [process.exitcode for process in self._processes]
+
+
+def _rank(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from dali_train.cli import main
+
+    sys.argv = ["dali-train", *arguments]
+    status = main()
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+StartTraining = Callable[..., Ranks]
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def start_training(tiny_config: Path, tmp_path: Path) -> StartTraining:
+    """``start_training("name", "--section.field", "value", ranks=2)`` starts a run in ``tmp_path/name``."""
+
+    def start(name: str, *overrides: str, ranks: int = 1, config: Path = tiny_config) -> Ranks:
+        arguments = ["train", "--config", str(config), "--run.dir", str(tmp_path / name), *overrides]
+        return Ranks(arguments, ranks, tmp_path / f"{name}.log")
+
+    return start
+
+
+@pytest.fixture
+def train(start_training: StartTraining) -> Train:
+    """The same to the end, where the status of every rank must be `status`; gives what the ranks printed."""
+
+    def run(name: str, *overrides: str, status: int = 0, **kwargs: Any) -> str:
+        ranks = start_training(name, *overrides, **kwargs)
+        statuses = ranks.wait()
+        output = ranks.log.read_text()
+        assert set(statuses) == {status}, f"{statuses}\n{output}"
+        return output
+
+    return run
+
+
+def final_weights(directory: Path) -> dict[str, torch.Tensor]:
+    newest, warnings = checkpoint.newest(directory / "checkpoints")
+    assert newest is not None and not warnings
+    return newest.state["model"]
+
+
+def relative_differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, float]:
+    """|a - b| / |a| in the 2-norm, for each tensor."""
+    return {name: float((a[name].double() - b[name].double()).norm() / a[name].double().norm()) for name in a}
