@@ -46,8 +46,8 @@ config = Config(
 
 
 def photograph(seed: int, height: int, width: int) -> Image.Image:
-    """A smooth random image: JPEG keeps it nearly as it is."""
-    pixels = np.random.default_rng(seed).integers(0, 256, size=(6, 7, 3), dtype=np.uint8)
+    """Random blobs of two pixels: enough detail for a careless resize to show."""
+    pixels = np.random.default_rng(seed).integers(0, 256, size=(height // 2, width // 2, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
 
 

@@ -94,7 +94,7 @@ def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tupl
         yield image, labels[number - 1]
     if len(seen) != len(labels):
         raise SourceError(
-            f"{archive.path}: {len(seen)} images, the devkit has labels of {len(labels)}: another archive is meant, or it is cut off"
+            f"{archive.path}: {len(seen)} images, the devkit has {len(labels)} labels: another archive is meant, or it is cut off"
         )
 
 
