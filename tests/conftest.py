@@ -57,12 +57,18 @@ def jpeg(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def write_shard(path: Path, records: list[tuple[bytes, int]]) -> None:
-    """A TFRecord file of (encoded image, label as stored) records."""
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, records: list[tuple[bytes, int]], **features: str | int) -> None:
+    """A TFRecord file of (encoded image, label as stored) records, with more `features` that they share."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for encoded, label in records:
-            for part in frame_record(encode_example(encoded, {"image/class/label": label})):
+            for part in frame_record(encode_example(encoded, {"image/class/label": label, **features})):
                 file.write(part)
 
 

@@ -16,7 +16,7 @@ from dali_train.data.loader import Batch, SyntheticLoader, make_loader, pixel_fo
 from dali_train.data.micro_batch import MicroBatches
 from dali_train.data.pipeline import EvaluationPipeline
 
-from .conftest import TINY_CONFIG, jpeg, photograph, write_shard
+from .conftest import TINY_CONFIG, jpeg, photograph, png, write_shard
 
 CPU = torch.device("cpu")
 
@@ -147,3 +147,20 @@ def test_micro_batch_is_a_pure_function(config: Config) -> None:
         again = other(*place)
         for name, value in vars(forwards[place]).items():
             np.testing.assert_array_equal(value, getattr(again, name))
+
+
+def test_raw_records_give_the_pixels_of_their_images(config: Config, tmp_path: Path) -> None:
+    """The same images once as PNG and once as bare pixels."""
+    images = [photograph(i, 44, 52) for i in range(24)]
+    features: dict[str, str | int] = {"image/format": "RAW", "image/height": 44, "image/width": 52}
+    for split in ("train", "validation"):
+        name = f"{split}/{split}-00000-of-00001"
+        write_shard(tmp_path / "png" / name, [(png(image), 1) for image in images])
+        write_shard(tmp_path / "raw" / name, [(image.tobytes(), 1) for image in images], **features)
+    batches = []
+    for kind in ("png", "raw"):
+        build_index(tmp_path / kind)
+        stored = replace(config, data=replace(config.data, root=str(tmp_path / kind)))
+        pipeline = EvaluationPipeline(Split(tmp_path / kind, "validation"), [np.arange(24)], stored.data, pixel_format(config, CPU, 1))
+        batches.append([*(batch.images for batch in first_batches(stored, 8)), pipeline.run()[0]])
+    assert all(torch.equal(png_batch, raw_batch) for png_batch, raw_batch in zip(*batches, strict=True))

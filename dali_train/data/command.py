@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.download import DownloadError
+from dali_train.data.convert.image import RecipeError
 from dali_train.data.convert.run import ConversionError, ConversionFailedError
 from dali_train.data.manifest import DatasetError
 from dali_train.data.tfrecord import TFRecordError
 
-_MISTAKES = (ConversionError, SourceError, DatasetError)  # in the command, or in what it is given
+_MISTAKES = (ConversionError, RecipeError, SourceError, DatasetError)  # in the command, or in what it is given
 _FAILURES = (ConversionFailedError, DownloadError, TFRecordError, OSError)
 STOPPED = 130  # as of a shell's command that Ctrl-C ended
 

@@ -15,6 +15,7 @@ from dali_train.data.convert.image import (
     DecodeChecker,
     MemoryBudget,
     Recipe,
+    RecipeError,
     StoredImage,
     prepare,
 )
@@ -79,7 +80,7 @@ def test_what_is_no_plain_jpeg_becomes_one(mode: str, kind: str, name: str) -> N
     assert (stored.height, stored.width) == (40, 60)
     same = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"), float)
     # JPEGs keep their halved colour resolution, which blobs of two pixels do not survive.
-    assert np.abs(np.asarray(image.convert("RGB"), float) - same).mean() < (20 if kind == "JPEG" else 3)
+    assert np.abs(np.asarray(image.convert("RGB"), float) - same).mean() < (20 if kind == "JPEG" else 8)
     assert DecodeChecker().failures([stored.content]) == []
 
 
@@ -226,5 +227,5 @@ def test_budget_holds_workers_back() -> None:
     ],
 )
 def test_recipes_that_make_no_sense(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RecipeError, match=message):
         Recipe(**options)

@@ -33,6 +33,10 @@ class BadImageError(ValueError):
     """An image that cannot be stored; the message says why."""
 
 
+class RecipeError(ValueError):
+    """Options that make no sense; the message names option, value and what to use."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How images are stored. Other recipes give other bytes, so a resumed conversion must repeat it."""
@@ -46,11 +50,11 @@ class Recipe:
     def __post_init__(self) -> None:
         for option, value in (("--max-side", self.max_side), ("--short-side", self.short_side)):
             if value is not None and not 1 <= value <= MAX_SIDE:
-                raise ValueError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
+                raise RecipeError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
         if self.max_side is not None and self.short_side is not None:
-            raise ValueError(f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one")
+            raise RecipeError(f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one")
         if not 1 <= self.quality <= 100:
-            raise ValueError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
+            raise RecipeError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
 
 
 @dataclass(frozen=True, slots=True)
