@@ -1,0 +1,98 @@
+"""Stopping on request: a signal to any rank, run.max_seconds or the end of the job stops all ranks at the same step.
+
+A rank only notes the wish. All ranks compare notes once a step and act on what they agreed, so that nobody waits in a
+collective for one that left.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from enum import IntEnum
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from dali_train.status import STOPPED_BY_TERM
+
+
+class StopReason(IntEnum):
+    """The larger number wins where ranks have different reasons."""
+
+    NONE = 0
+    USR1 = 1
+    TERM = 2
+    MAX_SECONDS = 3
+    JOB_END = 4
+
+    def describe(self) -> str:
+        return {
+            StopReason.USR1: "signal USR1",
+            StopReason.TERM: STOPPED_BY_TERM,
+            StopReason.MAX_SECONDS: "run.max_seconds is over",
+            StopReason.JOB_END: "the job's time limit is near",
+        }[self]
+
+
+# Time in which a job must save and end: a tenth of its limit, at most this.
+_LARGEST_MARGIN_S = 120.0
+
+
+class StopRequests:
+    """This rank's wish to stop. Make it in the main thread; from then on USR1 and TERM no longer end the process."""
+
+    def __init__(self, max_seconds: float | None, environ: Mapping[str, str] = os.environ) -> None:
+        self._signal = StopReason.NONE
+        self._end = time.monotonic() + max_seconds if max_seconds is not None else None
+        self._job_end = job_end(environ)
+        # Idempotent, in any order, as often as they come: Slurm sends TERM twice before a time limit's KILL.
+        signal.signal(signal.SIGUSR1, self._note)
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = StopReason.USR1 if number == signal.SIGUSR1 else StopReason.TERM
+
+    def reason(self) -> StopReason:
+        if self._signal:
+            return self._signal
+        if self._end is not None and time.monotonic() >= self._end:
+            return StopReason.MAX_SECONDS
+        if self._job_end is not None and time.time() >= self._job_end:
+            return StopReason.JOB_END
+        return StopReason.NONE
+
+
+def job_end(environ: Mapping[str, str]) -> float | None:
+    """When to stop so that a Slurm job ends within its time limit, as Unix time; None where Slurm does not tell."""
+    try:
+        start, end = float(environ["SLURM_JOB_START_TIME"]), float(environ["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        return None
+    return end - min(_LARGEST_MARGIN_S, (end - start) / 10)
+
+
+class StopAgreement:
+    """All ranks' wishes, compared once a step without making anyone wait: asked when a step begins, read when it ends.
+
+    Args:
+        group: of all ranks, for host memory; None for a single process.
+    """
+
+    def __init__(self, requests: StopRequests, group: dist.ProcessGroup | None) -> None:
+        self._requests = requests
+        self._group = group
+        self._largest = torch.zeros((), dtype=torch.int64)
+        self._pending: dist.Work | None = None
+
+    def ask(self) -> None:
+        """When a step begins, on all ranks."""
+        self._largest.fill_(int(self._requests.reason()))
+        if self._group is not None:
+            self._pending = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def agreed(self) -> StopReason:
+        """When the step ends: the reason why all ranks stop now, or NONE."""
+        if self._pending is not None:
+            self._pending.wait()
+        return StopReason(int(self._largest))
