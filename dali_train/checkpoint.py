@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -121,7 +122,14 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise CheckpointError(f"could not save a checkpoint in {self._directory}: {error}") from error
+            failures = error.failures if isinstance(error, CheckpointException) else {}
+            causes = "; ".join(f"{cause} (rank {rank})" for rank, (cause, _) in failures.items()) or str(error)
+            raise CheckpointError(f"could not save a checkpoint in {self._directory}: {causes}") from error
+
+    def join(self) -> None:
+        """Let the last save end, well or not: for when the run fails anyway."""
+        if self._thread is not None:
+            self._thread.join()
 
     def best_top1(self) -> float:
         """The best accuracy of a kept checkpoint, -1 without one."""
@@ -208,7 +216,7 @@ def load(path: Path) -> Checkpoint:
         return Checkpoint(path, manifest["step"], state, manifest["values"])
     except CheckpointError:
         raise
-    except Exception as error:  # whatever damaged bytes happen to lead to
+    except (Exception, CheckpointException) as error:  # whatever damaged bytes happen to lead to
         raise CheckpointError(f"{path} is not a whole checkpoint ({type(error).__name__}: {error})") from error
 
 

@@ -94,6 +94,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     launch = discover(LaunchOptions(**options.launch))
     with process_group(launch, config, choose_device(config.run, launch)):
         stopped = train(config, launch, sys.argv, stop_requests)
+        stop_requests.ignore_further()
     if stopped == StopReason.NONE:
         return FINISHED
     if launch.rank == 0:

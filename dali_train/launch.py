@@ -163,10 +163,16 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Tasks on node number `node` of Slurm's ``2(x3),1``: three nodes with two tasks, one with one."""
+    """Tasks on node number `node` of Slurm's ``2(x3),1``: three nodes with two tasks, one with one.
+
+    Raises:
+        ConfigError: there is no such node.
+    """
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         counts += [int(count)] * int(repeat or 1)
+    if not 0 <= node < len(counts):
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks_per_node}, which has no node {node} (SLURM_NODEID)")
     return counts[node]
 
 

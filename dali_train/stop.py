@@ -53,6 +53,11 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = StopReason.USR1 if number == signal.SIGUSR1 else StopReason.TERM
 
+    def ignore_further(self) -> None:
+        """The run is saved. Python takes its handlers down before the process ends, and a late signal would change its status."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     def reason(self) -> StopReason:
         if self._signal:
             return self._signal

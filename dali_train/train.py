@@ -226,6 +226,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
         for hook in hooks:
             hook.end(RunEnd(step=step, epoch=epoch_of(step), seconds=seconds, error=error))
         watchdog.close(error)
+        saver.join()
         if launch.rank == 0:
             end_status(step, total_steps, stopping, error).write(directory)
     return stopping if step < total_steps else StopReason.NONE

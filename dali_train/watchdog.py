@@ -71,6 +71,7 @@ class Watchdog:
         self._count = 0
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, when that was new here)
         self._closing = threading.Event()
+        self._send()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -88,15 +89,17 @@ class Watchdog:
             return
         self._write_report(f"lost touch with the other ranks: {first_line}")
         if self._launch.rank == 0:
-            self._collect()
-            time.sleep(SILENT_S + BEAT_S)
-            self._say("lost touch with other ranks. " + self._name_missing())
+            self._try_to_collect()
+            time.sleep(SILENT_S + BEAT_S)  # silence shows by waiting
+            self._say(f"lost touch with other ranks. {self._missing()}")
 
     def _watch(self) -> None:
         next_warning, reported = self._late_s, False
         while not self._closing.wait(BEAT_S):
             self._send()
             age = time.monotonic() - self._clock.phase_start
+            if self._launch.rank == 0 and age >= 2 * BEAT_S:
+                self._try_to_collect()  # early enough to know who is silent when it matters
             if age < self._late_s:
                 next_warning, reported = self._late_s, False
                 continue
@@ -107,21 +110,25 @@ class Watchdog:
                 reported = True
                 self._write_report(f"no progress for {age:.0f} s (parallel.timeout_s is {self._timeout_s:g})")
                 if self._launch.world_size > 1 and self._clock.phase_name not in _LONG_PHASES:
-                    self._warn(age)
-                    self._say(f"ends after {age:.0f} s without progress; stacks are in {self._directory / 'hang'}")
-                    time.sleep(3 * BEAT_S)  # for the other ranks' reports, and for rank 0 to read the beats
-                    os._exit(1)  # the main thread may never come back
+                    self._end(age)
 
     def _warn(self, age: float) -> None:
-        if self._store is None or self._launch.rank != 0:
-            if self._clock.phase_name == "data":
-                self._say(f"data stall: waiting for images of step {self._clock.step} from {self._data_root} for {age:.0f} s")
-            return
-        self._collect()
-        time.sleep(SILENT_S + BEAT_S)  # who is silent shows by waiting
-        self._say(
-            f"no progress for {age:.0f} s in phase {self._clock.phase_name} of step {self._clock.step}. " + self._name_missing()
-        )
+        if self._clock.phase_name == "data":
+            self._say(f"data stall: waiting for images of step {self._clock.step} from {self._data_root} for {age:.0f} s")
+        if self._launch.rank == 0 and self._store is not None:
+            self._say(
+                f"no progress for {age:.0f} s in phase {self._clock.phase_name} of step {self._clock.step}. {self._missing()}"
+            )
+
+    def _end(self, age: float) -> None:
+        """End the process: its main thread may never come back."""
+        if self._launch.rank == 0:
+            self._warn(age)
+        self._say(f"ends after {age:.0f} s without progress; stacks are in {self._directory / 'hang'}")
+        self._send(ended=f"no progress for {age:.0f} s", lost_peer=self._clock.phase_name != "data")
+        if self._launch.rank == 0:
+            time.sleep(3 * BEAT_S)  # it may hold the store that the others still have to tell
+        os._exit(1)
 
     def _send(self, ended: str = "", lost_peer: bool = False) -> bool:
         """Tell the store where this rank is; False if it does not answer."""
@@ -153,11 +160,17 @@ class Watchdog:
             beats.append((beat, now - self._seen[rank][1]))
         return beats
 
-    def _name_missing(self) -> str:
+    def _try_to_collect(self) -> list[tuple[Beat, float]] | None:
+        """None if there is no store, or it does not answer."""
         try:
-            beats = self._collect()
-        except RuntimeError as error:
-            return f"The store does not answer either: {error}"
+            return self._collect() if self._store is not None else None
+        except RuntimeError:
+            return None
+
+    def _missing(self) -> str:
+        beats = self._try_to_collect()
+        if beats is None:
+            return f"Nor does the store on {self._launch.host}:{self._launch.port} answer."
         return name_missing(beats, self._launch.world_size)
 
     def _write_report(self, reason: str) -> None:
@@ -180,7 +193,7 @@ def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:
     never = [f"rank {rank}: never came as far as the first step" for rank in range(world_size) if rank not in ranks]
     gone = [beat.describe(silent_s) for beat, silent_s in beats if beat.ended and not beat.lost_peer]
     silent = [beat.describe(silent_s) for beat, silent_s in beats if not beat.ended and silent_s >= SILENT_S]
-    alive = [(beat, silent_s) for beat, silent_s in beats if not beat.ended and silent_s < SILENT_S]
+    alive = [(beat, silent_s) for beat, silent_s in beats if beat.lost_peer or (not beat.ended and silent_s < SILENT_S)]
     furthest = max(((beat.step, beat.phase != "data") for beat, _ in beats), default=(0, False))
     late = [beat.describe(silent_s) for beat, silent_s in alive if (beat.step, beat.phase != "data") < furthest]
     named = [*gone, *silent, *never, *late]
