@@ -92,7 +92,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         return START_AGAIN
     stop_requests = StopRequests(config.run.max_seconds)
     launch = discover(LaunchOptions(**options.launch))
-    with process_group(launch, config, choose_device(config.run, launch)):
+    with process_group(launch, config, choose_device(config.run, launch)) as launch:
         stopped = train(config, launch, sys.argv, stop_requests)
         stop_requests.ignore_further()
     if stopped == StopReason.NONE:

@@ -6,9 +6,10 @@ What a launcher tells through the environment wins over the predecessor's option
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -200,14 +201,16 @@ def cores_per_process(launch: Launch) -> int:
 
 
 @contextmanager
-def process_group(launch: Launch, config: Config, device: torch.device) -> Iterator[None]:
+def process_group(launch: Launch, config: Config, device: torch.device) -> Iterator[Launch]:
     """The default process group, up and down. A single process has none.
+
+    Gives the launch back, with the port of the store that the ranks share.
 
     Raises:
         LaunchError: the other ranks were not reached within a minute.
     """
     if launch.world_size == 1:
-        yield
+        yield launch
         return
     run, parallel = config.run, config.parallel
     backend = run.backend if run.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
@@ -217,10 +220,10 @@ def process_group(launch: Launch, config: Config, device: torch.device) -> Itera
     )  # fmt: skip
     try:
         # Short while the ranks meet, longer while they work.
-        store, rank, world_size = next(rendezvous("env://", launch.rank, launch.world_size, timeout=MEETING_TIMEOUT))
+        store, port = _meet(launch)
         store.set_timeout(MEETING_TIMEOUT)
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size,
+            backend, store=dist.PrefixStore("default_pg", store), rank=launch.rank, world_size=launch.world_size,
             timeout=timedelta(seconds=parallel.timeout_s) + _AFTER_WATCHDOG,
             device_id=device if backend == "nccl" else None,
         )  # fmt: skip
@@ -231,9 +234,37 @@ def process_group(launch: Launch, config: Config, device: torch.device) -> Itera
             "and that the address is reachable from each host"
         ) from error
     try:
-        yield
+        yield replace(launch, port=port)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(launch: Launch) -> tuple[dist.Store, int]:
+    """A store that all ranks share, and its port on the launch's host."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=MEETING_TIMEOUT))
+        return store, launch.port
+    # An elastic agent's store outlives its workers, and after a restart they would find the addresses of the dead there
+    # (torch 2.15: "Gloo connectFullMesh failed", again and again). So rank 0 opens a new one for each start, and the
+    # agent's store only tells its port.
+    agent = dist.TCPStore(launch.host, launch.port, is_master=False, timeout=MEETING_TIMEOUT)
+    if launch.rank == 0:
+        own = dist.TCPStore(launch.host, 0, is_master=True, wait_for_workers=False, timeout=MEETING_TIMEOUT)
+        agent.set("dali_train/port", str(own.port))
+        return own, own.port
+    end = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+    while True:
+        port = int(agent.get("dali_train/port"))
+        try:
+            store = dist.TCPStore(launch.host, port, is_master=False, timeout=timedelta(seconds=2))
+            if store.add(f"rank{launch.rank}", 1) == 1:
+                return store, port
+            reason = "the store found there is of an earlier start"
+        except RuntimeError as error:  # of an earlier start too, or not reachable
+            reason = str(error)
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank 0's store on port {port}: {reason}")
+        time.sleep(0.2)
 
 
 def host_group(launch: Launch, config: Config) -> dist.ProcessGroup | None:

@@ -207,5 +207,4 @@ def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:
 def _connect(launch: Launch) -> dist.Store:
     """A connection of our own: the process group's is busy while the main thread waits in it."""
     store = dist.TCPStore(launch.host, launch.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
-    # An elastic launcher's store outlives a restart of its workers.
-    return dist.PrefixStore(f"dali_train/beat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore("dali_train/beat", store)

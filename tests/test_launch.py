@@ -73,7 +73,11 @@ def test_ports_of_two_steps_differ() -> None:
         (NOTHING, {**TORCHRUN, "LOCAL_RANK": "first"}, "started by torchrun, but the environment variable LOCAL_RANK is 'first'"),
         (NOTHING, {**TORCHRUN, "RANK": "4"}, "found rank 4 of world size 4, expected a rank from 0"),
         (NOTHING, {**TORCHRUN, "MASTER_PORT": "99999"}, "found port 99999, expected one from 1 to 65535"),
-        (NOTHING, {k: v for k, v in SRUN.items() if k != "SLURM_PROCID"}, "srun, but the environment variable SLURM_PROCID is missing"),
+        (
+            NOTHING,
+            {k: v for k, v in SRUN.items() if k != "SLURM_PROCID"},
+            "srun, but the environment variable SLURM_PROCID is missing",
+        ),
         (NOTHING, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE is 4, which has no node 1"),
         (NOTHING, {**SRUN, "WORLD_SIZE": "8"}, "two launchers at once: WORLD_SIZE is 8, but in the Slurm step it would be 4"),
         (NOTHING, {**SRUN, "RANK": "0"}, "two launchers at once: RANK is 0, but in the Slurm step it would be 3"),
