@@ -1,4 +1,4 @@
-"""The commands: train, eval, plan, status.
+"""The commands: train, eval, plan, status, doctor.
 
 Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving (start
 it again), anything else a failure.
@@ -12,7 +12,17 @@ from typing import Any
 
 import tyro
 
-from dali_train.config import Config, ConfigError, load_config
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    load_config,
+)
 from dali_train.data.manifest import DatasetError
 from dali_train.status import (
     FINISHED,
@@ -24,6 +34,7 @@ from dali_train.status import (
     read_status,
     stopped_before_restart,
 )
+from dali_train.stop import StopReason, StopRequests
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 
     add("status", _status, "Say how far a run is; ends with the exit status that its trainer had, which torchrun does not hand on.")
 
+    add("doctor", _doctor, "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run.")
+
     plan = add(
         "plan", _plan, "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data."
     )
@@ -83,14 +96,13 @@ def _launch_parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
-    # Imported here, not above: torch takes seconds, and --help should not.
-    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
-    from dali_train.stop import StopReason, StopRequests
-    from dali_train.train import train
-
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
     stop_requests = StopRequests(config.run.max_seconds)
+    # Imported here, not above: torch takes seconds, and --help should not.
+    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
+    from dali_train.train import train
+
     launch = discover(LaunchOptions(**options.launch))
     with process_group(launch, config, choose_device(config.run, launch)) as launch:
         stopped = train(config, launch, sys.argv, stop_requests)
@@ -136,6 +148,21 @@ def _status(options: argparse.Namespace, overrides: list[str]) -> int:
         f"{directory}: {status.state if status is not None else 'not started'}{reason}, newest checkpoint {newest_step(directory)}"
     )
     return exit_status(status)
+
+
+def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    config = _config(options, overrides) if options.config is not None else None
+    from dali_train.doctor import examine
+    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
+
+    launch = discover(LaunchOptions(**options.launch))
+    settings = config or Config(  # only for meeting the other ranks
+        data=DataConfig(root=""), model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1), run=RunConfig(dir="", epochs=1),
+        schedule=ScheduleConfig(warmup_epochs=0), batch=BatchConfig(global_batch=1, micro_batch=1),
+    )  # fmt: skip
+    device = choose_device(settings.run, launch)
+    with process_group(launch, settings, device) as launch:
+        return 0 if examine(launch, device, config) else 1
 
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -1,7 +1,6 @@
-"""Stopping on request: a signal to any rank, run.max_seconds or the end of the job stops all ranks at the same step.
+"""Requests to stop: signals, run.max_seconds and the end of the job. Here a rank only notes its wish.
 
-A rank only notes the wish. All ranks compare notes once a step and act on what they agreed, so that nobody waits in a
-collective for one that left.
+Without torch, so that the handlers are there before its import: that takes seconds, and a signal meanwhile would kill.
 """
 
 import os
@@ -10,9 +9,6 @@ import time
 from collections.abc import Mapping
 from enum import IntEnum
 from types import FrameType
-
-import torch
-import torch.distributed as dist
 
 from dali_train.status import STOPPED_BY_TERM
 
@@ -75,29 +71,3 @@ def job_end(environ: Mapping[str, str]) -> float | None:
     except (KeyError, ValueError):
         return None
     return end - min(_LARGEST_MARGIN_S, (end - start) / 10)
-
-
-class StopAgreement:
-    """All ranks' wishes, compared once a step without making anyone wait: asked when a step begins, read when it ends.
-
-    Args:
-        group: of all ranks, for host memory; None for a single process.
-    """
-
-    def __init__(self, requests: StopRequests, group: dist.ProcessGroup | None) -> None:
-        self._requests = requests
-        self._group = group
-        self._largest = torch.zeros((), dtype=torch.int64)
-        self._pending: dist.Work | None = None
-
-    def ask(self) -> None:
-        """When a step begins, on all ranks."""
-        self._largest.fill_(int(self._requests.reason()))
-        if self._group is not None:
-            self._pending = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def agreed(self) -> StopReason:
-        """When the step ends: the reason why all ranks stop now, or NONE."""
-        if self._pending is not None:
-            self._pending.wait()
-        return StopReason(int(self._largest))

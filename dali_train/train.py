@@ -17,6 +17,7 @@ from nvidia import dali
 from torch.optim import Optimizer
 
 from dali_train import checkpoint, snapshot
+from dali_train.agreement import StopAgreement
 from dali_train.checkpoint import CheckpointWriter
 from dali_train.config import Config
 from dali_train.data.index import Split, write_atomically
@@ -35,7 +36,7 @@ from dali_train.parallelize import Parallel, RunningStatistics, parallelize, war
 from dali_train.precision import Precision
 from dali_train.schedule import learning_rate
 from dali_train.status import RunStatus
-from dali_train.stop import StopAgreement, StopReason, StopRequests
+from dali_train.stop import StopReason, StopRequests
 from dali_train.watchdog import Watchdog
 
 

@@ -158,7 +158,7 @@ def test_missing_files_and_nothing_whole(tmp_path: Path) -> None:
     save(make_writer(tmp_path), 1)
     for file in list((tmp_path / "step-00000001").iterdir()):
         file.unlink()
-        with pytest.raises(CheckpointError, match="no checkpoint is whole: .*step-00000001.* to start at step 0"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000001.* to start at step 0"):
             checkpoint.newest(tmp_path)
 
 
