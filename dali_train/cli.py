@@ -1,6 +1,7 @@
-"""The commands: train, eval, plan.
+"""The commands: train, eval, plan, status, doctor.
 
-Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, anything else a failure.
+Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving (start
+it again), anything else a failure.
 """
 
 import argparse
@@ -11,8 +12,29 @@ from typing import Any
 
 import tyro
 
-from dali_train.config import Config, ConfigError, load_config
-from dali_train.data.index import DatasetError
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    load_config,
+)
+from dali_train.data.manifest import DatasetError
+from dali_train.status import (
+    FINISHED,
+    MISTAKE,
+    START_AGAIN,
+    RunError,
+    exit_status,
+    newest_step,
+    read_status,
+    stopped_before_restart,
+)
+from dali_train.stop import StopReason, StopRequests
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(options.run(options, overrides))
     except (ConfigError, DatasetError) as error:
         print(f"dali-train {options.command}: {error}", file=sys.stderr)
-        return 2
+        return MISTAKE
+    except RunError as error:
+        print(f"dali-train {options.command}: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     add("train", _train, "Train a model, or go on with a run that was stopped.")
     evaluate = add("eval", _evaluate, "Evaluate a checkpoint on the validation split.")
     evaluate.add_argument("--checkpoint", metavar="PATH", required=True, help="a checkpoint directory, RUN/checkpoints/step-...")
+
+    add("status", _status, "Say how far a run is; ends with the exit status that its trainer had, which torchrun does not hand on.")
+
+    add("doctor", _doctor, "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run.")
 
     plan = add(
         "plan", _plan, "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data."
@@ -67,14 +96,22 @@ def _launch_parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
+    if stopped_before_restart(Path(config.run.dir)):
+        return START_AGAIN
+    stop_requests = StopRequests(config.run.max_seconds)
     # Imported here, not above: torch takes seconds, and --help should not.
     from dali_train.launch import LaunchOptions, choose_device, discover, process_group
     from dali_train.train import train
 
     launch = discover(LaunchOptions(**options.launch))
-    with process_group(launch, config, choose_device(config.run, launch)):
-        train(config, launch, sys.argv)
-    return 0
+    with process_group(launch, config, choose_device(config.run, launch)) as launch:
+        stopped = train(config, launch, sys.argv, stop_requests)
+        stop_requests.ignore_further()
+    if stopped == StopReason.NONE:
+        return FINISHED
+    if launch.rank == 0:
+        print(f"stopped after saving: {stopped.describe()}. Start me again to go on", file=sys.stderr)
+    return START_AGAIN
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -101,6 +138,31 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         accuracy = f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
         print(f"step {loaded.step}: {accuracy}  ({result.num_images} images)")
     return 0
+
+
+def _status(options: argparse.Namespace, overrides: list[str]) -> int:
+    directory = Path(_config(options, overrides).run.dir)
+    status = read_status(directory)
+    reason = f" ({status.reason})" if status is not None and status.reason else ""
+    print(
+        f"{directory}: {status.state if status is not None else 'not started'}{reason}, newest checkpoint {newest_step(directory)}"
+    )
+    return exit_status(status)
+
+
+def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    config = _config(options, overrides) if options.config is not None else None
+    from dali_train.doctor import examine
+    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
+
+    launch = discover(LaunchOptions(**options.launch))
+    settings = config or Config(  # only for meeting the other ranks
+        data=DataConfig(root=""), model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1), run=RunConfig(dir="", epochs=1),
+        schedule=ScheduleConfig(warmup_epochs=0), batch=BatchConfig(global_batch=1, micro_batch=1),
+    )  # fmt: skip
+    device = choose_device(settings.run, launch)
+    with process_group(launch, settings, device) as launch:
+        return 0 if examine(launch, device, config) else 1
 
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -210,8 +210,15 @@ class RunConfig:
     """Save after each such number of steps, and at the end. None: after each epoch."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    keep_best_checkpoints: int = 1
+    """Checkpoints with the best top-1 that are kept besides. A new best evaluation is always saved."""
+    max_seconds: float | None = None
+    """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's end."""
     resume: str = "auto"
-    """auto: go on from the newest whole checkpoint in run.dir, if any. never: start at step 0 in an empty run.dir. Or a path."""
+    """auto: go on from the newest whole checkpoint in run.dir, if any. never: start at step 0 in an empty run.dir. Or the path
+    of a checkpoint: another run's is where this run begins, one of this run's own is gone back to."""
+    accept_changed_recipe: bool = False
+    """Go on although the config's recipe or the dataset is not that of the checkpoint; what changed is named."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs. auto: a GPU where there is one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -233,6 +240,11 @@ class RunConfig:
             f"run.checkpoint_every_steps is {self.checkpoint_every_steps}: use at least 1, or None for once an epoch",
         )
         _require(self.keep_checkpoints >= 1, f"run.keep_checkpoints is {self.keep_checkpoints}: use at least 1")
+        _require(self.keep_best_checkpoints >= 1, f"run.keep_best_checkpoints is {self.keep_best_checkpoints}: use at least 1")
+        _require(
+            self.max_seconds is None or self.max_seconds > 0,
+            f"run.max_seconds is {self.max_seconds}: use a number of seconds over 0, or None for no limit",
+        )
         _require(self.max_nonfinite_steps >= 1, f"run.max_nonfinite_steps is {self.max_nonfinite_steps}: use at least 1")
 
 

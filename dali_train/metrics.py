@@ -99,17 +99,24 @@ class TrainingMetrics:
 
 
 class Clock:
-    """Wall-clock seconds by phase. What was not spent in a named phase was the step itself."""
+    """Wall-clock seconds by phase. What was not spent in a named phase was the step itself.
+
+    The watchdog's thread reads `step`, `phase_name` and `phase_start` (of ``time.monotonic``), which say where this rank is.
+    """
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
         self._start = time.perf_counter()
+        self.step = 0
+        self._enter("start")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
+        self._enter(name)
         try:
             yield
+            self._enter("step")  # after an error it stays where it was
         finally:
             self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - start
 
@@ -119,3 +126,6 @@ class Clock:
         lap = now - self._start, self._spent
         self._start, self._spent = now, {}
         return lap
+
+    def _enter(self, phase: str) -> None:
+        self.phase_name, self.phase_start = phase, time.monotonic()

@@ -12,20 +12,22 @@ from typing import Any
 
 import timm
 import torch
+import torch.distributed as dist
 from nvidia import dali
-from torch import nn
 from torch.optim import Optimizer
 
-from dali_train import checkpoint
+from dali_train import checkpoint, snapshot
+from dali_train.agreement import StopAgreement
+from dali_train.checkpoint import CheckpointWriter
 from dali_train.config import Config
 from dali_train.data.index import Split, write_atomically
 from dali_train.data.loader import Loader, make_loader
 from dali_train.data.micro_batch import MicroBatch
-from dali_train.evaluate import EvaluationResult, Evaluator
+from dali_train.evaluate import Evaluator
 from dali_train.hooks.base import Hook, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.console import Console
 from dali_train.hooks.files import MetricsFile, SampleTrace
-from dali_train.launch import Launch, choose_device, cores_per_process
+from dali_train.launch import Launch, choose_device, cores_per_process, host_group
 from dali_train.metrics import Clock, TrainingMetrics
 from dali_train.mixup import first_target_correct, mixup_loss
 from dali_train.model import build_model
@@ -33,6 +35,9 @@ from dali_train.optim import make_optimizer
 from dali_train.parallelize import Parallel, RunningStatistics, parallelize, warm_up
 from dali_train.precision import Precision
 from dali_train.schedule import learning_rate
+from dali_train.status import RunStatus
+from dali_train.stop import StopReason, StopRequests
+from dali_train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Trainer:
 
     def step(self, step: int, lr: float, loader: Loader) -> tuple[MicroBatch, ...]:
         """One optimizer step: accumulate this rank's micro-batches, exchange, clip, update. The host waits for nothing."""
+        self.clock.step = step
         micro_batches = []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -75,12 +81,22 @@ class Trainer:
         self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
         return tuple(micro_batches)
 
+    def weights_are_good(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether they are worth saving: not if the last steps went wrong, then the checkpoint before stays the newest.
 
-def train(config: Config, launch: Launch, command: Sequence[str]) -> EvaluationResult | None:
+        All ranks of `group` ask this together. float16's overflows leave the weights as they were.
+        """
+        good = torch.tensor(self.precision.scaler.is_enabled() or self.metrics.last_step_was_finite(), dtype=torch.uint8)
+        if group is not None:
+            dist.all_reduce(good, op=dist.ReduceOp.MIN, group=group)
+        return bool(good)
+
+
+def train(config: Config, launch: Launch, command: Sequence[str], stop_requests: StopRequests) -> StopReason:
     """Run or go on with the training that `config` describes. Called by every rank, inside the process group.
 
     Returns:
-        The last evaluation; None if the dataset has no validation split.
+        Why it stopped and is to be started again; NONE if it is finished.
 
     Raises:
         ConfigError, DatasetError, CheckpointError, NonFiniteError: see there.
@@ -104,16 +120,22 @@ def train(config: Config, launch: Launch, command: Sequence[str]) -> EvaluationR
 
     # ---------------------------------------------------------------- model, optimizer, and where we left off
     model = build_model(config, split.num_classes, device)
-    resumed, warnings = checkpoint.find(config.run.resume, directory / "checkpoints")
+    group, writer_group = host_group(launch, config), host_group(launch, config)
+    recipe = snapshot.recipe(config, split)
+    resumed, warnings = checkpoint.find(config.run.resume, directory / "checkpoints", group)
     if resumed is not None:
-        model.load_state_dict(resumed.state["model"])
+        warnings += snapshot.check_recipe(resumed, recipe, accept=config.run.accept_changed_recipe)
     parallel = parallelize(model, launch, config.parallel)
     optimizer = make_optimizer(model, config.optimizer)
     precision = Precision(config.precision, device)
     if resumed is not None:
-        optimizer.load_state_dict(resumed.state["optimizer"])
-        precision.scaler.load_state_dict(resumed.state["scaler"])
+        snapshot.restore(resumed, model, optimizer, precision)
     start_step = resumed.step if resumed is not None else 0
+    del resumed  # its copy of the weights is in host memory
+    run = config.run
+    saver = CheckpointWriter(
+        directory / "checkpoints", writer_group, keep=run.keep_checkpoints, keep_best=run.keep_best_checkpoints
+    )
     loader = make_loader(
         split, config, device, start_step=start_step, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size, num_threads=num_threads
     )
@@ -134,6 +156,8 @@ def train(config: Config, launch: Launch, command: Sequence[str]) -> EvaluationR
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         describe_run(directory, config, device, command)
+        saver.prepare(start_step)
+        RunStatus(state="running", step=start_step).write(directory)
     hooks = make_hooks(config, launch)
     start = RunStart(
         config=config, directory=directory, launch=launch, device=device_name(device), num_images=images,
@@ -151,17 +175,22 @@ def train(config: Config, launch: Launch, command: Sequence[str]) -> EvaluationR
         """Whether this step is the first at or after a multiple of `every_epochs`."""
         return config.steps(int(epoch_of(step) / every_epochs + 1e-9) * every_epochs, images) == step
 
-    result: EvaluationResult | None = None
     error: BaseException | None = None
     seconds: dict[str, float] = {}
     step = start_step
     steps_since_log = 0
+    best_top1 = saver.best_top1()
+    stop = StopAgreement(stop_requests, group)
+    stopping = StopReason.NONE
+    watchdog = Watchdog(launch, trainer.clock, directory, config.data.root, config.parallel.timeout_s)
     trainer.clock.lap()
     try:
         for index in range(start_step, total_steps):
+            stop.ask()
             lr = learning_rate(config, index, images)
             micro_batches = trainer.step(index, lr, loader)
             step, last = index + 1, index + 1 == total_steps
+            stopping = stop.agreed()
             steps_since_log += 1
 
             record = None
@@ -171,17 +200,25 @@ def train(config: Config, launch: Launch, command: Sequence[str]) -> EvaluationR
             for hook in hooks:
                 hook.step(StepRecord(step=step, epoch=epoch_of(step), micro_batches=micro_batches, train=record))
 
-            every = config.run.eval_every_epochs
+            top1, every = None, run.eval_every_epochs
             if evaluator is not None and (last or (every is not None and passed(step, every))):
                 with trainer.clock.phase("evaluation"):
                     result = evaluator.run(model, precision.autocast())
+                top1 = result.top1
                 for hook in hooks:
                     hook.evaluation(step, epoch_of(step), result)
 
-            save_every = config.run.checkpoint_every_steps
-            if last or (step % save_every == 0 if save_every is not None else passed(step, 1.0)):
+            save_every, is_best = run.checkpoint_every_steps, top1 is not None and top1 > best_top1
+            due = step % save_every == 0 if save_every is not None else passed(step, 1.0)
+            if (last or stopping or due or is_best) and trainer.weights_are_good(group):
+                best_top1 = top1 if top1 is not None and is_best else best_top1
                 with trainer.clock.phase("checkpoint"):
-                    save_checkpoint(trainer, model, step, config, launch)
+                    state, values = snapshot.capture(model, optimizer, precision)
+                    saver.save(step, state, {**values, "recipe": recipe}, top1)
+            if stopping and not last:
+                break
+        with trainer.clock.phase("checkpoint"):
+            saver.wait()
     except BaseException as fault:
         error = fault
         raise
@@ -189,7 +226,19 @@ def train(config: Config, launch: Launch, command: Sequence[str]) -> EvaluationR
         add_lap(trainer.clock, seconds)
         for hook in hooks:
             hook.end(RunEnd(step=step, epoch=epoch_of(step), seconds=seconds, error=error))
-    return result
+        watchdog.close(error)
+        saver.join()
+        if launch.rank == 0:
+            end_status(step, total_steps, stopping, error).write(directory)
+    return stopping if step < total_steps else StopReason.NONE
+
+
+def end_status(step: int, total_steps: int, stopping: StopReason, error: BaseException | None) -> RunStatus:
+    if error is not None:
+        return RunStatus(state="failed", step=step, reason=f"{type(error).__name__}: {error}")
+    if step < total_steps:
+        return RunStatus(state="stopped", step=step, reason=stopping.describe())
+    return RunStatus(state="finished", step=step)
 
 
 def configure_torch(config: Config, launch: Launch, device: torch.device) -> int:
@@ -230,17 +279,6 @@ def read_metrics(trainer: Trainer, config: Config, lr: float, num_steps: int, se
         data_wait_s=phases.get("data", 0.0) / num_steps,
         step_s=elapsed / num_steps,
     )
-
-
-def save_checkpoint(trainer: Trainer, model: nn.Module, step: int, config: Config, launch: Launch) -> None:
-    """Rank 0 saves, unless the last steps went wrong: then the checkpoint before stays the newest."""
-    if launch.rank == 0 and trainer.metrics.last_step_was_finite():
-        state = {
-            "model": model.state_dict(),
-            "optimizer": trainer.optimizer.state_dict(),
-            "scaler": trainer.precision.scaler.state_dict(),
-        }
-        checkpoint.save(Path(config.run.dir) / "checkpoints", step, state, keep=config.run.keep_checkpoints)
 
 
 def describe_run(directory: Path, config: Config, device: torch.device, command: Sequence[str]) -> None:

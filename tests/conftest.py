@@ -113,19 +113,25 @@ class Ranks:
     the tests start many runs.
     """
 
-    def __init__(self, arguments: list[str], ranks: int, log: Path) -> None:
+    def __init__(self, arguments: list[str], ranks: int, log: Path, extra: dict[str, str] | None = None) -> None:
         self.log = log
         port = str(free_port())
         self._processes = []
         for rank in range(ranks):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **(extra or {})}
             process = FORK.Process(target=_rank, args=(arguments, environment, log))
             process.start()
             self._processes.append(process)
 
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def alive(self) -> list[bool]:
+        return [process.is_alive() for process in self._processes]
+
     def running(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        return all(self.alive())
 
     def kill(self) -> None:
         for process in self._processes:
@@ -160,9 +166,11 @@ Train = Callable[..., str]
 def start_training(tiny_config: Path, tmp_path: Path) -> StartTraining:
     """``start_training("name", "--section.field", "value", ranks=2)`` starts a run in ``tmp_path/name``."""
 
-    def start(name: str, *overrides: str, ranks: int = 1, config: Path = tiny_config) -> Ranks:
+    def start(
+        name: str, *overrides: str, ranks: int = 1, config: Path = tiny_config, environment: dict[str, str] | None = None
+    ) -> Ranks:
         arguments = ["train", "--config", str(config), "--run.dir", str(tmp_path / name), *overrides]
-        return Ranks(arguments, ranks, tmp_path / f"{name}.log")
+        return Ranks(arguments, ranks, tmp_path / f"{name}.log", environment)
 
     return start
 
@@ -176,6 +184,21 @@ def train(start_training: StartTraining) -> Train:
         statuses = ranks.wait()
         output = ranks.log.read_text()
         assert set(statuses) == {status}, f"{statuses}\n{output}"
+        return output
+
+    return run
+
+
+@pytest.fixture
+def run_command(tiny_config: Path, tmp_path: Path) -> Train:
+    """``run_command("plan", ..., status=0)`` runs any command in one process; gives what it printed."""
+
+    def run(*arguments: str, status: int = 0) -> str:
+        log = tmp_path / f"{arguments[0]}.log"
+        log.unlink(missing_ok=True)
+        statuses = Ranks(list(arguments), 1, log).wait()
+        output = log.read_text()
+        assert statuses == [status], f"{statuses}\n{output}"
         return output
 
     return run

@@ -244,3 +244,19 @@ def _find_undecodable(split: Split, images: NDArray[np.int64], error: RuntimeErr
                 f"Run `python tools/verify_dataset.py {split.root}` for all such images, and convert again without them"
             )
     return error
+
+
+def decode(encoded: NDArray[np.uint8], device_id: int | None) -> NDArray[np.uint8]:
+    """The pixels of one image, (h, w, 3), decoded on the CPU (None) or a GPU: to see whether that works at all."""
+    pipe = _decoding_graph(encoded, batch_size=1, num_threads=1, device_id=device_id)
+    pipe.build()
+    (images,) = pipe.run()
+    return np.array((images if device_id is None else images.as_cpu()).at(0))
+
+
+@pipeline_def
+def _decoding_graph(encoded: NDArray[np.uint8]) -> Any:
+    # A constant would be on the CPU or the GPU; a mixed decoder wants the file on the CPU.
+    file = fn.external_source(source=lambda: [encoded], batch=True, dtype=types.UINT8, ndim=1)
+    device = "cpu" if Pipeline.current().device_id is None else "mixed"
+    return fn.decoders.image(file, device=device, output_type=types.RGB, adjust_orientation=False)

@@ -1,0 +1,136 @@
+"""A rank that hangs, dies or waits for its data: the log says which one, on which host, in which phase."""
+
+import os
+import platform
+import signal
+import sys
+import time
+from pathlib import Path
+
+from dali_train.watchdog import Beat, name_missing
+
+from .conftest import FORK, StartTraining, free_port
+from .test_stop import LONG, wait_for_steps
+
+HOST = platform.node()
+TIMEOUT = ("--parallel.timeout_s", "12")
+THREE = ("--batch.global_batch", "24")  # divides among three ranks
+
+
+def test_a_frozen_rank_is_named(start_training: StartTraining, tmp_path: Path) -> None:
+    ranks = start_training("run", *LONG, *THREE, *TIMEOUT, ranks=3)
+    wait_for_steps(ranks, tmp_path / "run", 3)
+    frozen = ranks.pids()[1]
+    os.kill(frozen, signal.SIGSTOP)
+    while any(alive for rank, alive in enumerate(ranks.alive()) if rank != 1):
+        time.sleep(0.1)
+    os.kill(frozen, signal.SIGKILL)
+    statuses = ranks.wait()
+    output = ranks.log.read_text()
+    assert 0 not in statuses and 75 not in statuses
+    # Before the end, as a warning, and at the end.
+    late = [line for line in output.splitlines() if line.startswith("rank 0: no progress for")]
+    assert len(late) >= 2, output
+    assert all(f"Missing or late: rank 1 on {HOST} (pid {frozen}): silent for" in line for line in late), output
+    assert all("rank 2 on" not in line for line in late), output
+    for rank in (0, 2):
+        report = (tmp_path / "run" / "hang" / f"rank{rank}.txt").read_text()
+        assert report.startswith(f"rank {rank} of 3 on {HOST}, pid {ranks.pids()[rank]}\nphase step, step ")
+        assert "(parallel.timeout_s is 12)" in report
+        assert "in train" in report and "train.py" in report, report
+
+
+def test_a_killed_rank_is_named(start_training: StartTraining, tmp_path: Path) -> None:
+    ranks = start_training("run", *LONG, *THREE, ranks=3)
+    wait_for_steps(ranks, tmp_path / "run", 3)
+    os.kill(ranks.pids()[2], signal.SIGKILL)
+    statuses = ranks.wait()
+    assert statuses == [1, 1, -signal.SIGKILL]
+    (line,) = [line for line in ranks.log.read_text().splitlines() if line.startswith("rank 0: lost touch")]
+    assert f"Missing or late: rank 2 on {HOST} (pid {ranks.pids()[2]}): silent for" in line
+    assert "rank 1 on" not in line
+    report = (tmp_path / "run" / "hang" / "rank0.txt").read_text()
+    assert "lost touch with the other ranks: " in report and "phase step" in report
+
+
+def _rank_whose_data_stops(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    os.environ.update(environment)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from dali_train.cli import main
+    from dali_train.data.index import Split
+
+    encoded, reads = Split.encoded, []
+
+    def stop_after_60(self: Split, image: int) -> object:
+        reads.append(image)
+        if len(reads) > 60:
+            time.sleep(3600)  # like a read from a file server that is gone
+        return encoded(self, image)
+
+    if int(environment["RANK"]) == int(environment["WORLD_SIZE"]) - 1:
+        Split.encoded = stop_after_60  # type: ignore[assignment,method-assign]
+    sys.argv = ["dali-train", *arguments]
+    sys.exit(main())
+
+
+def start_with_stalling_data(config: Path, run: Path, ranks: int) -> list:
+    port = str(free_port())
+    processes = []
+    for rank in range(ranks):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        arguments = ["train", "--config", str(config), "--run.dir", str(run), *LONG, *TIMEOUT]
+        processes.append(FORK.Process(target=_rank_whose_data_stops, args=(arguments, environment, run.with_suffix(".log"))))
+        processes[-1].start()
+    return processes
+
+
+def test_a_data_stall_is_called_one(tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    processes = start_with_stalling_data(tiny_config, run, ranks=2)
+    for process in processes:
+        process.join(120)
+    output = (tmp_path / "run.log").read_text()
+    assert [process.exitcode for process in processes] == [1, 1], output
+    assert f"rank 1 on {HOST} (pid {processes[1].pid}): in phase data of step" in output
+    assert "a data stall: it waits for images" in output
+    assert "rank 1: data stall: waiting for images of step" in output
+    assert "stop_after_60" in (run / "hang" / "rank1.txt").read_text()
+
+
+def test_a_data_stall_of_a_single_process_is_reported_and_waited_for(tiny_config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (process,) = start_with_stalling_data(tiny_config, run, ranks=1)
+    report = run / "hang" / "rank0.txt"
+    while not report.exists() or "stop_after_60" not in report.read_text():
+        assert process.is_alive()
+        time.sleep(0.1)
+    time.sleep(2)
+    assert process.is_alive()  # the file server may come back
+    process.kill()
+    process.join()
+    output = (tmp_path / "run.log").read_text()
+    assert "rank 0: data stall: waiting for images of step" in output
+    assert report.read_text().startswith(f"rank 0 of 1 on {HOST}, pid {process.pid}\nphase data, step ")
+
+
+def beat(rank: int, *, step: int = 5, phase: str = "step", **others: object) -> Beat:
+    return Beat(rank=rank, host=f"n{rank}", pid=100 + rank, step=step, phase=phase, age_s=40.0, count=9, **others)  # type: ignore[arg-type]
+
+
+def test_names_those_that_the_others_wait_for() -> None:
+    waiting = [(beat(rank), 1.0) for rank in (0, 1)]
+    assert "equally far: rank 0 on n0 (pid 100): in phase step of step 5 for 40 s; rank 1" in name_missing(waiting, 2)
+    slow = name_missing([*waiting, (beat(2, step=4), 0.5)], 3)
+    assert slow == "Missing or late: rank 2 on n2 (pid 102): in phase step of step 4 for 40 s"
+    failed = name_missing([*waiting, (beat(2, ended="DatasetError: bad image"), 9.0)], 3)
+    assert failed == "Missing or late: rank 2 on n2 (pid 102): ended in phase step of step 5 with DatasetError: bad image"
+    victim = (beat(1, ended="RuntimeError: Connection closed", lost_peer=True), 9.0)
+    assert name_missing([(beat(0), 0.0), victim, (beat(2), 30.0)], 3).startswith(
+        "Missing or late: rank 2 on n2 (pid 102): silent for 30 s"
+    )
+    assert name_missing(waiting, 3) == "Missing or late: rank 2: never came as far as the first step"
+    stalled = [(beat(rank, phase="data"), 1.0) for rank in (0, 1)]
+    assert name_missing(stalled, 2).startswith("All ranks wait for images, a data stall: rank 0 on n0")

@@ -1,0 +1,146 @@
+"""Rank discovery, from the environments that launchers make, and what is said when they are wrong.
+
+The environments are those of torchrun 2.15 and Slurm 22.05; test_slurm.py checks the latter on a real cluster.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from dali_train import launch
+from dali_train.config import ConfigError, RunConfig, load_config
+from dali_train.launch import Launch, LaunchError, LaunchOptions, choose_device, discover, first_host, process_group, tasks_on_node
+from dali_train.status import read_status
+
+from .conftest import REPOSITORY, free_port
+from .test_exactness import samples
+from .test_stop import LONG
+
+NOTHING = LaunchOptions()
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500",
+    "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]",
+}  # fmt: skip
+
+
+def place(found: Launch) -> tuple[int, int, int, int, str]:
+    return found.rank, found.world_size, found.local_rank, found.local_world_size, found.host
+
+
+def test_torchrun_and_srun() -> None:
+    assert place(discover(NOTHING, TORCHRUN)) == (3, 4, 1, 2, "n1")
+    assert place(discover(NOTHING, SRUN)) == (3, 4, 1, 2, "n1")
+    # One torchrun a node, started by srun; torchrun knows better.
+    assert place(discover(NOTHING, {**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", **TORCHRUN})) == (3, 4, 1, 2, "n1")
+
+
+def test_plain_python_and_a_batch_scripts_own_shell() -> None:
+    assert place(discover(NOTHING, {})) == (0, 1, 0, 1, "localhost")
+    assert place(discover(NOTHING, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})) == (0, 1, 0, 1, "localhost")
+
+
+def test_the_predecessors_options() -> None:
+    """There --local_rank is the global rank; an empty --host is the step's first host."""
+    options = LaunchOptions(local_rank=3, world_size=4, host="", port=29500)
+    assert place(discover(options, SRUN)) == (3, 4, 1, 2, "n1")
+    assert discover(options, SRUN).port == 29500
+    assert discover(LaunchOptions(local_rank=0, world_size=4, host="n2", port=29500), SRUN).host == "n2"
+    by_hand = discover(LaunchOptions(local_rank=3, world_size=4, host="n1", port=29500), {})
+    assert (by_hand.rank, by_hand.world_size, by_hand.host) == (3, 4, "n1")
+
+
+def test_ports_of_two_steps_differ() -> None:
+    assert discover(NOTHING, SRUN).port != discover(NOTHING, {**SRUN, "SLURM_STEP_ID": "1"}).port
+    exported = {**SRUN, "MASTER_ADDR": "n2", "MASTER_PORT": "4242"}
+    assert (discover(NOTHING, exported).host, discover(NOTHING, exported).port) == ("n2", 4242)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "message"),
+    [
+        (NOTHING, {"WORLD_SIZE": "2"}, "RANK and WORLD_SIZE, but the environment variable RANK is missing"),
+        (NOTHING, {**TORCHRUN, "LOCAL_RANK": "first"}, "started by torchrun, but the environment variable LOCAL_RANK is 'first'"),
+        (NOTHING, {**TORCHRUN, "RANK": "4"}, "found rank 4 of world size 4, expected a rank from 0"),
+        (NOTHING, {**TORCHRUN, "MASTER_PORT": "99999"}, "found port 99999, expected one from 1 to 65535"),
+        (
+            NOTHING,
+            {k: v for k, v in SRUN.items() if k != "SLURM_PROCID"},
+            "srun, but the environment variable SLURM_PROCID is missing",
+        ),
+        (NOTHING, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE is 4, which has no node 1"),
+        (NOTHING, {**SRUN, "WORLD_SIZE": "8"}, "two launchers at once: WORLD_SIZE is 8, but in the Slurm step it would be 4"),
+        (NOTHING, {**SRUN, "RANK": "0"}, "two launchers at once: RANK is 0, but in the Slurm step it would be 3"),
+        (NOTHING, {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "srun started 4 tasks .* in each a torchrun of its own"),
+        (LaunchOptions(world_size=8), SRUN, "--world_size is 8, but the Slurm step has SLURM_NTASKS 4 tasks"),
+        (LaunchOptions(world_size=2, rank=0), {}, "needs --rank, --host and --port too"),
+        (NOTHING, {"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE is 4, so mpirun"),
+    ],
+)
+def test_wrong_environments_are_explained(options: LaunchOptions, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        discover(options, environ)
+
+
+def test_slurm_notation() -> None:
+    assert first_host("n[1-2]") == "n1"
+    assert first_host("n[03-05,7],m1") == "n03"
+    assert first_host("rack1-[10-12]-gpu,x") == "rack1-10-gpu"
+    assert first_host("login") == "login"
+    assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
+
+
+def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(RunConfig(dir="run", epochs=1), discover(NOTHING, SRUN)) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert choose_device(RunConfig(dir="run", epochs=1), discover(NOTHING, SRUN)) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("rank", "host"), [(1, "localhost"), (1, "no-such-host.invalid"), (0, "localhost")])
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, tiny_config: Path, rank: int, host: str) -> None:
+    monkeypatch.setattr(launch, "MEETING_TIMEOUT", timedelta(seconds=2))  # 55 in earnest
+    alone = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, host=host, port=free_port(), launcher="srun")
+    found = rf"rank {rank} of 2 \(srun\) did not reach all others through {host}:{alone.port} within 2 s .*every rank was started"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+    with pytest.raises(LaunchError, match=r"(?s)" + found), process_group(alone, load_config(tiny_config), torch.device("cpu")):
+        pass
+
+
+def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Path) -> None:
+    """A rank that dies costs the steps since the last checkpoint and nothing else."""
+    run = tmp_path / "run"
+    options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
+    arguments = ["train", "--config", str(tiny_config), "--run.dir", str(run), *LONG]
+    arguments += ["--run.checkpoint_every_steps", "5", "--run.keep_checkpoints", "2", "--run.max_steps", "200"]
+    with (tmp_path / "log").open("w") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, "-m", "dali_train", *arguments],
+            stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY,
+        )  # fmt: skip
+    try:
+        while not (run / "checkpoints" / "newest").exists():
+            assert agent.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        workers = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True).stdout.split()
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert agent.wait(120) == 0, (tmp_path / "log").read_text()
+    finally:
+        agent.kill()
+    output = (tmp_path / "log").read_text()
+    assert "going on from step" in output, output
+    status = read_status(run)
+    assert status is not None and (status.state, status.step) == ("finished", 200)
+    assert sorted(samples(run)) == [(step, k) for step in range(200) for k in range(8)]
