@@ -4,16 +4,9 @@
 model, so that a run with another layout of ranks can read them; everything else is in ``manifest.json``. The
 directory gets its final name only when all of it is on disk, so a name without ``.partial`` is a promise. The only
 position is the step number: order, draws and dropout follow from it (the invariant).
-
-DCP's metadata is a pickle, and a crafted one runs code in DCP's own reader; nor does DCP see a flipped bit. So the
-files' SHA-256 stand in the manifest, the manifest's own in a file beside it, and the metadata is read by an unpickler
-that knows the few classes in it and nothing else.
 """
 
-import hashlib
-import json
-import os
-import pickle
+import itertools
 import shutil
 import threading
 import warnings
@@ -26,26 +19,26 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dali_train.checkpoint_files import (
+    MANIFEST,
+    CheckpointError,
+    Reader,
+    Writer,
+    flush_directory,
+    read_manifest,
+    sha256,
+    write_manifest,
+)
 from dali_train.config import ConfigError
-from dali_train.data.manifest import write_atomically
-from dali_train.status import RunError
 
 Tensors = dict[str, torch.Tensor]
 
-_METADATA, _MANIFEST, _MANIFEST_DIGEST = ".metadata", "manifest.json", "manifest.json.sha256"
 # More writers than this do not make a file system faster, and each has to hold its share in host memory.
 _MAX_WRITERS = 8
 # What a single process means; it is meant here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-
-
-class CheckpointError(RunError):
-    """A checkpoint that is not what was written; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +72,25 @@ class CheckpointWriter:
         self._error: BaseException | None = None
         self._host: Tensors = {}
 
-    def prepare(self, start_step: int) -> None:
-        """Before the first save, on rank 0: remove what a killed run left half done, and set aside what lies ahead.
+    def prepare(self, start_step: int) -> float:
+        """Before the first save, on all ranks; gives the best accuracy of a kept checkpoint, -1 without one.
 
-        Checkpoints beyond `start_step` are damaged or of a future that a resume from an earlier step has abandoned.
+        Removes what a killed run left half done, and sets aside what lies beyond `start_step`: it is damaged, or of a
+        future that going back to an earlier step has abandoned.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for rest in (*self._directory.glob(".step-*.partial"), *self._directory.glob(".step-*.removed")):
-            shutil.rmtree(rest)
-        for path in _paths(self._directory):
-            if _step(path) > start_step:
-                aside = next(
-                    aside for n in range(1, 1 << 20) if not (aside := path.with_name(f"set-aside-{n}-{path.name}")).exists()
-                )
-                path.rename(aside)
+        best = [-1.0]
+        if self._rank == 0:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for rest in (*self._directory.glob(".step-*.partial"), *self._directory.glob(".step-*.removed")):
+                shutil.rmtree(rest)
+            for path in _paths(self._directory):
+                if _step(path) > start_step:
+                    names = (path.with_name(f"set-aside-{number}-{path.name}") for number in itertools.count(1))
+                    path.rename(next(name for name in names if not name.exists()))
+            best = [max((top1 for path in _paths(self._directory) if (top1 := _top1(path)) is not None), default=-1.0)]
+        if self._group is not None:
+            dist.broadcast_object_list(best, src=0, group=self._group)
+        return best[0]
 
     def save(self, step: int, state: Mapping[str, Tensors], values: dict[str, Any], top1: float | None) -> None:
         """Copy this rank's share of `state` to host memory, then write it in the background.
@@ -131,10 +129,6 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def best_top1(self) -> float:
-        """The best accuracy of a kept checkpoint, -1 without one."""
-        return max((top1 for path in _paths(self._directory) if (top1 := _top1(path)) is not None), default=-1.0)
-
     def _share(self, flat: Mapping[str, torch.Tensor]) -> list[str]:
         """The names that this rank writes: of similar size for some ranks, which are spread over the nodes."""
         writers = min(self._world_size, _MAX_WRITERS)
@@ -156,23 +150,16 @@ class CheckpointWriter:
         try:
             final = self._directory / f"step-{step:08d}"
             partial = self._directory / f".{final.name}.partial"
-            writer = _Writer(partial)
+            writer = Writer(partial)
             dcp.save(dict(self._host), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
             digests = [writer.digests]
             if self._group is not None:
                 digests = [{} for _ in range(self._world_size)] if self._rank == 0 else []
                 dist.gather_object(writer.digests, digests or None, dst=0, group=self._group)
             if self._rank == 0:
-                files = {_METADATA: _sha256(partial / _METADATA)}
-                for part in digests:
-                    files |= part
-                content = (json.dumps({**manifest, "files": files}, indent=1) + "\n").encode()
-                write_atomically(partial / _MANIFEST, content)
-                digest = f"{hashlib.sha256(content).hexdigest()}  {_MANIFEST}\n"  # as sha256sum -c reads it
-                write_atomically(partial / _MANIFEST_DIGEST, digest.encode())
-                _flush_directory(partial)
+                write_manifest(partial, manifest, {name: digest for part in digests for name, digest in part.items()})
                 partial.rename(final)
-                _flush_directory(self._directory)
+                flush_directory(self._directory)
                 self._retire()
         except BaseException as error:  # raised in the main thread, by wait()
             self._error = error
@@ -198,11 +185,11 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: a part is missing or damaged, or holds more than tensors and plain values.
     """
     try:
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         for name, digest in manifest["files"].items():
-            if _sha256(path / name) != digest:
-                raise CheckpointError(f"{path / name} is damaged: its SHA-256 is not the one in {_MANIFEST}")
-        reader = _Reader(path, frozenset(manifest["files"]))
+            if sha256(path / name) != digest:
+                raise CheckpointError(f"{path / name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+        reader = Reader(path, frozenset(manifest["files"]))
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -292,81 +279,9 @@ def _agree(paths: list[Path], group: dist.ProcessGroup | None) -> list[Path]:
     return [Path(path) for path in agreed[0]]
 
 
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, flushing each file to disk and noting its checksum."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=True)
-        self.digests: dict[str, str] = {}
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        if not plan.items:  # nothing to write for this rank: no empty file either
-            nothing: Future[list[WriteResult]] = Future()
-            nothing.set_result([])
-            return nothing
-        written = super().write_data(plan, planner)
-        names = {result.storage_data.relative_path for result in written.wait()}
-        self.digests = {name: _sha256(Path(self.path) / name) for name in names}
-        return written
-
-    def storage_meta(self) -> StorageMeta | None:
-        return None  # it would only name the partial directory
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, which trusts neither the metadata's pickle nor the files it names."""
-
-    def __init__(self, path: Path, files: frozenset[str]) -> None:
-        super().__init__(path)
-        self._files = files
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / _METADATA).open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}/{_METADATA} holds no metadata but {type(metadata).__name__}")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):  # DCP would unpickle it without any restriction
-                raise CheckpointError(f"{self.path}: {name} is no tensor, and nothing else is read from DCP's files")
-        for place in metadata.storage_data.values():
-            if place.relative_path not in self._files:
-                raise CheckpointError(f"{self.path}/{_METADATA} names {place.relative_path}, which {_MANIFEST} does not")
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of DCP's metadata; none of them does anything but hold values."""
-
-    _KNOWN = {
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
-            "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
-        )
-    } | {
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise CheckpointError(f"{_METADATA} asks for {module}.{name}, which has no place in a checkpoint: refused, nothing was run")
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    content = (path / _MANIFEST).read_bytes()
-    digest = f"{hashlib.sha256(content).hexdigest()}  {_MANIFEST}\n"
-    if (path / _MANIFEST_DIGEST).read_bytes() != digest.encode():
-        raise CheckpointError(f"{path / _MANIFEST} is damaged: its SHA-256 is not the one in {_MANIFEST_DIGEST}")
-    manifest: dict[str, Any] = json.loads(content)
-    return manifest
-
-
 def _top1(path: Path) -> float | None:
     try:
-        top1: float | None = _read_manifest(path)["top1"]
+        top1: float | None = read_manifest(path)["top1"]
     except (OSError, CheckpointError):  # damaged: load() says so where it matters
         return None
     return top1
@@ -387,16 +302,3 @@ def _point(link: Path, target: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target.name)
     fresh.replace(link)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

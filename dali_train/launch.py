@@ -233,10 +233,8 @@ def process_group(launch: Launch, config: Config, device: torch.device) -> Itera
             f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({error}): check that every rank was started "
             "and that the address is reachable from each host"
         ) from error
-    try:
-        yield replace(launch, port=port)
-    finally:
-        dist.destroy_process_group()
+    yield replace(launch, port=port)
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
 
 
 def _meet(launch: Launch) -> tuple[dist.Store, int]:

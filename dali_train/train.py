@@ -156,7 +156,6 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         describe_run(directory, config, device, command)
-        saver.prepare(start_step)
         RunStatus(state="running", step=start_step).write(directory)
     hooks = make_hooks(config, launch)
     start = RunStart(
@@ -179,7 +178,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     seconds: dict[str, float] = {}
     step = start_step
     steps_since_log = 0
-    best_top1 = saver.best_top1()
+    best_top1 = saver.prepare(start_step)
     stop = StopAgreement(stop_requests, group)
     stopping = StopReason.NONE
     watchdog = Watchdog(launch, trainer.clock, directory, config.data.root, config.parallel.timeout_s)

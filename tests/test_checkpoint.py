@@ -78,7 +78,7 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         save(writer, step, top1=top1)
     assert names(tmp_path) == ["best", "newest", "step-00000002", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").resolve().name == "step-00000002"
-    assert make_writer(tmp_path, start_step=6).best_top1() == 0.7
+    assert CheckpointWriter(tmp_path, None, keep=2, keep_best=1).prepare(6) == 0.7
 
 
 def test_saving_waits_only_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

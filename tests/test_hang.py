@@ -88,32 +88,29 @@ def start_with_stalling_data(config: Path, run: Path, ranks: int) -> list:
 
 
 def test_a_data_stall_is_called_one(tiny_config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    processes = start_with_stalling_data(tiny_config, run, ranks=2)
+    """Several ranks end, so that the job can be started again; a single process waits: the file server may come back."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    processes = start_with_stalling_data(tiny_config, two, ranks=2)
+    (alone,) = start_with_stalling_data(tiny_config, one, ranks=1)
     for process in processes:
         process.join(120)
-    output = (tmp_path / "run.log").read_text()
+    output = two.with_suffix(".log").read_text()
     assert [process.exitcode for process in processes] == [1, 1], output
     assert f"rank 1 on {HOST} (pid {processes[1].pid}): in phase data of step" in output
     assert "a data stall: it waits for images" in output
     assert "rank 1: data stall: waiting for images of step" in output
-    assert "stop_after_60" in (run / "hang" / "rank1.txt").read_text()
+    assert "stop_after_60" in (two / "hang" / "rank1.txt").read_text()
 
-
-def test_a_data_stall_of_a_single_process_is_reported_and_waited_for(tiny_config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (process,) = start_with_stalling_data(tiny_config, run, ranks=1)
-    report = run / "hang" / "rank0.txt"
+    report = one / "hang" / "rank0.txt"
     while not report.exists() or "stop_after_60" not in report.read_text():
-        assert process.is_alive()
+        assert alone.is_alive()
         time.sleep(0.1)
-    time.sleep(2)
-    assert process.is_alive()  # the file server may come back
-    process.kill()
-    process.join()
-    output = (tmp_path / "run.log").read_text()
-    assert "rank 0: data stall: waiting for images of step" in output
-    assert report.read_text().startswith(f"rank 0 of 1 on {HOST}, pid {process.pid}\nphase data, step ")
+    alone.join(4)
+    assert alone.is_alive()
+    alone.kill()
+    alone.join()
+    assert "rank 0: data stall: waiting for images of step" in one.with_suffix(".log").read_text()
+    assert report.read_text().startswith(f"rank 0 of 1 on {HOST}, pid {alone.pid}\nphase data, step ")
 
 
 def beat(rank: int, *, step: int = 5, phase: str = "step", **others: object) -> Beat:
