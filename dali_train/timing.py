@@ -146,8 +146,9 @@ class PhaseClock:
 
 def _seconds_between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
     if isinstance(begin, torch.cuda.Event):
-        return begin.elapsed_time(end) / 1000
-    assert not isinstance(end, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        return float(begin.elapsed_time(end)) / 1000
+    assert isinstance(end, float)
     return end - begin
 
 

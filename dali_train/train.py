@@ -35,7 +35,7 @@ from dali_train.optim import make_optimizer
 from dali_train.parallelize import Parallel, RunningStatistics, parallelize, warm_up
 from dali_train.precision import Precision
 from dali_train.schedule import learning_rate
-from dali_train.timing import STEP_PHASES, PhaseClock, order_of_gradients
+from dali_train.timing import PhaseClock, order_of_gradients
 
 logger = logging.getLogger("dali_train")
 
@@ -224,13 +224,18 @@ def read_metrics(trainer: Trainer, config: Config, lr: float, hooks: Observers) 
     """Wait for the device and turn what has gathered since the last logging step into a record."""
     sums = trainer.metrics.read(config.run.max_nonfinite_steps)
     times = trainer.clock.read()
+    phases = times.phases
     return TrainRecord(
         **vars(sums),
         lr=lr,
         images_per_second=config.batch.global_batch / times.step_s,
         step_s=times.step_s,
-        data_wait_s=times.phases["data"],
-        **{f"{phase}_s": times.phases[phase] for phase in STEP_PHASES if phase != "data"},
+        data_wait_s=phases["data"],
+        forward_s=phases["forward"],
+        backward_s=phases["backward"],
+        exchange_s=phases["exchange"],
+        optimizer_s=phases["optimizer"],
+        logging_s=phases["logging"],
         evaluation_s=times.evaluation_s,
         checkpoint_s=times.checkpoint_s,
         first_step_s=times.first_step_s,

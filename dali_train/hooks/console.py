@@ -67,9 +67,10 @@ class Console(Hook):
 
     def _line(self, step: int, epoch: float, train: TrainRecord) -> str:
         waiting = train.data_wait_s / train.step_s if train.step_s else 0.0
+        left = _duration((self._total - step) * train.step_s)
         text = (
             f"step {step}/{self._total}  epoch {epoch:.2f}  loss {train.loss:.4f}  lr {train.lr:.3g}  "
-            f"{train.images_per_second:,.0f} images/s  data wait {waiting:.0%}  left {_duration((self._total - step) * train.step_s)}"
+            f"{train.images_per_second:,.0f} images/s  data wait {waiting:.0%}  left {left}"
         )
         return text + (f"  skipped {train.skipped_steps}" if train.skipped_steps else "")
 

@@ -3,6 +3,7 @@
 import errno
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord
@@ -23,7 +24,7 @@ class Observers:
     def start(self, record: RunStart) -> None:
         self._directory = str(record.directory)
         for hook in list(self._hooks):
-            if not self._guarded(hook, "start", lambda hook=hook: hook.start(record)):
+            if not self._guarded(hook, "start", partial(hook.start, record)):
                 self._hooks.remove(hook)
         self._measuring = self._overriding("measure")
         self._stepping = self._overriding("step")
@@ -32,23 +33,23 @@ class Observers:
     def measure(self) -> dict[str, float]:
         measured: dict[str, float] = {}
         for hook in self._measuring:
-            self._guarded(hook, "measure", lambda hook=hook: measured.update(hook.measure()))
+            self._guarded(hook, "measure", partial(_measure, hook, measured))
         return measured
 
     def step(self, record: StepRecord) -> None:
         for hook in self._stepping:
-            self._guarded(hook, f"step {record.step}", lambda hook=hook: hook.step(record))
+            self._guarded(hook, f"step {record.step}", partial(hook.step, record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         for hook in self._evaluating:
-            self._guarded(hook, f"the evaluation of step {record.step}", lambda hook=hook: hook.evaluation(record))
+            self._guarded(hook, f"the evaluation of step {record.step}", partial(hook.evaluation, record))
 
     def end(self, record: RunEnd) -> None:
         # Last started, first ended: what the others say at their end still finds the log files open.
         for hook in reversed(self._hooks):
             if self._failures.get(hook, 0) > 1:
                 logger.warning("hook %s failed %d times in all", type(hook).__name__, self._failures[hook])
-            self._guarded(hook, "the end", lambda hook=hook: hook.end(record))
+            self._guarded(hook, "the end", partial(hook.end, record))
 
     def _overriding(self, moment: str) -> list[Hook]:
         return [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(Hook, moment)]
@@ -77,6 +78,10 @@ class Observers:
             f"{type(error).__name__}: {error}. Training goes on; the traceback is in {self._directory}/logs. "
             "Remove the hook or correct it; one with `required = True` ends the run instead"
         )
+
+
+def _measure(hook: Hook, measured: dict[str, float]) -> None:
+    measured.update(hook.measure())
 
 
 class HookUnavailableError(RuntimeError):

@@ -64,7 +64,7 @@ def class_names(record: RunStart) -> tuple[str, ...]:
 
 
 def thumbnail(split: Split, number: int) -> Image.Image:
-    image = Image.open(io.BytesIO(split.encoded(number))).convert("RGB")
+    image = Image.open(io.BytesIO(split.encoded(number).tobytes())).convert("RGB")
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     return image
 

@@ -40,7 +40,7 @@ class WandB(Tracker):
     def step(self, record: StepRecord) -> None:
         super().step(record)
         if self._gradients is not None and record.train is not None:
-            histograms = {f"gradients/{n}": self._wandb.Histogram(g.cpu().numpy()) for n, g in self._gradients.take().items()}
+            histograms = {f"gradients/{n}": self._wandb.Histogram(g.cpu().tolist()) for n, g in self._gradients.take().items()}
             self._run.log(histograms, step=record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
