@@ -139,11 +139,16 @@ def _boolean(type_info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructor
     """Booleans as ``true`` and ``false`` in any case; tyro itself knows only Python's spelling."""
     if type_info.type is not bool:
         return None
-    names = {"true": True, "false": False}
+
+    def parse(words: list[str]) -> bool:
+        if words[0].lower() not in ("true", "false"):
+            raise ValueError(f"{words[0]!r} is neither true nor false")
+        return words[0].lower() == "true"
+
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="{true,false}",
-        instance_from_str=lambda words: names[words[0].lower()],
+        instance_from_str=parse,
         is_instance=lambda value: isinstance(value, bool),
         str_from_instance=lambda value: [str(value).lower()],
     )

@@ -61,7 +61,7 @@ class DataConfig:
     """Side of the square evaluation images, in pixels."""
 
     def __post_init__(self) -> None:
-        _require(self.seed >= 0, f"data.seed is {self.seed}: use a number from 0 on")
+        _require(0 <= self.seed < 1 << 64, f"data.seed is {self.seed}: use a number from 0 to 2**64 - 1")
         _require(self.train_size > 0, f"data.train_size is {self.train_size}: use a positive number of pixels")
         low, high = self.crop_area
         _require(0 < low <= high <= 1, f"data.crop_area is {self.crop_area}: use two fractions with 0 < low <= high <= 1")

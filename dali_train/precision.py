@@ -38,7 +38,7 @@ class Precision:
             step was skipped.
         """
         self.scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, norm)
@@ -46,11 +46,17 @@ class Precision:
             optimizer.step()
             return norm
         finite = norm.isfinite()
-        changed = [*parameters, *(t for p in parameters for t in optimizer.state[p].values())]
-        before = [tensor.detach().clone() for tensor in changed]
+        before = {tensor: tensor.detach().clone() for tensor in self._changing(optimizer)}
         optimizer.step()
         with torch.no_grad():
-            for tensor, old in zip(changed, before, strict=True):
-                tensor.copy_(torch.where(finite, tensor, old))
+            for tensor in self._changing(optimizer):
+                # The first step has made the moments: they were as good as zero before.
+                tensor.copy_(torch.where(finite, tensor, before.get(tensor, 0.0)))
         self.scaler.update()
         return norm
+
+    @staticmethod
+    def _changing(optimizer: Optimizer) -> list[torch.Tensor]:
+        """What a step of `optimizer` writes to on the device."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [*parameters, *(value for p in parameters for value in optimizer.state.get(p, {}).values())]

@@ -46,8 +46,8 @@ config = Config(
 
 
 def photograph(seed: int, height: int, width: int) -> Image.Image:
-    """A smooth random image: JPEG keeps it nearly as it is."""
-    pixels = np.random.default_rng(seed).integers(0, 256, size=(6, 7, 3), dtype=np.uint8)
+    """Random blobs of two pixels: enough detail for a careless resize to show."""
+    pixels = np.random.default_rng(seed).integers(0, 256, size=(height // 2, width // 2, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -57,12 +57,18 @@ def jpeg(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def write_shard(path: Path, records: list[tuple[bytes, int]]) -> None:
-    """A TFRecord file of (encoded image, label as stored) records."""
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_shard(path: Path, records: list[tuple[bytes, int]], **features: str | int) -> None:
+    """A TFRecord file of (encoded image, label as stored) records, with more `features` that they share."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for encoded, label in records:
-            for part in frame_record(encode_example(encoded, {"image/class/label": label})):
+            for part in frame_record(encode_example(encoded, {"image/class/label": label, **features})):
                 file.write(part)
 
 

@@ -44,7 +44,8 @@ def philox(seed: int, purpose: Purpose, block: int, low: UInt64s, high: UInt64s)
 
 def philox_generator(seed: int, purpose: Purpose, *, low: int, high: int) -> np.random.Philox:
     """NumPy's own generator for one place, where many numbers are drawn from it."""
-    return np.random.Philox(key=[seed, int(purpose)], counter=[0, low, high, 0])
+    words = np.array([seed, int(purpose), 0, low, high, 0], dtype=np.uint64)
+    return np.random.Philox(key=words[:2], counter=words[2:])
 
 
 def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:

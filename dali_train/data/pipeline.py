@@ -2,7 +2,7 @@
 
 The graphs draw no random number and decide nothing: boxes, flips, Mixup partners and lambdas are fed with the
 encoded images, so that what comes out is a pure function of what the host computed. Everything that happens to
-pixels happens here: decode (only the box that is needed), resize, mirror, normalise, mix, cast.
+pixels happens here: decode (only the box that is needed; raw records skip it), resize, mirror, normalise, mix, cast.
 """
 
 from collections import deque
@@ -54,7 +54,7 @@ class TrainingPipeline:
         # Fed to DALI and not given back yet, oldest first.
         self._in_flight: deque[MicroBatch] = deque()
         self._pipe = _training_graph(
-            self._feed, data, pixels, mix,
+            self._feed, data, pixels, split.manifest.encoding == "raw", mix,
             batch_size=size, num_threads=pixels.num_threads, device_id=pixels.device_id, prefetch_queue_depth=data.prefetch,
         )  # fmt: skip
         self._pipe.build()
@@ -80,8 +80,7 @@ class TrainingPipeline:
         self._in_flight.append(batch)
         anchors, shapes = np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
         targets = np.stack([batch.labels, batch.labels[batch.partners]], axis=-1)
-        encoded = [self._split.encoded(image) for image in batch.images]
-        fed = (encoded, anchors, shapes, batch.flips, targets, batch.lambdas)
+        fed = (_stored(self._split, batch.images), anchors, shapes, batch.flips, targets, batch.lambdas)
         return (*fed, batch.partners) if self._mix else fed
 
     def _explain(self, error: RuntimeError) -> Exception:
@@ -102,7 +101,7 @@ class EvaluationPipeline:
         self._squash = data.eval_resize == "squash"
         self._position = 0
         self._pipe = _evaluation_graph(
-            self._feed, data, pixels,
+            self._feed, data, pixels, split.manifest.encoding == "raw",
             batch_size=max(len(batch) for batch in batches), num_threads=pixels.num_threads,
             device_id=pixels.device_id, prefetch_queue_depth=data.prefetch,
         )  # fmt: skip
@@ -124,7 +123,7 @@ class EvaluationPipeline:
         start, end = central_regions(
             rows["height"].astype(np.float64), rows["width"].astype(np.float64), self._resize_to, self._size, squash=self._squash
         )
-        return [self._split.encoded(image) for image in images], start, end, rows["label"].astype(np.int64)
+        return _stored(self._split, images), start, end, rows["label"].astype(np.int64)
 
     def _explain(self, error: RuntimeError) -> Exception:
         return _find_undecodable(self._split, np.concatenate(self._batches), error)
@@ -148,42 +147,62 @@ def central_regions(
     return np.stack(starts, axis=-1).astype(np.float32), np.stack(ends, axis=-1).astype(np.float32)
 
 
+def _stored(split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+    """What is on disk of each image: a file's bytes, (size,), or with raw records its pixels, (height, width, 3)."""
+    contents = [split.encoded(image) for image in images]
+    if split.manifest.encoding == "image":
+        return contents
+    rows = split.rows[images]
+    return [pixels.reshape(h, w, 3) for pixels, h, w in zip(contents, rows["height"], rows["width"], strict=True)]
+
+
 @pipeline_def
-def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, mix: bool) -> Any:
+def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, raw: bool, mix: bool) -> Any:
     dtypes = [types.UINT8, types.INT32, types.INT32, types.INT32, types.INT64, types.FLOAT, types.INT32]
-    num_dims = [1, 1, 1, 0, 1, 0, 0]
+    num_dims = [3 if raw else 1, 1, 1, 0, 1, 0, 0]
+    layouts = ["HWC" if raw else "", *[""] * 6]
     fed = 7 if mix else 6
-    encoded, anchor, shape, mirror, targets, weight, *partner = fn.external_source(
-        source=feed, num_outputs=fed, batch=True, no_copy=True, dtype=dtypes[:fed], ndim=num_dims[:fed]
+    stored, anchor, shape, mirror, targets, weight, *partner = fn.external_source(
+        source=feed, num_outputs=fed, batch=True, no_copy=True, dtype=dtypes[:fed], ndim=num_dims[:fed], layout=layouts[:fed]
     )
-    images = fn.decoders.image_slice(
-        encoded, anchor, shape, device=_decoder(pixels), output_type=types.RGB, axis_names="HW",
-        normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
-    )  # fmt: skip
+    if raw:
+        images = _to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
+    else:
+        images = fn.decoders.image_slice(
+            stored, anchor, shape, device=_decoder(pixels), output_type=types.RGB, axis_names="HW",
+            normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
+        )  # fmt: skip
     images = fn.resize(images, size=[data.train_size] * 2, interp_type=types.INTERP_LINEAR, antialias=data.antialias)
     images = fn.crop_mirror_normalize(
         images, mirror=mirror, mean=data.mean, std=data.std, dtype=types.FLOAT, output_layout=_layout(pixels)
     )
-    if pixels.device_id is not None:
-        weight, targets = weight.gpu(), targets.gpu()
+    weight = _to_device(weight, pixels)
     if mix:
         # In float32: DALI's arithmetic on the CPU refuses float16.
         images = weight * images + (1.0 - weight) * fn.permute_batch(images, indices=partner[0])
-    return _cast(images, pixels), targets, weight
+    return _cast(images, pixels), _to_device(targets, pixels), weight
 
 
 @pipeline_def
-def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat) -> Any:
-    encoded, start, end, labels = fn.external_source(
+def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, raw: bool) -> Any:
+    stored, start, end, labels = fn.external_source(
         source=feed, num_outputs=4, batch=True, no_copy=True,
-        dtype=[types.UINT8, types.FLOAT, types.FLOAT, types.INT64], ndim=[1, 1, 1, 0],
+        dtype=[types.UINT8, types.FLOAT, types.FLOAT, types.INT64], ndim=[3 if raw else 1, 1, 1, 0],
+        layout=["HWC" if raw else "", "", "", ""],
     )  # fmt: skip
-    images = fn.decoders.image(encoded, device=_decoder(pixels), output_type=types.RGB, adjust_orientation=False)
+    if raw:
+        images = _to_device(stored, pixels)
+    else:
+        images = fn.decoders.image(stored, device=_decoder(pixels), output_type=types.RGB, adjust_orientation=False)
     images = fn.resize(
         images, size=[data.eval_size] * 2, roi_start=start, roi_end=end, interp_type=types.INTERP_LINEAR, antialias=data.antialias
     )
     images = fn.crop_mirror_normalize(images, mean=data.mean, std=data.std, dtype=types.FLOAT, output_layout=_layout(pixels))
-    return _cast(images, pixels), labels.gpu() if pixels.device_id is not None else labels
+    return _cast(images, pixels), _to_device(labels, pixels)
+
+
+def _to_device(node: Any, pixels: PixelFormat) -> Any:
+    return node if pixels.device_id is None else node.gpu()
 
 
 def _decoder(pixels: PixelFormat) -> str:

@@ -11,6 +11,7 @@ needs the place of the encoded image inside the file, and a walk that skips imag
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -113,7 +114,7 @@ def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> 
     size = len(image)
     head = _prefix(1, size)  # BytesList.value
     head = _prefix(_BYTES_LIST, size + len(head)) + head  # Feature.bytes_list
-    head = _delimited(1, b"image/encoded") + _prefix(2, size + len(head)) + head  # key and value of the map's entry
+    head = _map_key("image/encoded") + _prefix(2, size + len(head)) + head  # key and value of the map's entry
     head = _prefix(1, size + len(head)) + head  # Features.feature
     head = _prefix(1, size + len(head) + len(tail)) + head  # Example.features
     return head, image, tail
@@ -125,7 +126,12 @@ def _map_entry(name: str, value: bytes | str | int) -> bytes:
         feature = _delimited(_INT64_LIST, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF)))
     else:
         feature = _delimited(_BYTES_LIST, _delimited(1, value.encode() if isinstance(value, str) else value))
-    return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
+    return _delimited(1, _map_key(name) + _delimited(2, feature))
+
+
+@cache
+def _map_key(name: str) -> bytes:
+    return _delimited(1, name.encode())
 
 
 def parse_example(buffer: memoryview, record: RecordSpan, path: Path | str) -> dict[str, Feature]:
@@ -212,6 +218,8 @@ def _read_varint(buffer: memoryview, start: int, end: int) -> tuple[int, int]:
 
 
 def _varint(value: int) -> bytes:
+    if value < 0x80:  # nearly always; a record has fifty of them
+        return _ONE_BYTE[value]
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -220,9 +228,12 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
+_ONE_BYTE = [bytes((value,)) for value in range(0x80)]
+
+
 def _prefix(field: int, size: int) -> bytes:
-    """What stands before `size` bytes of a field."""
-    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(size)
+    """What stands before `size` bytes of a field; field numbers here are below 16, so that the tag is one byte."""
+    return _ONE_BYTE[field << 3 | _LENGTH_DELIMITED] + _varint(size)
 
 
 def _delimited(field: int, content: bytes) -> bytes:

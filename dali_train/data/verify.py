@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.draws import shuffled
 from dali_train.data.index import IndexedShard, Split, index_record, index_shard, map_file, map_shards
-from dali_train.data.manifest import SPLITS, DatasetError, Manifest, SplitName
+from dali_train.data.manifest import SPLITS, DatasetError, Manifest, SplitManifest, SplitName
 from dali_train.data.tfrecord import TFRecordError, walk_records
 from dali_train.progress import Progress
 
@@ -27,6 +28,14 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
+
+    def summary(self) -> list[str]:
+        """Lines for people: counts, then notes, then problems."""
+        counts = [
+            f"{split}: {counts.sum():,} images in {len(counts)} classes, {counts.min():,} to {counts.max():,} a class"
+            for split, counts in self.images_per_class.items()
+        ]
+        return [*counts, *(f"note: {note}" for note in self.notes), *(f"fault: {problem}" for problem in self.problems)]
 
 
 def verify(root: Path, *, sample: int | None = None, workers: int = 1) -> Findings:
@@ -44,7 +53,9 @@ def verify(root: Path, *, sample: int | None = None, workers: int = 1) -> Findin
         try:
             splits[name] = Split(root, name)
         except DatasetError as error:
+            # It stops at the first fault. The shards can still be looked at, one by one.
             findings.problems.append(str(error))
+            findings.problems += _check_files(root / name, manifest.splits[name], workers)
             continue
         _check_classes(splits[name], findings)
         _check_strangers(splits[name], findings)
@@ -61,7 +72,7 @@ def _check_classes(split: Split, findings: Findings) -> None:
     labels = split.rows["label"]
     if labels.min() < 0 or labels.max() >= split.num_classes:
         findings.problems.append(
-            f"{split.name}: the index has labels from {labels.min()} to {labels.max()}, there are {split.num_classes} classes from 0"
+            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are {split.num_classes} classes from 0"
         )
         return
     counts = np.bincount(labels, minlength=split.num_classes)
@@ -76,7 +87,33 @@ def _check_strangers(split: Split, findings: Findings) -> None:
     known = {path.name for path in split.paths}
     strangers = sorted(path.name for path in (split.root / split.name).iterdir() if path.name not in known)
     if strangers:
-        findings.problems.append(f"{split.root / split.name}: {len(strangers)} files that dataset.json does not name: {_some(strangers)}")
+        findings.problems.append(
+            f"{split.root / split.name}: {len(strangers)} files that dataset.json does not name: {_some(strangers)}"
+        )
+
+
+def _check_files(directory: Path, split: SplitManifest, workers: int) -> list[str]:
+    """What is wrong with the shards by themselves, without an index."""
+    problems, there = [], []
+    for shard in split.shards:
+        path = directory / shard.name
+        if not path.is_file():
+            problems.append(f"{path}: is missing")
+        elif path.stat().st_size != shard.num_bytes:
+            problems.append(f"{path}: has {path.stat().st_size} bytes, dataset.json says {shard.num_bytes}")
+        else:
+            there.append(path)
+    for _, problem in map_shards(there, _first_fault, workers=workers):
+        problems += problem
+    return problems
+
+
+def _first_fault(path: Path) -> list[str]:
+    try:
+        index_shard(path, check_crc=True)
+    except TFRecordError as error:
+        return [str(error)]
+    return []
 
 
 def _check_all(split: Split, workers: int, findings: Findings) -> NDArray[np.uint32]:
@@ -208,7 +245,7 @@ def _called(split: Split, image: int) -> str:
 def _shard_bounds(split: Split) -> list[tuple[int, int]]:
     """(first image, one past the last) of each shard."""
     ends = np.cumsum([0, *(shard.num_records for shard in split.manifest.splits[split.name].shards)]).tolist()
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(pairwise(ends))
 
 
 def _some(items: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """Where image files lie: in a tar archive, read in place without unpacking anything, or in a directory.
 
-The tar reader is written here rather than with `tarfile`, which keeps an object of over a kilobyte for each of ImageNet's 1.28 million
-members, and because nothing in an archive is trusted: whatever is no plain file or directory of a harmless name is
-refused. The format is POSIX ustar with the GNU and pax extensions for long names and large sizes
+The tar reader is written here rather than with `tarfile`, which keeps an object of over a kilobyte for each of
+ImageNet's 1.28 million members, and because nothing in an archive is trusted: whatever is no plain file or directory
+of a harmless name is refused. The format is POSIX ustar with the GNU and pax extensions for long names and large sizes
 (https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html#tag_20_94_13).
 """
 
@@ -183,7 +183,7 @@ class Archive:
 
 def _unpacked(path: Path) -> IO[bytes]:
     """The content of a gzipped file, in a temporary file that vanishes with the process."""
-    unpacked = tempfile.TemporaryFile()
+    unpacked: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  kept open as long as its archive
     total = 0
     try:
         with gzip.open(path) as packed:

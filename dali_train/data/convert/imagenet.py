@@ -94,7 +94,7 @@ def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tupl
         yield image, labels[number - 1]
     if len(seen) != len(labels):
         raise SourceError(
-            f"{archive.path}: {len(seen)} images, the devkit has labels of {len(labels)}: another archive is meant, or it is cut off"
+            f"{archive.path}: {len(seen)} images, the devkit has {len(labels)} labels: another archive is meant, or it is cut off"
         )
 
 
@@ -130,6 +130,7 @@ def _read_meta(content: bytes, place: str) -> dict[int, str]:
     """The table ``synsets`` of a MATLAB file: a row a synset, of which those with children hold no images."""
     try:
         from scipy.io import loadmat
+        from scipy.io.matlab import MatReadError
     except ImportError as error:
         raise SourceError(
             "the devkit's meta.mat is a MATLAB file, and scipy, which reads it, is missing: pip install scipy"
@@ -137,6 +138,6 @@ def _read_meta(content: bytes, place: str) -> dict[int, str]:
     try:
         table = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
         rows = [(int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"])) for row in np.atleast_1d(table)]
-    except (ValueError, TypeError, KeyError, OSError, zlib.error) as error:
+    except (MatReadError, ValueError, TypeError, KeyError, OSError, zlib.error) as error:
         raise SourceError(f"{place}: not the devkit's table of synsets ({error})") from error
     return {number: synset for number, synset, num_children in rows if num_children == 0}

@@ -12,24 +12,26 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.convert.image import MemoryBudget, Recipe
 from dali_train.data.convert.plan import Layout, default_num_shards, layout_without, shuffled_layout
-from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard
+from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, sync_directory
 from dali_train.data.convert.sources import Source
+from dali_train.data.convert.workers import write_shards
 from dali_train.data.index import write_index
 from dali_train.data.manifest import Manifest, SplitName, write_atomically
+from dali_train.data.verify import verify
 from dali_train.progress import Progress
 
+DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
 OnBad = Literal["fail", "skip"]
 _DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever the number of workers
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,7 +39,11 @@ _MOST_LISTED = 20
 
 
 class ConversionError(ValueError):
-    """A conversion that cannot begin or end; the message says what to do."""
+    """A conversion that cannot begin as it was asked for; the message says what to do."""
+
+
+class ConversionFailedError(RuntimeError):
+    """A conversion that came to a halt: bad images, a full disk, a result that is not right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +90,21 @@ class Conversion:
         }
 
 
-def convert(conversion: Conversion) -> Manifest:
-    """Make the dataset, or what is missing of it.
+def convert(conversion: Conversion) -> bool:
+    """Make the dataset, or what is missing of it. False: it was whole already, and nothing was done.
 
     Raises:
-        ConversionError: `out` holds another conversion or other files, or there are bad images and ``on_bad`` is fail.
-        OSError: the disk is full; the message says how to go on.
+        ConversionError: `out` holds another conversion or other files.
+        ConversionFailedError: bad images and ``on_bad`` is fail, or the disk is full.
+        SourceError: the source changed meanwhile.
     """
     out = conversion.out
     out.mkdir(parents=True, exist_ok=True)
-    state = out / ".conversion"
-    if (out / "dataset.json").exists():
-        manifest = Manifest.read(out)
-        _refuse_other(conversion, manifest.conversion.get("options", {}), out / "dataset.json")
-        shutil.rmtree(state, ignore_errors=True)
-        return manifest
+    state, finished = out / ".conversion", out / ".conversion.finished"
+    shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
+    if (out / "dataset.json").exists() and not state.exists():
+        _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
+        return False
     with _locked(state), _clear_when_full(out):
         _claim(conversion, state)
         done = {split: _convert_split(conversion, split, state) for split in conversion.sources}
@@ -106,20 +112,37 @@ def convert(conversion: Conversion) -> Manifest:
         if bad:
             write_atomically(out / "quarantine.jsonl", "".join(json.dumps(_listed(line)) + "\n" for line in bad).encode())
             if conversion.on_bad == "fail":
-                raise ConversionError(_bad_images(bad, out / "quarantine.jsonl"))
+                raise ConversionFailedError(_bad_images(bad, out / "quarantine.jsonl"))
         report = {
-            split: {"num_bad": sum(len(s.bad) for s in shards), **sum((s.counts for s in shards), Counter())}
+            split: {**sum((s.counts for s in shards), Counter()), "left out, see quarantine.jsonl": sum(len(s.bad) for s in shards)}
             for split, shards in done.items()
         }
-        manifest = write_index(
+        write_index(
             out,
             {split: [shard.indexed for shard in shards] for split, shards in done.items()},
             label_base=LABEL_BASE,
             class_names=conversion.class_names,
             conversion={"options": conversion.identity(), "report": report},
         )
-    shutil.rmtree(state)
-    return manifest
+        # Renamed first: half a state directory would look like somebody else's files.
+        shutil.rmtree(state.rename(finished))
+    return True
+
+
+def convert_and_verify(conversion: Conversion) -> list[str]:
+    """`convert`, then read everything that was written; returns what to tell the user.
+
+    Raises:
+        As `convert`; ConversionFailedError also if the dataset is not what it should be.
+    """
+    if not convert(conversion):
+        return [f"{conversion.out} is whole already: nothing to do. `python tools/verify_dataset.py {conversion.out}` checks it"]
+    findings = verify(conversion.out, workers=conversion.workers)
+    if findings.problems:
+        raise ConversionFailedError(f"{conversion.out} is faulty:\n  " + "\n  ".join(findings.problems))
+    report = Manifest.read(conversion.out).conversion["report"]
+    counted = [f"{split}: {count:,} images: {kind}" for split, kinds in report.items() for kind, count in kinds.items() if count]
+    return [*counted, *findings.summary(), f"{conversion.out} is ready"]
 
 
 def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> list[WrittenShard]:
@@ -136,7 +159,9 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> lis
             if conversion.on_bad == "fail":
                 break
             if len(source.labels) - len(bad) < num_shards:
-                raise ConversionError(f"{split}: {len(source.labels) - len(bad)} good images are too few for {num_shards} shards")
+                raise ConversionFailedError(
+                    f"{split}: {len(source.labels) - len(bad)} good images are too few for {num_shards} shards"
+                )
         goal = layout_without(planned, bad) if whole else planned
         missing = [n for n, (shard, images) in enumerate(zip(done, goal, strict=True)) if not _holds(shard, images)]
         if not missing:
@@ -149,7 +174,7 @@ def _finished(path: Path, note: Path) -> WrittenShard | None:
     """A shard of an earlier run. If only its note is left, then as one without images, which keeps the bad ones known."""
     try:
         shard = WrittenShard.load(note)
-    except FileNotFoundError:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # none, or spoilt by a power failure
         return None
     try:
         intact = path.stat().st_size == shard.indexed.shard.num_bytes
@@ -176,43 +201,34 @@ def _write_shards(
     done: list[WrittenShard | None],
 ) -> None:
     """Write the shards numbered `missing` with the images of `goal`, and enter them into `done`."""
-    jobs: SimpleQueue[int] = SimpleQueue()
-    for number in missing:
-        jobs.put(number)
-    stop = threading.Event()
     budget = MemoryBudget(_DECODED_BYTES)
+    directory = conversion.out / split
+    number_of = {directory / name: number for number, name in enumerate(names)}
 
-    def work() -> None:
-        writer = ShardWriter(
-            conversion.sources[split], conversion.recipe,
-            class_names=conversion.class_names, budget=budget, progress=progress, stop=stop,
-        )  # fmt: skip
-        while True:
-            try:
-                number = jobs.get_nowait()
-            except Empty:
-                return
-            shard = writer.write(conversion.out / split / names[number], goal[number])
-            before = done[number]
-            if before is not None:
-                shard = replace(shard, bad=(*before.bad, *shard.bad))
-            shard.save(state / f"{names[number]}.npz")
-            done[number] = shard
+    def make_writer(stop: threading.Event) -> ShardWriter:
+        return ShardWriter(
+            conversion.sources[split],
+            conversion.recipe,
+            class_names=conversion.class_names,
+            budget=budget,
+            progress=progress,
+            stop=stop,
+        )
 
-    (conversion.out / split).mkdir(exist_ok=True)
-    num_images = sum(len(goal[number]) for number in missing)
-    workers = min(conversion.workers, len(missing))
-    with (
-        Progress(f"{split} ({len(names)} shards)", total=num_images, unit="images") as progress,
-        ThreadPoolExecutor(workers) as pool,
-    ):
-        futures = [pool.submit(work) for _ in range(workers)]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            stop.set()  # also on Ctrl-C: the pool waits for its threads
-            raise
+    def finished(path: Path, shard: WrittenShard) -> None:
+        number = number_of[path]
+        before = done[number]
+        if before is not None:  # rewritten without its bad images, which must stay known
+            shard = replace(shard, bad=(*before.bad, *shard.bad))
+        shard.save(state / f"{path.name}.npz")
+        done[number] = shard
+
+    directory.mkdir(exist_ok=True)
+    jobs = [(directory / names[number], goal[number]) for number in missing]
+    num_images = sum(len(images) for _, images in jobs)
+    with Progress(f"{split} ({len(jobs)} of {len(names)} shards)", total=num_images, unit="images") as progress:
+        write_shards(jobs, make_writer=make_writer, finished=finished, workers=conversion.workers)
+    sync_directory(directory)
 
 
 @contextmanager
@@ -234,7 +250,7 @@ def _clear_when_full(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        raise ConversionError(
+        raise ConversionFailedError(
             f"{out}: cannot write on ({error.strerror}). All finished shards are kept: make space and start the same command again"
         ) from error
 
@@ -245,7 +261,7 @@ def _claim(conversion: Conversion, state: Path) -> None:
     if options.exists():
         _refuse_other(conversion, json.loads(options.read_text()), options)
     else:
-        foreign = sorted(path.name for path in out.iterdir() if path != state)
+        foreign = sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
         if foreign:
             raise ConversionError(
                 f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion that could go on: "

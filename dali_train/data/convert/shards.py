@@ -1,6 +1,5 @@
 """Writing one shard: whole and flushed under its final name, with a note of what went into it."""
 
-import io
 import json
 import os
 import threading
@@ -24,8 +23,8 @@ from dali_train.data.convert.image import (
 )
 from dali_train.data.convert.sources import Source
 from dali_train.data.index import INDEX_DTYPE, IndexedShard
-from dali_train.data.manifest import Shard, write_atomically
-from dali_train.data.tfrecord import encode_example, frame_record
+from dali_train.data.manifest import Shard
+from dali_train.data.tfrecord import Buffer, encode_example, frame_record
 from dali_train.progress import Progress
 
 LABEL_BASE = 1  # as in the field's ImageNet records
@@ -56,21 +55,23 @@ class WrittenShard:
     counts: Counter[str]  # "re-encoded: CMYK JPEG" and the like -> images
 
     def save(self, path: Path) -> None:
-        buffer = io.BytesIO()
+        """Not flushed: a note that a power failure takes, or spoils, costs the work of one shard."""
         facts = {
             "shard": asdict(self.indexed.shard),
             "encoding": self.indexed.encoding,
             "bad": [asdict(bad) for bad in self.bad],
             "counts": self.counts,
         }
-        np.savez(
-            buffer,
-            rows=self.indexed.rows,
-            record_offsets=self.indexed.record_offsets,
-            images=self.images,
-            facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        )
-        write_atomically(path, buffer.getvalue())
+        partial = partial_path(path)
+        with partial.open("wb") as file:
+            np.savez(
+                file,
+                rows=self.indexed.rows,
+                record_offsets=self.indexed.record_offsets,
+                images=self.images,
+                facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+            )
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "WrittenShard":
@@ -111,17 +112,16 @@ class ShardWriter:
         self._checker: DecodeChecker | None = None
 
     def write(self, path: Path, images: NDArray[np.uint32]) -> WrittenShard:
-        """Write `images` in their order, but for the bad ones.
+        """Write `images` in their order, but for the bad ones, to `partial_path(path)`; `publish` does the rest.
 
         Raises:
-            OSError: the disk is full, or another fault of the system; no file is left under the final name.
+            OSError: the disk is full, or another fault of the system.
             StoppedError: asked to stop.
         """
         rows, offsets, written, bad = [], [0], [], []
         counts: Counter[str] = Counter()
         crc = offset = 0
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("wb") as file:
+        with partial_path(path).open("wb", buffering=0) as file:
             for image, stored in self._stored(images):
                 if isinstance(stored, BadImageError):
                     name, position = self._source.locate(image)
@@ -129,8 +129,8 @@ class ShardWriter:
                     self._progress.update(1)
                     continue
                 record = frame_record(encode_example(stored.content, self._features(image, stored)))
+                _write_all(file.fileno(), record)
                 for piece in record:
-                    file.write(piece)
                     crc = crc32c(piece, crc)
                 start = offset + len(record[0]) + len(record[1])
                 rows.append((start, len(stored.content), 0, self._source.labels[image], stored.height, stored.width))
@@ -142,10 +142,6 @@ class ShardWriter:
                     counts[f"re-encoded: {stored.reencoded}"] += 1
                 if stored.rotated:
                     counts["EXIF orientation not upright"] += 1
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        _sync_directory(path.parent)
         table = np.array(rows, dtype=INDEX_DTYPE)
         indexed = IndexedShard(
             shard=Shard(name=path.name, num_records=len(rows), num_bytes=offset, crc32c=f"{crc:08x}"),
@@ -160,7 +156,7 @@ class ShardWriter:
     def _features(self, image: int, stored: StoredImage) -> dict[str, str | int]:
         label = int(self._source.labels[image])
         return {
-            "image/format": self._recipe.format.upper(),
+            "image/format": stored.format,
             "image/class/label": label + LABEL_BASE,
             "image/class/synset": self._class_names[label],
             "image/filename": self._source.name(image),
@@ -211,8 +207,29 @@ class ShardWriter:
             return error
 
 
-def _sync_directory(directory: Path) -> None:
-    """Make a rename in `directory` survive a power failure."""
+def partial_path(path: Path) -> Path:
+    """Where a shard is while it is written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def publish(path: Path) -> None:
+    """Give a written shard its final name once it is on the disk. Raises OSError: the disk is full after all."""
+    with partial_path(path).open("rb") as file:
+        os.fsync(file.fileno())
+    partial_path(path).replace(path)
+
+
+def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
+    """One system call a record, and no copy of the image."""
+    missing = sum(map(len, pieces)) - os.writev(descriptor, pieces)
+    if missing:  # cut short, by a disk that becomes full or a signal
+        rest = memoryview(b"".join(pieces))[-missing:]
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the renames in `directory` survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -40,12 +40,13 @@ def cifar10(path: Path) -> Sources:
     Raises:
         SourceError: neither; or the Python version, which is not read.
     """
-    container = open_container(path)
+    archive = path / "cifar-10-binary.tar.gz"
+    container = open_container(archive if archive.is_file() else path)
     members = {PurePosixPath(member.name).name: member for member in container.members()}
     if not any(name in members for names in _CIFAR10_FILES.values() for name in names):
         if _CIFAR10_PICKLES & set(members):
             raise SourceError(
-                f"{path}: CIFAR-10's Python version consists of pickles, which can run any code when they are read, and are not read here: "
+                f"{path}: CIFAR-10's Python version is made of pickles, which can run code when they are read, and is not read: "
                 "use the binary version, cifar-10-binary.tar.gz, which --download fetches"
             )
         return split_folders(path)

@@ -1,0 +1,292 @@
+"""Whole conversions: the same bytes however they come about, nothing half done, and errors that say how to go on."""
+
+import fcntl
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dali_train.data.convert import run
+from dali_train.data.index import Split
+from tests.conftest import REPOSITORY, photograph
+from tests.data.files import encoded, files_of, small_photograph, tool, write_folder, write_training_archive
+
+CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
+TOOL = [sys.executable, str(REPOSITORY / "tools" / "make_tfrecords.py")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "images", CLASSES)
+
+
+def convert_folder(folder: Path, out: Path, *options: object) -> int:
+    arguments = ["folder", "--train", folder, "--out", out, "--train-shards", 5, *options]
+    return tool("make_tfrecords").main([str(argument) for argument in arguments])
+
+
+def images_of(out: Path, split: str = "train") -> list[bytes]:
+    opened = Split(out, split)
+    return [opened.encoded(image).tobytes() for image in range(len(opened))]
+
+
+def test_same_bytes_for_any_number_of_workers(folder: Path, tmp_path: Path) -> None:
+    results = []
+    for workers in (1, 2, 32):
+        out = tmp_path / f"workers-{workers}"
+        assert convert_folder(folder, out, "--workers", workers, "--validation-fraction", "0.2") == 0
+        results.append(files_of(out))
+    assert results[0] == results[1] == results[2]
+    sizes = [shard.num_records for shard in Split(tmp_path / "workers-1", "train").manifest.splits["train"].shards]
+    assert sum(sizes) + len(images_of(tmp_path / "workers-1", "validation")) == sum(CLASSES.values())
+    assert max(sizes) - min(sizes) <= 1
+    # All that is in the end is what the format names.
+    assert {name.split("/")[0] for name in results[0]} == {"dataset.json", "index", "idx_files", "train", "validation"}
+
+
+def test_images_are_shuffled_over_all_shards_by_the_seed(folder: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        assert convert_folder(folder, tmp_path / str(seed), "--seed", seed) == 0
+    first, second = images_of(tmp_path / "0"), images_of(tmp_path / "1")
+    assert first != second and sorted(first) == sorted(second)
+    labels = Split(tmp_path / "0", "train").rows["label"]
+    assert np.count_nonzero(np.diff(labels)) > 15  # classes are mixed
+
+
+def test_40_killed_runs_end_with_the_same_bytes(tmp_path: Path) -> None:
+    """SIGKILL at a random moment of a run with decoding, re-encoding and a bad image to skip, again and again."""
+    folder = write_folder(tmp_path / "images", {"ant": 40, "bee": 40, "cat": 40})
+    (folder / "ant" / "bad.jpg").write_bytes(small_photograph(7)[:-50])
+    (folder / "bee" / "cmyk.jpg").write_bytes(encoded(photograph(1, 64, 64).convert("CMYK"), "JPEG"))
+    options = ["folder", "--train", str(folder), "--validation-fraction", "0.2", "--on-bad", "skip"]
+    command = [*TOOL, *options, "--train-shards", "24", "--validation-shards", "6", "--workers", "2"]
+    undisturbed = tmp_path / "undisturbed"
+    began = time.monotonic()
+    subprocess.run([*command, "--out", str(undisturbed)], check=True, capture_output=True)
+    duration_s = time.monotonic() - began
+    expected = files_of(undisturbed)
+    assert "quarantine.jsonl" in expected
+
+    def kill_20_runs(chain: int) -> None:
+        moments = random.Random(chain)
+        kills = rounds = 0
+        while kills < 20:
+            out = tmp_path / f"killed-{chain}-{rounds}"
+            rounds += 1
+            for _ in range(5):
+                process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                try:
+                    # Starting takes a good part of a run: aim at what comes after it.
+                    process.wait(moments.uniform(0.4, 1.1) * duration_s)
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGKILL)
+                    kills += 1
+                process.wait()
+            finished = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
+            assert finished.returncode == 0, finished.stderr
+            assert files_of(out) == expected
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(kill_20_runs, range(2)))
+
+
+def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was converted before the kill is not converted again."""
+    out = tmp_path / "out"
+    arguments = ["folder", "--train", str(folder), "--out", str(out), "--train-shards", "5", "--workers", "1"]
+    kill_at_third = (
+        "import os, signal, sys\n"
+        "from dali_train.data.convert import workers\n"
+        "publish, count = workers.publish, []\n"
+        "def killed(path):\n"
+        "    publish(path)\n"
+        "    count.append(path)\n"
+        "    if len(count) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "workers.publish = killed\n"
+        "workers._FLUSHERS = 1\n"
+        f"sys.argv = ['make_tfrecords.py', *{arguments!r}]\n"
+        f"exec(compile(open({TOOL[1]!r}).read(), 'make_tfrecords.py', 'exec'))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", kill_at_third], capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert len(list((out / ".conversion").glob("*.npz"))) == 2  # the third shard has no note: it is made again
+    before = {path.name: path.stat().st_mtime_ns for path in (out / "train").iterdir() if not path.name.startswith(".")}
+    assert len(before) == 3
+    assert convert_folder(folder, out, "--workers", "1") == 0
+    kept = [name for name, changed in before.items() if (out / "train" / name).stat().st_mtime_ns == changed]
+    assert len(kept) == 2
+    assert not list(out.rglob(".*"))
+
+
+def test_other_options_or_another_source_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert convert_folder(folder, out) == 0
+    capsys.readouterr()
+    assert convert_folder(folder, out) == 0
+    assert "is whole already: nothing to do" in capsys.readouterr().out
+    assert convert_folder(folder, out, "--seed", 1, "--quality", 90) == 2
+    error = capsys.readouterr().err
+    assert "seed was 0, now 1; quality was 95, now 90" in error and "Repeat those, or use another --out" in error
+    assert convert_folder(folder, out, "--workers", 7) == 0
+    (folder / "ant" / "new.jpg").write_bytes(small_photograph(5))
+    assert convert_folder(folder, out) == 2
+    assert "train_source was {'name': 'images', 'num_images': 37" in capsys.readouterr().err
+
+
+def test_a_directory_of_other_files_is_left_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("all of it")
+    assert convert_folder(folder, tmp_path / "out") == 2
+    assert "holds thesis.tex but no conversion that could go on: use an empty directory for --out" in capsys.readouterr().err
+
+
+def test_two_at_a_time_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "out" / ".conversion"
+    state.mkdir(parents=True)
+    with (state / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert convert_folder(folder, tmp_path / "out") == 2
+    assert "another process is converting into this directory" in capsys.readouterr().err
+
+
+BAD = {
+    "ant/truncated.jpg": (lambda: small_photograph(3)[:-20], "cannot be decoded: image file is truncated"),
+    "bee/empty.jpg": (lambda: b"", "not an image in a known format"),
+    "bee/page.jpg": (lambda: b"<html>gone</html>", "not an image in a known format"),
+    "cat/short.png": (lambda: encoded(photograph(1, 40, 40), "PNG")[:500], "cannot be decoded"),
+}
+
+
+def test_bad_images_fail_when_all_are_known_then_can_be_skipped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make: Callable[[], bytes]
+    good_images = sorted(path.read_bytes() for path in folder.rglob("*.jpg"))
+    for name, (make, _) in BAD.items():
+        (folder / name).write_bytes(make())
+    out = tmp_path / "out"
+    assert convert_folder(folder, out) == 1
+    error = capsys.readouterr().err
+    assert "4 images cannot be decoded" in error and "Start the same command again with --on-bad skip" in error
+    quarantine = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert {line["file"] for line in quarantine} == {str(folder / name) for name in BAD}
+    for line in quarantine:
+        _, reason = BAD[str(Path(line["file"]).relative_to(folder))]
+        assert reason in line["reason"] and line["split"] == "train" and line["position"] == 0
+        assert line["file"] in error
+    assert not (out / "dataset.json").exists()
+
+    assert convert_folder(folder, out, "--on-bad", "skip") == 0
+    assert "4 images: left out, see quarantine.jsonl" in capsys.readouterr().out
+    assert sorted(images_of(out)) == good_images
+    sizes = [shard.num_records for shard in Split(out, "train").manifest.splits["train"].shards]
+    assert max(sizes) - min(sizes) <= 1
+    # The detour over the failure leaves no trace.
+    assert convert_folder(folder, tmp_path / "at-once", "--on-bad", "skip") == 0
+    assert files_of(out) == files_of(tmp_path / "at-once")
+
+
+def test_without_decode_check_headers_still_count(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ant" / "truncated.jpg").write_bytes(small_photograph(3)[:-20])
+    assert convert_folder(folder, tmp_path / "a", "--no-decode-check") == 0
+    (folder / "ant" / "page.jpg").write_bytes(b"<html>gone</html>")
+    assert convert_folder(folder, tmp_path / "b", "--no-decode-check") == 1
+    assert "1 images cannot be decoded" in capsys.readouterr().err
+
+
+def test_what_is_re_encoded_is_counted(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "ant" / "a.jpg").write_bytes(encoded(photograph(1, 40, 60).convert("CMYK"), "JPEG"))
+    (folder / "ant" / "b.jpg").write_bytes(encoded(photograph(2, 40, 60), "PNG"))
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    (folder / "bee" / "c.jpg").write_bytes(encoded(photograph(3, 40, 60), "JPEG", exif=exif))
+    assert convert_folder(folder, tmp_path / "out") == 0
+    told = capsys.readouterr().out
+    for line in ("1 images: re-encoded: CMYK JPEG", "1 images: re-encoded: RGB PNG", "1 images: EXIF orientation not upright"):
+        assert f"train: {line}" in told
+    report = Split(tmp_path / "out", "train").manifest.conversion["report"]["train"]
+    assert report["re-encoded: CMYK JPEG"] == 1
+
+
+def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Path, tmp_path: Path) -> None:
+    """The limit on a file's size stands in for the disk: the system refuses writes in the same way."""
+    write_folder(folder / "more", {}, first_seed=0)
+    command = [*TOOL, "folder", "--train", str(folder), "--train-shards", "3", "--out", str(tmp_path / "out")]
+    full = subprocess.run(
+        command, capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )  # fmt: skip
+    assert full.returncode == 1
+    assert "cannot write on (File too large). All finished shards are kept: make space and start the same command again" in full.stderr
+    assert "Traceback" not in full.stderr
+    assert not [path for path in (tmp_path / "out" / "train").iterdir() if not path.name.startswith(".")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert convert_folder(folder, tmp_path / "other", "--train-shards", "3") == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "other")
+
+
+def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
+    archive = write_training_archive(tmp_path / "train.tar", num_images=400)
+    command = [*TOOL, "imagenet", "--train-archive", str(archive), "--out", str(tmp_path / "out"), "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "out").glob("train/.*.partial")):
+        time.sleep(0.005)
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "stopped; start the same command again to go on" in error and "Traceback" not in error
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_a_spoilt_note_costs_only_its_shard(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+
+    def stop(*_: object, **__: object) -> None:
+        raise OSError(5, "power failure")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_index", stop)
+        assert convert_folder(folder, out) == 1
+    notes = sorted((out / ".conversion").glob("*.npz"))
+    assert len(notes) == 5
+    os.truncate(notes[0], 100)
+    notes[1].write_bytes(b"")
+    os.truncate(out / "train" / "train-00002-of-00005", 10)
+    (out / "train" / "train-00003-of-00005").unlink()
+    assert convert_folder(folder, out) == 0
+    assert convert_folder(folder, tmp_path / "other") == 0
+    assert files_of(out) == files_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train-shards", "38"], "--train-shards is 38: use 1 to 37, the split has 37 images"),
+        (["--workers", "0"], "--workers is 0: use at least 1"),
+        (["--seed", "-1"], "--seed is -1: use 0 to 2**64 - 1"),
+        (["--quality", "0"], "--quality is 0: use 1 to 100"),
+        (["--validation-fraction", "1.5"], "--validation-fraction is 1.5: use a fraction between 0 and 1"),
+        (["--validation", "."], "the class folders must agree"),
+    ],
+)
+def test_options_that_make_no_sense(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    if options[0] == "--validation":
+        options = ["--validation", str(write_folder(tmp_path / "validation", {"elk": 1}))]
+    assert convert_folder(folder, tmp_path / "out", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "train").exists()

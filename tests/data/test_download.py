@@ -1,0 +1,158 @@
+"""Downloads from a real server on this machine: whole, broken off, resumed, and wrong."""
+
+import hashlib
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dali_train.data.convert.download import Download, DownloadError, download
+from tests.data.files import tool
+
+CONTENT = bytes(range(256)) * 2000
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves CONTENT under any name, and can be told to misbehave."""
+
+    def __init__(self) -> None:
+        super().__init__(("localhost", 0), Handler)
+        self.ranges: list[str | None] = []
+        self.break_off_after: int | None = None
+        self.knows_ranges = True
+        self.status = 200
+
+    @property
+    def address(self) -> str:
+        return f"http://localhost:{self.server_address[1]}/files/"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        self.server.ranges.append(asked)
+        if self.server.status != 200:
+            self.send_error(self.server.status)
+            return
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and self.server.knows_ranges else 0
+        if start >= len(CONTENT):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(CONTENT) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
+        self.end_headers()
+        end = len(CONTENT) if self.server.break_off_after is None else start + self.server.break_off_after
+        self.wfile.write(CONTENT[start:end])
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def files(server: Server, content: bytes = CONTENT) -> Download:
+    return Download(address=server.address, sha256={"a.bin": hashlib.sha256(content).hexdigest()})
+
+
+def test_fetches_once(server: Server, tmp_path: Path) -> None:
+    download(files(server), tmp_path / "new")
+    download(files(server), tmp_path / "new")
+    assert (tmp_path / "new" / "a.bin").read_bytes() == CONTENT
+    assert server.ranges == [None]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.bin"]
+
+
+def test_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
+    server.break_off_after = 100_000
+    for there in (100_000, 200_000):
+        with pytest.raises(DownloadError, match=f"broke off after {there:,} bytes .*: start the same command again to go on from there"):
+            download(files(server), tmp_path)
+        assert not (tmp_path / "a.bin").exists()
+    server.break_off_after = None
+    download(files(server), tmp_path)
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert server.ranges == [None, "bytes=100000-", "bytes=200000-"]
+
+
+def test_a_server_without_ranges_sends_all_again(server: Server, tmp_path: Path) -> None:
+    server.break_off_after = 100_000
+    server.knows_ranges = False
+    with pytest.raises(DownloadError, match="broke off"):
+        download(files(server), tmp_path)
+    server.break_off_after = None
+    download(files(server), tmp_path)
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+
+def test_killed_between_the_last_byte_and_the_check(server: Server, tmp_path: Path) -> None:
+    (tmp_path / ".a.bin.partial").write_bytes(CONTENT)
+    download(files(server), tmp_path)
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert server.ranges == [f"bytes={len(CONTENT)}-"]
+
+
+def test_wrong_content_is_deleted_and_named(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="has SHA-256 .* the official file .*: not the same file, or damaged on its way; deleted"):
+        download(files(server, b"other"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a.bin").write_bytes(b"mine")
+    with pytest.raises(DownloadError, match="as of the official file: delete it, then it is fetched again"):
+        download(files(server), tmp_path)
+    assert (tmp_path / "a.bin").read_bytes() == b"mine"
+
+
+def test_servers_that_refuse_or_are_not_there(server: Server, tmp_path: Path) -> None:
+    server.status = 404
+    with pytest.raises(DownloadError, match="the server answers 404 Not Found: try another --mirror"):
+        download(files(server), tmp_path)
+    with pytest.raises(DownloadError, match="broke off after 0 bytes"):
+        download(files(server), tmp_path, mirror="http://localhost:1/")
+    with pytest.raises(DownloadError, match="--mirror file:///etc: use an address that begins with http:// or https://"):
+        download(files(server), tmp_path, mirror="file:///etc")
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "mnist", "fashion-mnist"])
+def test_the_command_insists_on_the_official_files(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: str
+) -> None:
+    arguments = [dataset, "--download", "--mirror", server.address, "--out", str(tmp_path / "out")]
+    assert tool("make_tfrecords").main(arguments) == 1
+    assert "not the same file, or damaged on its way; deleted" in capsys.readouterr().err
+
+
+def test_the_command_fetches_and_converts(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With checksums of a small stand-in in place of the official ones."""
+    from dali_train.data.convert import download as room
+    from tests.data import test_small
+
+    source = tmp_path / "source"
+    test_small.write_mnist(source, packed=True)
+    monkeypatch.setattr(Handler, "do_GET", lambda self: _serve(self, source))
+    sha256 = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in source.iterdir()}
+    monkeypatch.setitem(room.DOWNLOADS, "mnist", Download(address=server.address, sha256=sha256))
+    arguments = ["mnist", "--download", "--out", str(tmp_path / "out")]
+    assert tool("make_tfrecords").main(arguments) == 0
+    assert (tmp_path / "out" / "downloads" / "t10k-labels-idx1-ubyte.gz").exists()
+    assert tool("make_tfrecords").main(arguments) == 0
+
+
+def _serve(handler: Handler, directory: Path) -> None:
+    content = (directory / handler.path.rpartition("/")[2]).read_bytes()
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)

@@ -1,0 +1,153 @@
+"""ImageNet's archives in the official layout, built here: labels must be the sorted synsets, not the ILSVRC ids."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.io
+
+from dali_train.data.convert.archive import SourceError
+from dali_train.data.convert.imagenet import imagenet
+from dali_train.data.index import Split
+from dali_train.data.tfrecord import parse_example, walk_records
+from tests.data.files import SYNSETS, small_photograph, tar_bytes, tool, write_tar, write_training_archive
+
+# ILSVRC ids count in no order that anybody else uses; synsets with children have ids beyond those of the leaves.
+ID_OF_SYNSET = dict(zip(SYNSETS, (3, 5, 1, 4, 2), strict=True))
+PARENTS = {"n00001740": 6, "n00015388": 7}
+
+
+def write_devkit(path: Path, validation_synsets: list[str], *, truth: bytes | None = None) -> Path:
+    """``ILSVRC2012_devkit_t12.tar.gz`` with the parts that a converter needs, as MATLAB writes them."""
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O"), ("children", "O")]
+    rows = sorted((number, synset, 0) for synset, number in ID_OF_SYNSET.items())
+    rows += [(number, synset, 2) for synset, number in PARENTS.items()]
+    table = np.zeros((len(rows), 1), dtype=fields)
+    for place, (number, synset, children) in enumerate(rows):
+        table[place, 0] = (float(number), synset, f"words of {synset}", "a gloss", float(children), np.arange(children, dtype=float))
+    meta = io.BytesIO()
+    scipy.io.savemat(meta, {"synsets": table}, do_compression=True)
+    if truth is None:
+        truth = "".join(f"{ID_OF_SYNSET[synset]}\n" for synset in validation_synsets).encode()
+    root = "ILSVRC2012_devkit_t12"
+    members = [
+        (f"{root}/readme.txt", b"hello"),
+        (f"{root}/data/meta.mat", meta.getvalue()),
+        (f"{root}/data/ILSVRC2012_validation_ground_truth.txt", truth),
+    ]
+    return write_tar(path, members, mode="w:gz")
+
+
+def write_validation_archive(path: Path, num_images: int) -> Path:
+    """In an order that is not that of the numbers."""
+    members = [(f"ILSVRC2012_val_{n:08d}.JPEG", small_photograph(1000 + n)) for n in range(num_images, 0, -1)]
+    return write_tar(path, members)
+
+
+def records(root: Path, split: str) -> dict[str, tuple[int, str, bytes]]:
+    """image/filename -> (label as stored, synset, image)."""
+    found = {}
+    for path in sorted((root / split).iterdir()):
+        content = memoryview(path.read_bytes())
+        for record in walk_records(content, path, check_payload=True):
+            features = parse_example(content, record, path)
+            text = {
+                name: bytes(content[slice(*features[name].spans[0])])
+                for name in ("image/filename", "image/class/synset", "image/encoded")
+            }
+            (label,) = features["image/class/label"].integers
+            found[text["image/filename"].decode()] = (label, text["image/class/synset"].decode(), text["image/encoded"])
+    return found
+
+
+def test_official_layout_converts_to_the_right_labels(tmp_path: Path) -> None:
+    validation_synsets = [SYNSETS[n * 7 % 5] for n in range(12)]
+    write_training_archive(tmp_path / "train.tar")
+    write_validation_archive(tmp_path / "val.tar", 12)
+    write_devkit(tmp_path / "devkit.tar.gz", validation_synsets)
+    arguments = ["--train-archive", "train.tar", "--validation-archive", "val.tar", "--devkit", "devkit.tar.gz"]
+    paths = [argument if argument.startswith("--") else str(tmp_path / argument) for argument in arguments]
+    out = tmp_path / "out"
+    assert tool("make_tfrecords").main(["imagenet", *paths, "--out", str(out), "--train-shards", "3"]) == 0
+
+    train = records(out, "train")
+    assert len(train) == 20
+    with tarfile.open(tmp_path / "train.tar") as outer:
+        for member in outer:
+            synset = member.name.removesuffix(".tar")
+            with tarfile.open(fileobj=outer.extractfile(member)) as inner:
+                for image in inner:
+                    content = inner.extractfile(image).read()
+                    assert train[image.name] == (sorted(SYNSETS).index(synset) + 1, synset, content)
+    validation = records(out, "validation")
+    assert len(validation) == 12
+    for number, synset in enumerate(validation_synsets, start=1):
+        name = f"ILSVRC2012_val_{number:08d}.JPEG"
+        assert validation[name] == (sorted(SYNSETS).index(synset) + 1, synset, small_photograph(1000 + number))
+
+    split = Split(out, "train")
+    assert split.manifest.class_names == SYNSETS
+    assert split.manifest.label_base == 1
+    for image in range(len(split)):
+        label, _, content = next(r for r in train.values() if r[2] == split.encoded(image).tobytes())
+        assert split.rows[image]["label"] == label - 1
+
+
+def test_one_split_alone_and_flat_archives(tmp_path: Path) -> None:
+    archive = write_tar(tmp_path / "flat.tar", [(f"./{synset}_a {n}.JPEG", b"x") for synset in SYNSETS for n in range(2)])
+    sources, names = imagenet(archive, None, None)
+    assert list(sources) == ["train"] and tuple(names) == SYNSETS
+    assert sources["train"].labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    write_validation_archive(tmp_path / "val.tar", 3)
+    write_devkit(tmp_path / "devkit.tar.gz", [SYNSETS[2], SYNSETS[0], SYNSETS[4]])
+    sources, names = imagenet(None, tmp_path / "val.tar", tmp_path / "devkit.tar.gz")
+    assert list(sources) == ["validation"] and tuple(names) == SYNSETS
+    assert sources["validation"].labels.tolist() == [4, 0, 2]  # the archive counts down
+
+
+def test_wrong_archives_say_which_is_right(tmp_path: Path) -> None:
+    train = write_training_archive(tmp_path / "train.tar", num_images=1)
+    validation = write_validation_archive(tmp_path / "val.tar", 3)
+    devkit = write_devkit(tmp_path / "devkit.tar.gz", [SYNSETS[0]] * 3)
+
+    def message(*paths: Path | None) -> str:
+        with pytest.raises(SourceError) as error:
+            imagenet(*paths)
+        return str(error.value)
+
+    assert "--validation-archive needs --devkit ILSVRC2012_devkit_t12.tar.gz" in message(None, validation, None)
+    assert "neither SYNSET.tar, such as n01440764.tar, nor SYNSET_name.JPEG" in message(validation, None, None)
+    assert "expected ILSVRC2012_val_NUMBER.JPEG" in message(None, train, devkit)
+    assert "has no meta.mat: --devkit is ILSVRC2012_devkit_t12.tar.gz" in message(None, validation, train)
+    short = write_validation_archive(tmp_path / "short.tar", 2)
+    assert "2 images, the devkit has 3 labels" in message(None, short, devkit)
+    long = write_validation_archive(tmp_path / "long.tar", 4)
+    assert "is none of the devkit's 3 validation images" in message(None, long, devkit)
+    twice = write_tar(tmp_path / "twice.tar", [("ILSVRC2012_val_00000001.JPEG", b"1")] * 2)
+    assert "stands twice" in message(None, twice, devkit)
+    other = write_training_archive(tmp_path / "other.tar", num_images=1, synsets=["n99999999"])
+    assert "n99999999 (1 synsets) are not in" in message(other, None, devkit)
+    mixed = write_tar(tmp_path / "mixed.tar", [("n01440764.tar", tar_bytes({"n01443537_1.JPEG": b"1"}))])
+    assert "holds 'n01443537_1.JPEG', expected n01440764_NUMBER.JPEG" in message(mixed, None, None)
+    wrong = write_devkit(tmp_path / "wrong.tar.gz", [], truth=b"1\n6\n")
+    assert "ILSVRC ids [6] are not among the 5 synsets of meta.mat" in message(None, validation, wrong)
+    words = write_devkit(tmp_path / "words.tar.gz", [], truth=b"tench\n")
+    assert "expected one ILSVRC id a line" in message(None, validation, words)
+    assert "nowhere.tar: cannot be opened (No such file or directory)" in message(tmp_path / "nowhere.tar", None, None)
+    no_table = write_tar(
+        tmp_path / "bad.tar.gz", [("meta.mat", b"MATLAB"), ("ILSVRC2012_validation_ground_truth.txt", b"1")], mode="w:gz"
+    )
+    assert "not the devkit's table of synsets" in message(None, validation, no_table)
+
+
+def test_a_member_too_large_for_an_image_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "large.tar"
+    entry = tarfile.TarInfo("n01440764_1.JPEG")
+    entry.size = 200_000_000
+    with path.open("wb") as file:  # sparse: nothing is written
+        file.write(entry.tobuf())
+        file.truncate(512 + entry.size + 1024)
+    with pytest.raises(SourceError, match=r"n01440764_1.JPEG: 200,000,000 bytes: over 100,000,000 are no image to train on"):
+        imagenet(path, None, None)

@@ -1,0 +1,49 @@
+"""The layout of images over shards."""
+
+import numpy as np
+import pytest
+
+from dali_train.data.convert.plan import default_num_shards, held_out, layout_without, shuffled_layout
+
+
+@pytest.mark.parametrize(("num_images", "num_shards"), [(1, 1), (10, 3), (1000, 7), (1024, 1024), (1281, 64)])
+def test_every_image_once_and_sizes_level(num_images: int, num_shards: int) -> None:
+    layout = shuffled_layout(num_images, num_shards, seed=3)
+    sizes = [len(images) for images in layout]
+    assert len(sizes) == num_shards
+    assert max(sizes) - min(sizes) <= 1
+    assert np.array_equal(np.sort(np.concatenate(layout)), np.arange(num_images))
+
+
+def test_the_seed_decides() -> None:
+    first, again, other = (np.concatenate(shuffled_layout(1000, 8, seed=seed)) for seed in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
+
+
+@pytest.mark.parametrize("num_bad", [1, 2, 7, 40, 93])
+def test_without_bad_images_shards_are_level_and_few_change(num_bad: int) -> None:
+    layout = shuffled_layout(100, 7, seed=0)
+    bad = set(np.random.default_rng(num_bad).choice(100, num_bad, replace=False).tolist())
+    level = layout_without(layout, bad)
+    sizes = [len(images) for images in level]
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(np.concatenate(level).tolist()) == sorted(set(range(100)) - bad)
+    if num_bad == 1:
+        assert sum(not np.array_equal(a, b) for a, b in zip(layout, level, strict=True)) <= 2
+
+
+def test_default_number_of_shards() -> None:
+    assert default_num_shards("train", num_images=1_281_167, num_bytes=140 * 10**9) == 1024
+    assert default_num_shards("validation", num_images=50_000, num_bytes=6 * 10**9) == 128
+    assert default_num_shards("train", num_images=1437, num_bytes=4 * 10**6) == 4
+    assert default_num_shards("validation", num_images=360, num_bytes=10**6) == 1
+    assert default_num_shards("train", num_images=3, num_bytes=10**9) == 3
+
+
+def test_held_out_takes_the_fraction_of_each_class() -> None:
+    labels = np.repeat(np.arange(4, dtype=np.int32), [1, 2, 10, 100])
+    chosen = held_out(labels, 0.2, seed=5)
+    assert np.bincount(labels[chosen], minlength=4).tolist() == [0, 1, 2, 20]
+    assert not np.array_equal(chosen, held_out(labels, 0.2, seed=6))

@@ -1,0 +1,105 @@
+"""The commands as a user types them: overrides, the predecessor's options, plan, eval, and what mistakes look like."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dali_train.cli import main
+
+from .conftest import REPOSITORY, Train
+
+B16 = str(REPOSITORY / "configs" / "vit-b16.py")
+
+
+@pytest.mark.parametrize("name", ["vit-b16", "vit-b32", "vit-l32"])
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 128), (4, 32), (8, 16), (128, 1)])
+def test_plan(name: str, ranks: int, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(REPOSITORY / "configs" / f"{name}.py"), "--world-size", str(ranks)]) == 0
+    printed = capsys.readouterr().out
+    assert f"accumulation   {accumulation} micro-batches of 256 a rank: 32,768 images a step" in printed
+    assert "steps          11,730 in 300 epochs" in printed
+    assert re.search(r"memory a rank +\d+\.\d\d GB weights, gradients and optimizer, about \d+\.\d\d GB activations", printed)
+    rates = {float(epoch): float(rate) for epoch, rate in re.findall(r"epoch +(\S+) +step +\S+ +(\S+)", printed)}
+    assert rates == {0: 0.000119205, 75: 0.0090596, 150: 0.018, 225: 0.009, 300: 0}
+
+
+def test_plan_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", B16, "--world_size", "6"]) == 2
+    assert "batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536" in capsys.readouterr().err
+
+
+def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(tiny_config)]) == 0
+    assert "images         50 in 5 classes" in capsys.readouterr().out
+    assert main(["plan", "--config", str(tiny_config), "--num-images", "320"]) == 0
+    assert "steps          40 in 4 epochs, 10.00 an epoch" in capsys.readouterr().out
+    assert main(["plan", "--config", str(tiny_config), "--num-images", "0"]) == 2
+    assert "--num-images is 0: use a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--model.name", "vit_base_patch16_222"], "'vit_base_patch16_222', which timm does not know; close: vit_base_patch16_224"),
+        (["--model.name", "resnet18"], "do not fit model.name resnet18"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", B16, *overrides]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--config", B16, "--run.epoch", "3"], "Perhaps you meant"),
+        (["plan", "--config", B16, "--run.epochs", "-1"], "run.epochs is -1.0: use a number over 0"),
+        (["plan", "--config", B16, "--hooks.trace_samples", "maybe"], "'maybe' is neither true nor false"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["eval", "--config", B16], "--checkpoint"),
+    ],
+)
+def test_mistyped_words(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err + printed.out
+
+
+def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--help"], "train"),
+        (["train", "--help"], "Every setting of the config can be overridden"),
+        (["train", "--config", B16, "--help"], "Images an optimizer step, over all ranks"),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        assert exit_.value.code == 0
+        assert message in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train"]) == 2
+    assert "--config FILE is missing; the recipes are in configs/" in capsys.readouterr().err
+
+
+def test_dataset_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", B16, "--data.root", "/nowhere"]) == 2
+    assert "/nowhere: there is no such directory; data.root names a dataset's directory" in capsys.readouterr().err
+
+
+def test_eval_repeats_the_last_evaluation(
+    train: Train, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("run", "--run.max_steps", "3")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if line["event"] == "eval"][-1]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-00000003")
+    assert main(["eval", "--config", str(tiny_config), "--checkpoint", str(checkpoint)]) == 0
+    assert (
+        f"step 3: top-1 {last['top1']:.2%}  top-5 {last['top5']:.2%}  loss {last['loss']:.4f}  (13 images)"
+        in capsys.readouterr().out
+    )

@@ -1,0 +1,79 @@
+"""Evaluation counts every image once, on any number of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dali_train.config import load_config
+from dali_train.data.index import Split
+from dali_train.data.loader import pixel_format
+from dali_train.data.pipeline import EvaluationPipeline
+from dali_train.evaluate import Evaluator
+from dali_train.precision import Precision
+
+from .conftest import Train
+
+CPU = torch.device("cpu")
+
+
+class FirstPixels(nn.Module):
+    """Scores that depend on the image, with ties in none of them."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images[:, 0, 3, 3:10]
+
+
+def evaluator(config_path: Path, micro_batch: int, rank: int = 0, size: int = 1) -> Evaluator:
+    config = load_config(config_path)
+    object.__setattr__(config.batch, "micro_batch", micro_batch)  # of any size: the global batch does not matter here
+    return Evaluator(Split(config.data.root, "validation"), config, CPU, dp_rank=rank, dp_size=size, num_threads=1)
+
+
+def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    split = Split(config.data.root, "validation")
+    images, labels = EvaluationPipeline(split, [torch.arange(13).numpy()], config.data, pixel_format(config, CPU, 1)).run()
+    logits = FirstPixels()(images)
+    order = logits.argsort(dim=1, descending=True)
+    for micro_batch in (1, 4, 12, 13, 50):  # last batches of 1, 1, 1, 13 and 13 images
+        model = FirstPixels().train()
+        result = evaluator(tiny_config, micro_batch).run(model, Precision(config.precision, CPU).autocast())
+        assert result.num_images == 13 and model.training
+        assert result.top1 == (order[:, 0] == labels).sum() / 13
+        assert result.top5 == pytest.approx(float((order[:, :5] == labels[:, None]).any(dim=1).sum() / 13))
+        assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
+
+
+def test_a_rank_without_images_evaluates_none(tiny_config: Path) -> None:
+    """Alone, without the others to sum with: only this rank's part is counted, and the count does not fit."""
+    config = load_config(tiny_config)
+    with pytest.raises(AssertionError, match=r"evaluated 0.0 of 13 images"):
+        evaluator(tiny_config, 13, rank=1, size=2).run(FirstPixels(), Precision(config.precision, CPU).autocast())
+
+
+@pytest.mark.parametrize(("micro_batch", "ranks"), [(4, 2), (4, 4), (16, 2)])  # 4, 4, 4, 1 images; 13 and none
+def test_every_number_of_ranks_counts_the_same(train: Train, tmp_path: Path, micro_batch: int, ranks: int) -> None:
+    overrides = (
+        "--batch.micro_batch",
+        str(micro_batch),
+        "--batch.global_batch",
+        "32",
+        "--run.max_steps",
+        "1",
+        "--precision.dtype",
+        "fp64",
+    )
+    train("one", *overrides)
+    train("many", *overrides, ranks=ranks)
+    results = []
+    for name in ("one", "many"):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        results.append(next(line for line in lines if line["event"] == "eval"))
+    one, many = results
+    assert one["num_images"] == many["num_images"] == 13
+    assert (one["top1"], one["top5"]) == (many["top1"], many["top5"])
+    assert one["loss"] == pytest.approx(many["loss"], rel=1e-12)

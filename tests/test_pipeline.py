@@ -1,0 +1,166 @@
+"""The DALI graphs against PIL: same boxes, same pixels, same mixtures."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from dali_train.config import Config, MixupConfig, load_config
+from dali_train.data.index import DatasetError, Split, build_index
+from dali_train.data.loader import Batch, SyntheticLoader, make_loader, pixel_format
+from dali_train.data.micro_batch import MicroBatches
+from dali_train.data.pipeline import EvaluationPipeline
+
+from .conftest import TINY_CONFIG, jpeg, photograph, png, write_shard
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tiny_config: Path) -> Config:
+    return load_config(tiny_config)
+
+
+@pytest.fixture
+def unmixed(config: Config) -> Config:
+    return replace(config, mixup=MixupConfig(alpha=0))
+
+
+def first_batches(config: Config, count: int) -> list[Batch]:
+    loader = make_loader(Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1)
+    return [loader.next() for _ in range(count)]
+
+
+def grey_levels(images: torch.Tensor) -> np.ndarray:
+    """(n, 3, h, w) normalised with 127.5 -> (n, h, w, 3) from 0 to 255."""
+    return images.float().permute(0, 2, 3, 1).numpy() * 127.5 + 127.5
+
+
+def pil_image(split: Split, image: int) -> Image.Image:
+    return Image.open(io.BytesIO(split.encoded(image).tobytes())).convert("RGB")
+
+
+def pil_crops(split: Split, batch: Batch, size: int) -> np.ndarray:
+    micro = batch.micro_batch
+    crops = []
+    for image, (top, left, height, width), flip in zip(micro.images, micro.boxes, micro.flips, strict=True):
+        box = (left, top, left + width, top + height)
+        crop = np.asarray(pil_image(split, image).crop(box).resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32)
+        crops.append(crop[:, ::-1] if flip else crop)
+    return np.stack(crops)
+
+
+def test_training_pixels_are_those_of_pil(unmixed: Config) -> None:
+    split = Split(unmixed.data.root, "train")
+    batches = first_batches(unmixed, 16)
+    assert {int(flip) for batch in batches for flip in batch.micro_batch.flips} == {0, 1}
+    differences = [np.abs(grey_levels(b.images) - pil_crops(split, b, 32)).mean(axis=(1, 2, 3)) for b in batches]
+    assert np.concatenate(differences).mean() < 0.5
+
+
+def test_without_antialiasing_pixels_differ(unmixed: Config) -> None:
+    """So that the test above could fail."""
+    aliased = replace(unmixed, data=replace(unmixed.data, antialias=False))
+    split = Split(aliased.data.root, "train")
+    differences = [np.abs(grey_levels(b.images) - pil_crops(split, b, 32)).mean() for b in first_batches(aliased, 16)]
+    assert np.mean(differences) > 0.5
+
+
+@pytest.mark.parametrize("mode", ["short-side", "squash"])
+def test_evaluation_pixels_are_those_of_torchvision(unmixed: Config, mode: str) -> None:
+    data = replace(unmixed.data, eval_resize=mode)
+    split = Split(data.root, "validation")
+    batches = [np.arange(0, 6), np.arange(6, 12), np.arange(12, 13)]
+    pipeline = EvaluationPipeline(split, batches, data, pixel_format(unmixed, CPU, 1))
+    short_side = v2.Resize(36, interpolation=v2.InterpolationMode.BILINEAR)
+    resize = v2.Compose([short_side if mode == "short-side" else v2.Resize((36, 36)), v2.CenterCrop(32)])
+    for numbers in [*batches, *batches]:  # the second round: a pipeline evaluates again and again
+        images, labels = pipeline.run()
+        assert labels.tolist() == split.rows["label"][numbers].tolist()
+        expected = np.stack([np.asarray(resize(pil_image(split, i)), dtype=np.float32) for i in numbers])
+        assert np.abs(grey_levels(images) - expected).mean() < 0.5
+
+
+@pytest.mark.parametrize("per_image", [False, True])
+def test_mixup(config: Config, unmixed: Config, per_image: bool) -> None:
+    config = replace(config, mixup=MixupConfig(alpha=0.2, per_image=per_image))
+    for mixed, plain in zip(first_batches(config, 4), first_batches(unmixed, 4), strict=True):
+        micro = mixed.micro_batch
+        weights = torch.from_numpy(micro.lambdas)[:, None, None, None]
+        expected = weights * plain.images + (1 - weights) * plain.images[torch.from_numpy(micro.partners).long()]
+        torch.testing.assert_close(mixed.images, expected, rtol=0, atol=1e-5)
+        assert mixed.targets.tolist() == np.stack([micro.labels, micro.labels[micro.partners]], axis=-1).tolist()
+        assert mixed.lambdas.tolist() == micro.lambdas.tolist()
+        assert len(set(micro.lambdas.tolist())) == (len(micro.images) if per_image else 1)
+
+
+def test_float16_and_channels_last_are_the_same_pixels(config: Config) -> None:
+    changed = replace(config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16"))
+    for batch, plain in zip(first_batches(changed, 3), first_batches(config, 3), strict=True):
+        assert batch.images.dtype == torch.float16
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(batch.images, plain.images.half())
+
+
+def test_batches_do_not_change_after_they_were_handed_over(unmixed: Config) -> None:
+    batches = first_batches(unmixed, 12)
+    kept = [batch.images.clone() for batch in batches]
+    first_batches(unmixed, 12)
+    assert all(torch.equal(batch.images, copy) for batch, copy in zip(batches, kept, strict=True))
+
+
+def test_synthetic_loader_has_the_same_face(config: Config) -> None:
+    split = Split(config.data.root, "train")
+    loader = SyntheticLoader(split, config, pixel_format(config, CPU, 1), CPU, start_step=0, dp_rank=1, dp_size=2)
+    real = make_loader(split, config, CPU, start_step=0, dp_rank=1, dp_size=2, num_threads=1)
+    for _ in range(6):
+        synthetic, expected = loader.next(), real.next()
+        assert (synthetic.micro_batch.step, synthetic.micro_batch.k) == (expected.micro_batch.step, expected.micro_batch.k)
+        assert synthetic.images.shape == expected.images.shape and synthetic.images.dtype == expected.images.dtype
+        assert torch.equal(synthetic.targets, expected.targets) and torch.equal(synthetic.lambdas, expected.lambdas)
+
+
+def test_undecodable_image_is_named(tmp_path: Path) -> None:
+    good = [(jpeg(photograph(i, 40, 40)), 1) for i in range(7)]
+    shard = tmp_path / "train" / "train-00000-of-00001"
+    write_shard(shard, [*good[:4], (good[4][0][:-40], 1), *good[5:]])
+    build_index(tmp_path)
+    (tmp_path / "config.py").write_text(TINY_CONFIG.format(root=str(tmp_path)))
+    config = load_config(tmp_path / "config.py")
+    offset = Split(tmp_path, "train").rows["offset"][4]
+    with pytest.raises(DatasetError, match=rf"image 4 \({shard}, \d+ bytes at byte {offset}\) cannot be decoded: .*verify_dataset"):
+        first_batches(config, 8)
+
+
+def test_micro_batch_is_a_pure_function(config: Config) -> None:
+    """Asked in any order, by anybody, it is the same one."""
+    rows = Split(config.data.root, "train").rows
+    one, other = MicroBatches(rows, config), MicroBatches(rows, config)
+    places = [(step, k) for step in range(4) for k in range(8)]
+    forwards = {place: one(*place) for place in places}
+    for place in reversed(places):
+        again = other(*place)
+        for name, value in vars(forwards[place]).items():
+            np.testing.assert_array_equal(value, getattr(again, name))
+
+
+def test_raw_records_give_the_pixels_of_their_images(config: Config, tmp_path: Path) -> None:
+    """The same images once as PNG and once as bare pixels."""
+    images = [photograph(i, 44, 52) for i in range(24)]
+    features: dict[str, str | int] = {"image/format": "RAW", "image/height": 44, "image/width": 52}
+    for split in ("train", "validation"):
+        name = f"{split}/{split}-00000-of-00001"
+        write_shard(tmp_path / "png" / name, [(png(image), 1) for image in images])
+        write_shard(tmp_path / "raw" / name, [(image.tobytes(), 1) for image in images], **features)
+    batches = []
+    for kind in ("png", "raw"):
+        build_index(tmp_path / kind)
+        stored = replace(config, data=replace(config.data, root=str(tmp_path / kind)))
+        pipeline = EvaluationPipeline(Split(tmp_path / kind, "validation"), [np.arange(24)], stored.data, pixel_format(config, CPU, 1))
+        batches.append([*(batch.images for batch in first_batches(stored, 8)), pipeline.run()[0]])
+    assert all(torch.equal(png_batch, raw_batch) for png_batch, raw_batch in zip(*batches, strict=True))

@@ -1,0 +1,191 @@
+"""The trainer's own promises: mixed precision, overflow, values that are not finite, resuming, files, exit status."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dali_train.config import PrecisionConfig, load_config
+from dali_train.metrics import NonFiniteError, TrainingMetrics
+from dali_train.mixup import first_target_correct, mixup_loss
+from dali_train.optim import make_optimizer
+from dali_train.precision import Precision
+
+from .conftest import Train, final_weights
+
+CPU = torch.device("cpu")
+
+
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def test_it_learns_what_the_images_show(train: Train, dataset: Path, tmp_path: Path) -> None:
+    """Fifty images, known by heart after a while: labels that were out of step with their images could not be."""
+    train(
+        "run", "--run.epochs", "60", "--schedule.warmup_epochs", "5", "--mixup.alpha", "0", "--data.crop_area", "1", "1",
+        "--data.crop_aspect", "1", "1", "--data.horizontal_flip", "0", "--optimizer.lr", "0.02",
+    )  # fmt: skip
+    assert events(tmp_path / "run", "train")[-1]["top1"] > 0.9
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_mixed_precision_follows_float32(train: Train, tmp_path: Path, dtype: str) -> None:
+    train("full")
+    train("mixed", "--precision.dtype", dtype, "--precision.initial_scale", "256", ranks=2)
+    full, mixed = events(tmp_path / "full", "train"), events(tmp_path / "mixed", "train")
+    assert [line["loss"] for line in mixed] == pytest.approx([line["loss"] for line in full], rel=0.02)
+    assert [line["loss_scale"] for line in mixed] == [256.0 if dtype == "fp16" else 1.0] * 7
+    assert all(weight.dtype == torch.float32 for weight in final_weights(tmp_path / "mixed").values())
+
+
+def test_overflowing_steps_are_skipped_and_counted(train: Train, tmp_path: Path) -> None:
+    """A loss scale of 2**30 overflows float16's gradients until it has been halved often enough."""
+    train("run", "--precision.dtype", "fp16", "--precision.initial_scale", str(2.0**30), "--run.epochs", "24")
+    lines = events(tmp_path / "run", "train")
+    skipped, scales = [line["skipped_steps"] for line in lines], [line["loss_scale"] for line in lines]
+    assert skipped[0] == 1 and scales[0] == 2.0**29
+    number = skipped[-1]
+    assert 10 <= number < 30 and scales[-1] == 2.0 ** (30 - number)
+    assert skipped[9] == 10, "the first steps are skipped, until the scale fits"
+    rates = [line["lr"] for line in lines]
+    assert len(set(rates[:10])) == 10, "a skipped step has consumed its images, so the rate moves on"
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    config = load_config(Path(__file__).parent.parent / "configs" / "digits.py")
+    optimizer = make_optimizer(model, config.optimizer)
+    precision = Precision(PrecisionConfig(dtype="fp16", initial_scale=4.0), CPU)
+
+    def step(scale: float) -> torch.Tensor:
+        model.zero_grad()
+        precision.scaler.scale(model(torch.ones(2, 4)).sum() * scale).backward()
+        return precision.step(optimizer, clip_grad_norm=1.0)
+
+    assert step(1.0).isfinite()
+    before = [t.clone() for t in (*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values()))]
+    assert not step(float("inf")).isfinite()
+    after = [*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values())]
+    assert len(before) == 6 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert precision.loss_scale() == 2.0
+    assert step(1.0).isfinite()
+    assert not torch.equal(before[0], model.weight)
+
+
+def test_a_rate_that_destroys_the_weights_ends_the_run(train: Train, tmp_path: Path) -> None:
+    output = train(
+        "run", "--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--run.max_nonfinite_steps", "3",
+        "--run.checkpoint_every_steps", "1", status=1,
+    )  # fmt: skip
+    assert "were not finite in 3 steps in a row, first in step" in output and "micro-batch" in output
+    assert "lower optimizer.lr" in output
+    (end,) = events(tmp_path / "run", "end")
+    assert end["error"].startswith("NonFiniteError")
+    assert all(weight.isfinite().all() for weight in final_weights(tmp_path / "run").values()), "the last good one is kept"
+
+
+def test_the_first_place_that_was_not_finite_is_named() -> None:
+    metrics = TrainingMetrics(CPU)
+    nan, one, zero = torch.tensor(float("nan")), torch.tensor(1.0), torch.tensor(0)
+    for step in range(6):
+        for k in range(4):
+            bad = (step, k) in {(1, 0), (3, 2), (3, 3)} or step > 3  # a single bad step is passed over
+            metrics.add_micro_batch(nan if bad else one, zero, num_images=2, step=step, k=k)
+        metrics.finish_step(nan if step in (1, 3, 4, 5) else one, one, step=step)
+    assert not metrics.last_step_was_finite()
+    with pytest.raises(NonFiniteError, match="not finite in 3 steps in a row, first in step 3, micro-batch 2"):
+        metrics.read(max_nonfinite_steps=3)
+
+
+def test_losses_average_over_images() -> None:
+    metrics = TrainingMetrics(CPU)
+    metrics.add_micro_batch(torch.tensor(1.0), torch.tensor(3), num_images=6, step=0, k=0)
+    metrics.add_micro_batch(torch.tensor(4.0), torch.tensor(0), num_images=2, step=0, k=1)
+    metrics.finish_step(torch.tensor(0.5), torch.tensor(8.0), step=0)
+    sums = metrics.read(max_nonfinite_steps=1)
+    assert (sums.loss, sums.top1, sums.grad_norm, sums.loss_scale) == (1.75, 0.375, 0.5, 8.0)
+
+
+def test_mixup_loss_is_the_mean_of_two_cross_entropies() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, lambdas = torch.randn(5, 7, generator=generator), torch.rand(5, generator=generator)
+    targets = torch.randint(7, (5, 2), generator=generator)
+    first, second = (F.cross_entropy(logits, targets[:, i], reduction="none") for i in (0, 1))
+    torch.testing.assert_close(mixup_loss(logits, targets, lambdas), (lambdas * first + (1 - lambdas) * second).mean())
+    assert first_target_correct(F.one_hot(targets[:, 0], 7), targets) == 5
+
+
+def test_run_directory_describes_itself(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    train("run", "--run.epochs", "2", "--run.eval_every_epochs", "1")
+    directory = tmp_path / "run"
+    config = json.loads((directory / "config.json").read_text())
+    assert config["run"]["epochs"] == 2 and config["batch"]["global_batch"] == 32
+    environment = json.loads((directory / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__ and "--run.epochs" in environment["command"]
+    steps = events(directory, "train")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4] and steps[-1]["epoch"] == 4 * 32 / 50
+    wanted = {"step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "images_per_second", "data_wait_s", "step_s"}
+    assert wanted <= steps[0].keys()
+    evaluations = events(directory, "eval")
+    assert [line["step"] for line in evaluations] == [2, 4], "at the first steps after 1 and 2 epochs of 1.56 steps"
+    assert {"step", "epoch", "loss", "top1", "top5", "num_images"} <= evaluations[0].keys()
+    assert evaluations[0]["num_images"] == 13
+    (end,) = events(directory, "end")
+    assert end["error"] is None
+
+
+def test_max_steps_ends_a_run_and_the_schedule_stays(train: Train, tmp_path: Path) -> None:
+    train("short", "--run.max_steps", "3")
+    train("long")
+    short, long = (events(tmp_path / name, "train") for name in ("short", "long"))
+    assert [line["loss"] for line in short] == [line["loss"] for line in long[:3]]
+    assert [line["lr"] for line in short] == [line["lr"] for line in long[:3]]
+
+
+@pytest.fixture
+def trained(train: Train, tmp_path: Path) -> Iterator[Path]:
+    train("run", "--run.max_steps", "2")
+    yield tmp_path / "run"
+
+
+def test_a_run_that_must_not_resume_refuses_its_directory(trained: Path, train: Train) -> None:
+    output = train("run", "--run.resume", "never", status=2)
+    assert "run.resume is never" in output and "choose another run.dir" in output
+
+
+def test_compiled_models_do_not_depend_on_ranks(train: Train, tmp_path: Path) -> None:
+    """Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same."""
+    compiled = ("--run.max_steps", "2", "--model.compile", "true")
+    train("one", *compiled)
+    train("two", *compiled, ranks=2)
+    one, two = (events(tmp_path / name, "train") for name in ("one", "two"))
+    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+
+
+def test_channels_last_is_only_a_memory_format(train: Train, tmp_path: Path) -> None:
+    train("plain", "--run.max_steps", "2")
+    train("channels-last", "--run.max_steps", "2", "--model.channels_last", "true")
+    plain, channels_last = (events(tmp_path / name, "train") for name in ("plain", "channels-last"))
+    assert [line["loss"] for line in channels_last] == pytest.approx([line["loss"] for line in plain], rel=1e-4)
+
+
+def test_deterministic_kernels_change_no_loss_on_the_cpu(train: Train, tmp_path: Path) -> None:
+    train("plain", "--run.max_steps", "2")
+    train("deterministic", "--run.max_steps", "2", "--run.deterministic", "true")
+    plain, deterministic = (events(tmp_path / name, "train") for name in ("plain", "deterministic"))
+    assert [line["loss"] for line in deterministic] == [line["loss"] for line in plain]
+
+
+def test_fp64_is_for_the_cpu(tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    with pytest.raises(ValueError, match=r"fp64 is for checks on the CPU: set run.device cpu"):
+        replace(config, precision=PrecisionConfig(dtype="fp64"), run=replace(config.run, device="cuda"))

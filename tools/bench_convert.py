@@ -1,0 +1,131 @@
+"""How fast the converter is, against bare decoding and bare copying of the same images in the same run.
+
+Rounds of all measurements are interleaved, so that a busy moment of the machine hits all of them. The peers:
+
+decode      the same number of threads decode the images to RGB with libjpeg-turbo, from memory, and do nothing else
+            (simplejpeg where it is installed, else torchvision, whichever wraps libjpeg-turbo with less around it)
+copy        the archive is copied to another file by the system (sendfile) and flushed to the disk
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+from dali_train.data.command import run_tool
+from dali_train.data.convert.image import Recipe
+from dali_train.data.convert.imagenet import imagenet
+from dali_train.data.convert.run import Conversion, convert
+from dali_train.data.jpeg import is_jpeg
+from dali_train.data.verify import verify
+
+Measurement = Callable[[Path], None]  # takes an empty directory
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    summary, _, details = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="bench_convert.py", description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("archive", type=Path, metavar="ARCHIVE", help="tar of ImageNet's layout, or of files SYNSET_name.JPEG")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one a core")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--shards", type=int, default=16, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--work-dir", type=Path, metavar="DIR", help="where the copies are written (default: the system's temporary directory)"
+    )
+    options = parser.parse_args(arguments)
+    return run_tool("bench_convert", lambda: _bench(options))
+
+
+def _bench(options: argparse.Namespace) -> int:
+    sources, class_names = imagenet(options.archive, None, None)
+    source = sources["train"]
+    images = [content for image in range(len(source.labels)) if is_jpeg(content := source.read(image))]
+
+    def conversion(out: Path, *, decode_check: bool) -> Conversion:
+        return Conversion(
+            name="imagenet",
+            sources=sources,
+            class_names=class_names,
+            out=out,
+            recipe=Recipe(decode_check=decode_check),
+            num_shards={"train": options.shards},
+            seed=0,
+            workers=options.threads,
+            on_bad="fail",
+        )
+
+    def convert_and_check(out: Path) -> None:
+        convert(conversion(out, decode_check=True))
+        verify(out, workers=options.threads)
+
+    decoder, decode = _bare_decoder()
+    measurements: dict[str, Measurement] = {
+        "decode": lambda _: _decode_all(images, decode, options.threads),
+        "convert": lambda out: convert(conversion(out, decode_check=True)),
+        "convert, then verify": convert_and_check,
+        "copy": lambda out: _copy(options.archive, out / "copy"),
+        "convert --no-decode-check": lambda out: convert(conversion(out, decode_check=False)),
+    }
+    rates = {name: [] for name in measurements}
+    for round_number in range(options.rounds + 1):
+        for name, measure in measurements.items():
+            with tempfile.TemporaryDirectory(dir=options.work_dir) as directory:
+                os.sync()
+                began = time.perf_counter()
+                measure(Path(directory))
+                if round_number:
+                    rates[name].append(len(source.labels) / (time.perf_counter() - began))
+    print(
+        f"{len(source.labels)} images, {source.num_bytes / 1e6:.0f} MB, {options.threads} threads, {options.rounds} rounds; "
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"DALI {version('nvidia-dali-cuda130')}, decoder {decoder}"
+    )
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, values in rates.items():
+        print(f"{name:26} {medians[name]:8.0f} images/s  ({min(values):.0f} to {max(values):.0f})")
+    for name, peer in (("convert", "decode"), ("convert, then verify", "decode"), ("convert --no-decode-check", "copy")):
+        ratios = [a / b for a, b in zip(rates[name], rates[peer], strict=True)]
+        print(f"{name} / {peer}: {medians[name] / medians[peer]:.2f}  (rounds {min(ratios):.2f} to {max(ratios):.2f})")
+    return 0
+
+
+def _bare_decoder() -> tuple[str, Callable[[bytes], object]]:
+    try:
+        import simplejpeg
+    except ImportError:
+        import torch
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        return f"torchvision {version('torchvision')}", lambda content: decode_jpeg(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8), mode=ImageReadMode.RGB
+        )
+    return f"simplejpeg {version('simplejpeg')}", lambda content: simplejpeg.decode_jpeg(content, colorspace="RGB")
+
+
+def _decode_all(images: list[bytes], decode: Callable[[bytes], object], threads: int) -> None:
+    def decode_part(part: int) -> None:
+        for content in images[part::threads]:
+            decode(content)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(decode_part, range(threads)))
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
