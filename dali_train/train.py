@@ -13,7 +13,6 @@ from typing import Any
 
 import timm
 import torch
-import torch.distributed as dist
 from nvidia import dali
 from torch import nn
 from torch.optim import Optimizer
@@ -152,7 +151,7 @@ def train(config: Config, launch: Launch, command: Sequence[str]) -> EvaluationR
 
     # ---------------------------------------------------------------- who watches
     if launch.rank == 0:
-        describe_run(directory, config, device, command, num_threads)
+        describe_run(directory, config, launch, device, command, num_threads)
     hooks = make_hooks(config, launch)
     start = RunStart(
         config=config, directory=directory, launch=launch, device=device_name(device), num_images=images,
@@ -254,7 +253,9 @@ def save_checkpoint(trainer: Trainer, model: nn.Module, step: int, config: Confi
         checkpoint.save(Path(config.run.dir) / "checkpoints", step, state, keep=config.run.keep_checkpoints)
 
 
-def describe_run(directory: Path, config: Config, device: torch.device, command: Sequence[str], num_threads: int) -> None:
+def describe_run(
+    directory: Path, config: Config, launch: Launch, device: torch.device, command: Sequence[str], num_threads: int
+) -> None:
     """Write config.json and environment.json, so that the run directory tells what made it."""
     environment: dict[str, Any] = {
         "command": list(command),
@@ -267,7 +268,8 @@ def describe_run(directory: Path, config: Config, device: torch.device, command:
         "host": platform.node(),
         "host_cores": len(os.sched_getaffinity(0)),
         "decoding_threads": num_threads,
-        "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+        "ranks_on_host": launch.local_world_size,
+        "world_size": launch.world_size,
     }
     write_atomically(directory / "config.json", config.to_json().encode())
     write_atomically(directory / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())

@@ -26,7 +26,7 @@ class LambView(Hook):
     def start(self, record: RunStart) -> None:
         self._names = {parameter: name for name, parameter in record.model.named_parameters()}
         self._file = JsonLines(record.directory / "lamb.jsonl", lambda line: line["step"] <= record.start_step)
-        self._start_step = self._step = record.start_step
+        self._step = record.start_step
         self._pending: tuple[int, list[str], torch.Tensor] | None = None
         record.optimizer.register_step_pre_hook(self._before_step)
 
@@ -54,7 +54,7 @@ class LambView(Hook):
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._step += 1
-        if self._step % self._every_steps and self._step != self._start_step + 1:
+        if self._step % self._every_steps and self._step != 1:
             return
         names, rows = [], []
         for group in optimizer.param_groups:
