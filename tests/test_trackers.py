@@ -109,7 +109,7 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     # The steps that were trained twice: W&B's server and MLflow keep what came first, whose times are others.
     recorded = scalars_of_mlflow(run, store)
     assert {place: recorded[place] for place in losses} == pytest.approx(losses, rel=1e-4)
-    assert set(recorded) >= set(expected)
+    assert set(recorded) >= {place for place in expected if place[0] != "train/first_step_s"}
     offline = scalars_of_wandb(run)
     assert {place: offline[place] for place in losses} == pytest.approx(losses, rel=1e-9)
     files = list((run / "wandb").glob("offline-run-*/*.wandb"))

@@ -95,7 +95,7 @@ def accuracy(runs: list[Run]) -> Figure | None:
     published = {run.config.get("run", {}).get("published_top1") for run in runs} - {None}
     for value in published:
         ax.axhline(value, color="#666666", linewidth=1, linestyle=":")
-        ax.annotate(f"published top-1 {value:.1%}", (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+        ax.annotate(f"published top-1 {value:.1%}", (0.01, value), xycoords=("axes fraction", "data"), ha="left", va="bottom",
                     fontsize=9, color="#444444")  # fmt: skip
     ax.set_ylim(0, 1.02)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def _facts(run: Run) -> dict[str, str]:
     seconds = run.phase_seconds()
     published = config.get("run", {}).get("published_top1")
     return {
-        "state": f"{run.state} at epoch {last['epoch']:.2f} of {config.get('run', {}).get('epochs', '?')} (step {last['step']:,})",
+        "state": f"{run.state} at epoch {last['epoch']:.2f} of {config.get('run', {}).get('epochs', math.nan):g} (step {last['step']:,})",
         "best top-1": "no evaluation yet"
         if best is None
         else f"{best['top1']:.2%} (top-5 {best['top5']:.2%}) at epoch {best['epoch']:.2f}, {best['num_images']:,} images"
