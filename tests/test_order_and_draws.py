@@ -19,7 +19,7 @@ def test_philox_is_numpys() -> None:
     low = np.array([0, 5, 2**40, 2**64 - 1], dtype=np.uint64)
     high = np.array([3, 0, 9, 2**63], dtype=np.uint64)
     for seed, purpose, block in ((0, Purpose.CROP, 1), (2**64 - 1, Purpose.FLIP, 7), (12345, Purpose.MIXUP, 2**33)):
-        rows = philox(seed, purpose, block, low, high)
+        rows = philox(seed, purpose, np.full_like(low, block), low, high)
         for row, a, b in zip(rows, low, high, strict=True):
             expected = np.random.Philox(key=words(seed, purpose), counter=words(block - 1, a, b, 0)).random_raw(4)
             np.testing.assert_array_equal(row, expected)

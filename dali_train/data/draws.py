@@ -26,14 +26,14 @@ class Purpose(IntEnum):
     INITIALISATION = 5
 
 
-def philox(seed: int, purpose: Purpose, block: int, low: UInt64s, high: UInt64s) -> UInt64s:
+def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:
     """Four random uint64 for each counter (block, low, high, 0), shape (len(low), 4).
 
-    Row i equals the first four numbers of ``np.random.Philox(key=[seed, purpose], counter=[block - 1, low[i],
+    Row i equals the first four numbers of ``np.random.Philox(key=[seed, purpose], counter=[block[i] - 1, low[i],
     high[i], 0])``, which increments its counter before it draws.
     """
     key0, key1 = seed, int(purpose)
-    c0, c1, c2, c3 = np.full_like(low, block), low, high, np.zeros_like(low)
+    c0, c1, c2, c3 = block, low, high, np.zeros_like(low)
     for _ in range(10):
         high0, low0 = _multiply(_M0, c0)
         high1, low1 = _multiply(_M1, c2)
@@ -86,33 +86,39 @@ def crop_boxes(
     As in torchvision's RandomResizedCrop: up to ten tries with an area uniform in `area` (fraction of the image) and
     an aspect ratio log-uniform in `aspect` (width / height), then the largest central box with an allowed ratio.
     """
-    boxes = np.empty((len(images), 4), dtype=np.int32)
-    log_aspect = np.log(aspect)
-    pending = np.arange(len(images))
-    for attempt in range(10):
-        draws = _uniform(seed, Purpose.CROP, attempt + 1, low=images[pending], high=epochs[pending])
-        height, width = heights[pending], widths[pending]
+
+    def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """(boxes, whether they fit) of image ``who[i]`` at attempt ``attempts[i]``, counted from 1."""
+        draws = _uniform(seed, Purpose.CROP, attempts, low=images[who], high=epochs[who])
+        height, width = heights[who], widths[who]
         target = height * width * (area[0] + draws[:, 0] * (area[1] - area[0]))
         ratio = np.exp(log_aspect[0] + draws[:, 1] * (log_aspect[1] - log_aspect[0]))
         box_width = np.rint(np.sqrt(target * ratio)).astype(np.int64)
         box_height = np.rint(np.sqrt(target / ratio)).astype(np.int64)
-        fits = (box_width > 0) & (box_width <= width) & (box_height > 0) & (box_height <= height)
         top = (draws[:, 2] * (height - box_height + 1)).astype(np.int64)
         left = (draws[:, 3] * (width - box_width + 1)).astype(np.int64)
-        boxes[pending[fits]] = np.stack([top, left, box_height, box_width], axis=-1)[fits]
-        pending = pending[~fits]
-        if not len(pending):
-            return boxes
-    height, width = heights[pending], widths[pending]
-    box_width = np.clip(np.rint(height * aspect[1]).astype(np.int64), 1, width)
-    box_height = np.clip(np.rint(width / aspect[0]).astype(np.int64), 1, height)
-    boxes[pending] = np.stack([(height - box_height) // 2, (width - box_width) // 2, box_height, box_width], axis=-1)
-    return boxes
+        fits = (box_width > 0) & (box_width <= width) & (box_height > 0) & (box_height <= height)
+        return np.stack([top, left, box_height, box_width], axis=-1), fits
+
+    log_aspect = np.log(aspect)
+    boxes, fits = candidates(np.arange(len(images)), np.ones(len(images), dtype=np.int64))
+    pending = np.flatnonzero(~fits)
+    if len(pending):
+        # All other attempts at once: a few dozen NumPy calls cost more here than the numbers they work on.
+        later, fits = candidates(np.tile(pending, 9), np.repeat(np.arange(2, 11), len(pending)))
+        later, fits = later.reshape(9, -1, 4), fits.reshape(9, -1)
+        height, width = heights[pending], widths[pending]
+        box_width = np.clip(np.rint(height * aspect[1]).astype(np.int64), 1, width)
+        box_height = np.clip(np.rint(width / aspect[0]).astype(np.int64), 1, height)
+        central = np.stack([(height - box_height) // 2, (width - box_width) // 2, box_height, box_width], axis=-1)
+        first = later[fits.argmax(axis=0), np.arange(len(pending))]
+        boxes[pending] = np.where(np.logical_or.reduce(fits)[:, None], first, central)
+    return boxes.astype(np.int32)
 
 
 def flips(seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], probability: float) -> NDArray[np.int32]:
     """1 where the image is mirrored, else 0, shape (n,)."""
-    draws = _uniform(seed, Purpose.FLIP, 1, low=images, high=epochs)
+    draws = _uniform(seed, Purpose.FLIP, np.ones_like(images), low=images, high=epochs)
     return (draws[:, 0] < probability).astype(np.int32)
 
 
@@ -154,7 +160,7 @@ def _multiply(a: int, b: UInt64s) -> tuple[UInt64s, UInt64s]:
     return a_high * b_high + (low_high >> _32) + (middle >> _32), np.uint64(a) * b
 
 
-def _uniform(seed: int, purpose: Purpose, block: int, *, low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.float64]:
+def _uniform(seed: int, purpose: Purpose, block: NDArray[np.int64], *, low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.float64]:
     """Four numbers in [0, 1) for each counter, shape (n, 4): the top 53 bits of each random integer."""
-    raw = philox(seed, purpose, block, low.astype(np.uint64), high.astype(np.uint64))
+    raw = philox(seed, purpose, block.astype(np.uint64), low.astype(np.uint64), high.astype(np.uint64))
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53

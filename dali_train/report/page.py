@@ -108,9 +108,9 @@ def _facts(run: Run) -> dict[str, str]:
     batch, last, best = config.get("batch", {}), (run.train or list(run.events))[-1], run.best()
     throughput, step = run.median("images_per_second"), run.median("step_s")
     seconds = run.phase_seconds()
-    published = config.get("run", {}).get("published_top1")
+    epochs, published = config.get("run", {}).get("epochs", math.nan), config.get("run", {}).get("published_top1")
     return {
-        "state": f"{run.state} at epoch {last['epoch']:.2f} of {config.get('run', {}).get('epochs', math.nan):g} (step {last['step']:,})",
+        "state": f"{run.state} at epoch {last['epoch']:.2f} of {epochs:g} (step {last['step']:,})",
         "best top-1": "no evaluation yet"
         if best is None
         else f"{best['top1']:.2%} (top-5 {best['top5']:.2%}) at epoch {best['epoch']:.2f}, {best['num_images']:,} images"
