@@ -146,7 +146,7 @@ def test_hooks_change_nothing(train: Train, tmp_path: Path) -> None:
     train("few", *few, "--hooks.log_every_steps", "100")
     everything = (
         "--hooks.detail_every_steps", "1", "--hooks.tensorboard", "true", "--hooks.gradient_histograms", "true",
-        "--hooks.model_graph", "true", "--hooks.profile", "2", "3", "--hooks.wandb", "offline",
+        "--hooks.model_graph", "true", "--hooks.profile", "2", "3",
     )  # fmt: skip
     printed = train("all", *everything)
     assert "warning: hook" not in printed
