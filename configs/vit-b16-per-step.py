@@ -14,5 +14,5 @@ base = load_config(Path(__file__).with_name("vit-b16.py"))
 config = replace(
     base,
     schedule=replace(base.schedule, step_every="step"),
-    run=replace(base.run, dir="runs/vit-b16-per-step"),
+    run=replace(base.run, dir="runs/vit-b16-per-step", published_top1=None),
 )

@@ -80,6 +80,16 @@ def _parser() -> argparse.ArgumentParser:
         "plan", _plan, "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data."
     )
     plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
+    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw learning rate and memory into this PNG file, too")
+
+    report = commands.add_parser(
+        "report", help="Draw runs into one HTML page.", description="Draw runs into one HTML page, several runs over one another."
+    )
+    report.set_defaults(run=_report)
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run.dir")
+    report.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write the page and PNGs (default: report/ in the first RUN)"
+    )
     return parser
 
 
@@ -169,7 +179,16 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
     from dali_train.plan import print_plan
 
-    print_plan(config, world_size=options.launch["world_size"] or 1, num_images=options.num_images)
+    print_plan(config, world_size=options.launch["world_size"] or 1, num_images=options.num_images, picture=options.picture)
+    return 0
+
+
+def _report(options: argparse.Namespace, overrides: list[str]) -> int:
+    from dali_train.report import write_report
+
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: report knows only --output; `dali-train report --help` explains")
+    print(write_report(options.runs, options.output or options.runs[0] / "report"))
     return 0
 
 

@@ -8,6 +8,7 @@ number of ranks is known, never written down.
 import importlib.util
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -225,6 +226,8 @@ class RunConfig:
     """Communication between ranks. auto: nccl on GPUs, gloo on CPUs."""
     deterministic: bool = False
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
+    published_top1: float | None = None
+    """Accuracy that the recipe's source published, a fraction: a line in the report to compare with."""
     max_nonfinite_steps: int = 50
     """So many steps in a row with a loss or gradient that is not finite end the run. FP16 needs about 10 to find its scale."""
 
@@ -254,9 +257,51 @@ class HooksConfig:
     """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
     trace_samples: bool = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had."""
+    detail_every_steps: int | None = 50
+    """Steps between two looks at every layer: LAMB's trust ratios, and gradient histograms if they are on. None: never."""
+    sample_images: int = 16
+    """Images of the first step that are kept as the network sees them. 0: none."""
+    predictions: int = 320
+    """Validation images in the table of predictions; with it come confused classes and accuracy by class. 0: no tables."""
+    profile: tuple[int, int] | None = None
+    """First and last step of a torch profiler trace, counted from 1."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to run.dir/tensorboard."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Record with Weights & Biases; the key comes from WANDB_API_KEY or `wandb login`."""
+    wandb_project: str = "dali-train"
+    wandb_entity: str | None = None
+    mlflow: str | None = None
+    """Record with MLflow: the URI of a tracking server or database, or a directory."""
+    mlflow_experiment: str = "dali-train"
+    gradient_histograms: bool = False
+    """Histograms of each layer's gradient in TensorBoard and W&B, every detail_every_steps."""
+    model_graph: bool = False
+    """The model's graph in TensorBoard."""
+    user: tuple[Callable[[], Any], ...] = ()
+    """Hooks of your own: subclasses of dali_train.hooks.Hook, or functions that make one. Every rank makes its own."""
 
     def __post_init__(self) -> None:
         _require(self.log_every_steps >= 1, f"hooks.log_every_steps is {self.log_every_steps}: use at least 1")
+        _require(
+            self.detail_every_steps is None or self.detail_every_steps >= 1,
+            f"hooks.detail_every_steps is {self.detail_every_steps}: use at least 1, or None",
+        )
+        _require(self.sample_images >= 0, f"hooks.sample_images is {self.sample_images}: use a number from 0 on")
+        _require(self.predictions >= 0, f"hooks.predictions is {self.predictions}: use a number from 0 on")
+        _require(
+            self.profile is None or 1 <= self.profile[0] <= self.profile[1],
+            f"hooks.profile is {self.profile}: use a first step from 1 on and a last step that is not before it",
+        )
+        _require(
+            not self.gradient_histograms or self.tensorboard or self.wandb != "disabled",
+            "hooks.gradient_histograms needs a place to go: set hooks.tensorboard true or hooks.wandb offline",
+        )
+        _require(not self.model_graph or self.tensorboard, "hooks.model_graph needs a place to go: set hooks.tensorboard true")
+        for hook in self.user:
+            _require(
+                callable(hook), f"hooks.user has {hook!r}: name the class or a function that makes the hook, not a hook itself"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +337,12 @@ class Config:
         return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1, default=_callable_name) + "\n"
+
+
+def _callable_name(value: Any) -> str:
+    """What stands in JSON for a user's hook."""
+    return str(getattr(value, "__qualname__", value))
 
 
 def load_config(path: Path | str) -> Config:

@@ -1,11 +1,8 @@
-"""What is measured while training: sums that stay on the device, and clocks on the host.
+"""What is measured while training: sums that stay on the device.
 
 Nothing here makes the host wait for the device but `TrainingMetrics.read`, which the loop calls on logging steps.
 """
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -96,36 +93,3 @@ class TrainingMetrics:
     def last_step_was_finite(self) -> bool:
         """Waits for the device: for moments when the host waits anyway, like a checkpoint."""
         return self._streak.item() == 0
-
-
-class Clock:
-    """Wall-clock seconds by phase. What was not spent in a named phase was the step itself.
-
-    The watchdog's thread reads `step`, `phase_name` and `phase_start` (of ``time.monotonic``), which say where this rank is.
-    """
-
-    def __init__(self) -> None:
-        self._spent: dict[str, float] = {}
-        self._start = time.perf_counter()
-        self.step = 0
-        self._enter("start")
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        self._enter(name)
-        try:
-            yield
-            self._enter("step")  # after an error it stays where it was
-        finally:
-            self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - start
-
-    def lap(self) -> tuple[float, dict[str, float]]:
-        """(all seconds, seconds by phase) since the last lap."""
-        now = time.perf_counter()
-        lap = now - self._start, self._spent
-        self._start, self._spent = now, {}
-        return lap
-
-    def _enter(self, phase: str) -> None:
-        self.phase_name, self.phase_start = phase, time.monotonic()

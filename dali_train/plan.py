@@ -17,11 +17,12 @@ from dali_train.schedule import learning_rate
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 
 
-def print_plan(config: Config, *, world_size: int, num_images: int | None) -> None:
-    """Print the plan for `world_size` ranks.
+def print_plan(config: Config, *, world_size: int, num_images: int | None, picture: Path | None) -> None:
+    """Print the plan for `world_size` ranks, and draw it into `picture`.
 
     Raises:
-        ConfigError: the batch does not divide among the ranks, or model or optimizer cannot be built.
+        ConfigError: the batch does not divide among the ranks, or model or optimizer cannot be built, or
+            matplotlib is missing for the picture.
     """
     num_classes, source = IMAGENET_CLASSES, "ImageNet-1k"
     if num_images is not None:
@@ -52,6 +53,51 @@ def print_plan(config: Config, *, world_size: int, num_images: int | None) -> No
         epoch = config.run.epochs * quarter / 4
         step = math.ceil(epoch * num_images / batch.global_batch - 1e-9)
         print(f"  epoch {epoch:>6g}  step {step:>7,}  {learning_rate(config, step, num_images):.6g}")
+    if picture is not None:
+        draw_plan(config, num_images, state_bytes, activation_bytes, picture)
+        print(f"picture        {picture}")
+
+
+def draw_plan(config: Config, num_images: int, state_bytes: int, activation_bytes: int, picture: Path) -> None:
+    """The learning rate over the run, and what a rank's memory goes to.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--picture draws with {error.name}, which is not there: pip install 'dali-train[report]'") from error
+    steps = config.steps(config.run.epochs, num_images)
+    shown = range(0, steps, max(1, steps // 2000))
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(7, 4.6), dpi=150, layout="constrained")
+        rate, memory = figure.subplots(2, 1, height_ratios=(4, 1))
+        rate.plot(
+            [step * config.batch.global_batch / num_images for step in shown], [learning_rate(config, s, num_images) for s in shown]
+        )
+        rate.set(
+            title=f"Learning rate, {steps:,} steps",
+            xlabel="epoch",
+            ylim=(0, 1.08 * config.optimizer.lr),
+            xlim=(0, config.run.epochs),
+        )
+        rate.grid(color="#e3e3e3")
+        weight_bytes = state_bytes // 4  # weights, gradients and LAMB's two moments are of one size
+        parts = {"weights": weight_bytes, "gradients": weight_bytes, "LAMB's moments": 2 * weight_bytes}
+        parts["activations, about"] = activation_bytes
+        left = 0.0
+        for (name, size), colour in zip(parts.items(), ("#0072B2", "#56B4E9", "#009E73", "#E69F00"), strict=True):
+            memory.barh([""], [size / 1e9], left=left, color=colour, label=f"{name} {size / 1e9:.2f} GB")
+            left += size / 1e9
+        micro_batch = config.batch.micro_batch
+        memory.set(title=f"Memory of a rank, {left:.1f} GB with micro-batches of {micro_batch}", xlabel="GB")
+        memory.tick_params(axis="y", length=0)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(picture)
 
 
 def estimate_memory(config: Config, num_classes: int) -> tuple[int, int, int]:

@@ -1,10 +1,11 @@
 """Training, from the config to the last evaluation: build everything, then loop over optimizer steps."""
 
 import json
+import logging
 import os
 import platform
 import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,14 @@ from dali_train.agreement import StopAgreement
 from dali_train.checkpoint import CheckpointWriter
 from dali_train.config import Config
 from dali_train.data.index import Split, write_atomically
-from dali_train.data.loader import Loader, make_loader
+from dali_train.data.loader import Batch, Loader, make_loader
 from dali_train.data.micro_batch import MicroBatch
 from dali_train.evaluate import Evaluator
-from dali_train.hooks.base import Hook, RunEnd, RunStart, StepRecord, TrainRecord
-from dali_train.hooks.console import Console
-from dali_train.hooks.files import MetricsFile, SampleTrace
+from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
+from dali_train.hooks.observers import Observers
+from dali_train.hooks.standard import make_hooks
 from dali_train.launch import Launch, choose_device, cores_per_process, host_group
-from dali_train.metrics import Clock, TrainingMetrics
+from dali_train.metrics import TrainingMetrics
 from dali_train.mixup import first_target_correct, mixup_loss
 from dali_train.model import build_model
 from dali_train.optim import make_optimizer
@@ -37,7 +38,10 @@ from dali_train.precision import Precision
 from dali_train.schedule import learning_rate
 from dali_train.status import RunStatus
 from dali_train.stop import StopReason, StopRequests
+from dali_train.timing import PhaseClock, order_of_gradients
 from dali_train.watchdog import Watchdog
+
+logger = logging.getLogger("dali_train")
 
 
 @dataclass(frozen=True)
@@ -49,24 +53,31 @@ class Trainer:
     precision: Precision
     statistics: RunningStatistics
     metrics: TrainingMetrics
-    clock: Clock
+    clock: PhaseClock
     accumulation: int
     clip_grad_norm: float | None
 
-    def step(self, step: int, lr: float, loader: Loader) -> tuple[MicroBatch, ...]:
-        """One optimizer step: accumulate this rank's micro-batches, exchange, clip, update. The host waits for nothing."""
+    def step(self, step: int, lr: float, loader: Loader) -> tuple[tuple[MicroBatch, ...], Batch]:
+        """One optimizer step: accumulate this rank's micro-batches, exchange, clip, update. The host waits for nothing.
+
+        Returns:
+            The micro-batches, and the last of them with its pixels.
+        """
         self.clock.step = step
         micro_batches = []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         for number in range(self.accumulation):
-            with self.clock.phase("data"):
-                batch = loader.next()
+            last = number == self.accumulation - 1
+            self.clock.enter("data")
+            batch = loader.next()
+            self.clock.enter("forward")
             torch.manual_seed(batch.micro_batch.dropout_seed)  # on every device: dropout belongs to the micro-batch
-            with self.parallel.accumulating(last=number == self.accumulation - 1):
+            with self.parallel.accumulating(last=last):
                 with self.precision.autocast():
                     logits = self.parallel.model(batch.images.to(self.precision.image_dtype))
                     loss = mixup_loss(logits, batch.targets, batch.lambdas)
+                self.clock.enter("backward", exchange_follows=last)
                 # DDP takes the mean over ranks, so this is the mean over all micro-batches of the step.
                 self.precision.scaler.scale(loss / self.accumulation).backward()
             self.statistics.add_micro_batch()
@@ -75,11 +86,15 @@ class Trainer:
                 loss, first_target_correct(logits, batch.targets), num_images=len(batch.images), step=step, k=k
             )
             micro_batches.append(batch.micro_batch)
+        self.clock.enter("optimizer")
         grad_norm = self.precision.step(self.optimizer, self.clip_grad_norm)
         self.optimizer.zero_grad()
-        self.statistics.finish_step(self.accumulation * self.parallel.dp_size)
         self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
-        return tuple(micro_batches)
+        self.clock.enter("exchange")
+        self.statistics.finish_step(self.accumulation * self.parallel.dp_size)
+        self.clock.enter("logging")
+        self.clock.finish_step()
+        return tuple(micro_batches), batch
 
     def weights_are_good(self, group: dist.ProcessGroup | None) -> bool:
         """Whether they are worth saving: not if the last steps went wrong, then the checkpoint before stays the newest.
@@ -101,6 +116,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     Raises:
         ConfigError, DatasetError, CheckpointError, NonFiniteError: see there.
     """
+    begin = time.perf_counter()
     device = choose_device(config.run, launch)
     num_threads = configure_torch(config, launch, device)
     directory = Path(config.run.dir)
@@ -115,7 +131,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     if "validation" in split.manifest.splits:
         evaluator = Evaluator(
             Split(config.data.root, "validation"), config, device,
-            dp_rank=launch.rank, dp_size=launch.world_size, num_threads=num_threads,
+            dp_rank=launch.rank, dp_size=launch.world_size, num_threads=num_threads, num_shown=config.hooks.predictions,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- model, optimizer, and where we left off
@@ -141,30 +157,35 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     )
     size = config.data.train_size
     model.train()
-    warm_up(
-        parallel,
-        torch.zeros(config.batch.micro_batch, 3, size, size, device=device, dtype=precision.image_dtype),
-        precision.autocast(),
-    )
+    with order_of_gradients(model) as order:
+        warm_up(
+            parallel,
+            torch.zeros(config.batch.micro_batch, 3, size, size, device=device, dtype=precision.image_dtype),
+            precision.autocast(),
+        )
+    clock = PhaseClock(device)
+    if parallel.dp_size > 1:
+        clock.watch_exchange(order[-1])
     trainer = Trainer(
-        parallel, optimizer, precision, RunningStatistics(model), TrainingMetrics(device), Clock(), accumulation,
+        parallel, optimizer, precision, RunningStatistics(model), TrainingMetrics(device), clock, accumulation,
         config.optimizer.clip_grad_norm,
     )  # fmt: skip
 
     # ---------------------------------------------------------------- who watches
     if launch.rank == 0:
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-        describe_run(directory, config, device, command)
+        describe_run(directory, config, launch, device, command, num_threads)
         RunStatus(state="running", step=start_step).write(directory)
     hooks = make_hooks(config, launch)
     start = RunStart(
         config=config, directory=directory, launch=launch, device=device_name(device), num_images=images,
-        num_classes=split.num_classes, num_parameters=sum(p.numel() for p in model.parameters()),
+        num_classes=split.num_classes, class_names=split.manifest.class_names,
+        num_parameters=sum(p.numel() for p in model.parameters()),
         accumulation=accumulation, start_step=start_step, total_steps=total_steps,
+        startup_s=time.perf_counter() - begin, model=model, optimizer=optimizer, clock=clock,
     )  # fmt: skip
-    for hook in hooks:
-        hook.start(start)
+    hooks.start(start)
+    for warning in warnings:
+        logger.warning(warning)
 
     # ---------------------------------------------------------------- the loop
     def epoch_of(step: int) -> float:
@@ -175,56 +196,50 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
         return config.steps(int(epoch_of(step) / every_epochs + 1e-9) * every_epochs, images) == step
 
     error: BaseException | None = None
-    seconds: dict[str, float] = {}
     step = start_step
-    steps_since_log = 0
     best_top1 = saver.prepare(start_step)
     stop = StopAgreement(stop_requests, group)
     stopping = StopReason.NONE
-    watchdog = Watchdog(launch, trainer.clock, directory, config.data.root, config.parallel.timeout_s)
-    trainer.clock.lap()
+    watchdog = Watchdog(launch, clock, directory, config.data.root, config.parallel.timeout_s)
     try:
         for index in range(start_step, total_steps):
             stop.ask()
             lr = learning_rate(config, index, images)
-            micro_batches = trainer.step(index, lr, loader)
+            micro_batches, batch = trainer.step(index, lr, loader)
             step, last = index + 1, index + 1 == total_steps
             stopping = stop.agreed()
-            steps_since_log += 1
 
             record = None
             if step % config.hooks.log_every_steps == 0 or last:
-                record = read_metrics(trainer, config, lr, steps_since_log, seconds)
-                steps_since_log = 0
-            for hook in hooks:
-                hook.step(StepRecord(step=step, epoch=epoch_of(step), micro_batches=micro_batches, train=record))
+                record = read_metrics(trainer, config, lr, hooks)
+            hooks.step(StepRecord(step=step, epoch=epoch_of(step), micro_batches=micro_batches, batch=batch, train=record))
 
             top1, every = None, run.eval_every_epochs
             if evaluator is not None and (last or (every is not None and passed(step, every))):
-                with trainer.clock.phase("evaluation"):
-                    result = evaluator.run(model, precision.autocast())
+                clock.enter("evaluation")
+                result = evaluator.run(model, precision.autocast())
                 top1 = result.top1
-                for hook in hooks:
-                    hook.evaluation(step, epoch_of(step), result)
+                hooks.evaluation(EvaluationRecord(step=step, epoch=epoch_of(step), result=result, details=evaluator.details))
 
             save_every, is_best = run.checkpoint_every_steps, top1 is not None and top1 > best_top1
             due = step % save_every == 0 if save_every is not None else passed(step, 1.0)
-            if (last or stopping or due or is_best) and trainer.weights_are_good(group):
-                best_top1 = top1 if top1 is not None and is_best else best_top1
-                with trainer.clock.phase("checkpoint"):
+            if last or stopping or due or is_best:
+                clock.enter("checkpoint")
+                if trainer.weights_are_good(group):
+                    best_top1 = top1 if top1 is not None and is_best else best_top1
                     state, values = snapshot.capture(model, optimizer, precision)
                     saver.save(step, state, {**values, "recipe": recipe}, top1)
             if stopping and not last:
                 break
-        with trainer.clock.phase("checkpoint"):
-            saver.wait()
+        clock.enter("checkpoint")
+        saver.wait()
     except BaseException as fault:
         error = fault
         raise
     finally:
-        add_lap(trainer.clock, seconds)
-        for hook in hooks:
-            hook.end(RunEnd(step=step, epoch=epoch_of(step), seconds=seconds, error=error))
+        if error is None:  # after an error the device may never answer
+            clock.finish()
+        hooks.end(RunEnd(step=step, epoch=epoch_of(step), seconds=clock.totals, error=error))
         watchdog.close(error)
         saver.join()
         if launch.rank == 0:
@@ -253,34 +268,32 @@ def configure_torch(config: Config, launch: Launch, device: torch.device) -> int
     return config.data.num_threads or cores
 
 
-def make_hooks(config: Config, launch: Launch) -> list[Hook]:
-    hooks: list[Hook] = [Console(), MetricsFile()] if launch.rank == 0 else []
-    return [*hooks, SampleTrace()] if config.hooks.trace_samples else hooks
-
-
-def add_lap(clock: Clock, seconds: dict[str, float]) -> tuple[float, dict[str, float]]:
-    """Add a lap of `clock` to the run's `seconds` by phase; returns (training seconds, seconds by phase) of the lap."""
-    elapsed, phases = clock.lap()
-    training = elapsed - phases.get("evaluation", 0.0) - phases.get("checkpoint", 0.0)
-    for name, spent in {**phases, "train": training - phases.get("data", 0.0)}.items():
-        seconds[name] = seconds.get(name, 0.0) + spent
-    return training, phases
-
-
-def read_metrics(trainer: Trainer, config: Config, lr: float, num_steps: int, seconds: dict[str, float]) -> TrainRecord:
-    """Wait for the device and turn the sums of the last `num_steps` steps into a record."""
+def read_metrics(trainer: Trainer, config: Config, lr: float, hooks: Observers) -> TrainRecord:
+    """Wait for the device and turn what has gathered since the last logging step into a record."""
     sums = trainer.metrics.read(config.run.max_nonfinite_steps)
-    elapsed, phases = add_lap(trainer.clock, seconds)
+    times = trainer.clock.read()
+    phases = times.phases
     return TrainRecord(
         **vars(sums),
         lr=lr,
-        images_per_second=num_steps * config.batch.global_batch / elapsed,
-        data_wait_s=phases.get("data", 0.0) / num_steps,
-        step_s=elapsed / num_steps,
+        images_per_second=config.batch.global_batch / times.step_s,
+        step_s=times.step_s,
+        data_wait_s=phases["data"],
+        forward_s=phases["forward"],
+        backward_s=phases["backward"],
+        exchange_s=phases["exchange"],
+        optimizer_s=phases["optimizer"],
+        logging_s=phases["logging"],
+        evaluation_s=times.evaluation_s,
+        checkpoint_s=times.checkpoint_s,
+        first_step_s=times.first_step_s,
+        measured=hooks.measure(),
     )
 
 
-def describe_run(directory: Path, config: Config, device: torch.device, command: Sequence[str]) -> None:
+def describe_run(
+    directory: Path, config: Config, launch: Launch, device: torch.device, command: Sequence[str], num_threads: int
+) -> None:
     """Write config.json and environment.json, so that the run directory tells what made it."""
     environment: dict[str, Any] = {
         "command": list(command),
@@ -291,6 +304,10 @@ def describe_run(directory: Path, config: Config, device: torch.device, command:
         "dali": dali.__version__,
         "device": device_name(device),
         "host": platform.node(),
+        "host_cores": len(os.sched_getaffinity(0)),
+        "decoding_threads": num_threads,
+        "ranks_on_host": launch.local_world_size,
+        "world_size": launch.world_size,
     }
     write_atomically(directory / "config.json", config.to_json().encode())
     write_atomically(directory / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dali_train.launch import Launch
-from dali_train.metrics import Clock
+from dali_train.timing import PhaseClock
 
 LATE_S = 30.0  # without progress: rank 0 says whom it waits for
 BEAT_S = 1.0
@@ -63,7 +63,7 @@ class Watchdog:
             process only reports.
     """
 
-    def __init__(self, launch: Launch, clock: Clock, directory: Path, data_root: str, timeout_s: float) -> None:
+    def __init__(self, launch: Launch, clock: PhaseClock, directory: Path, data_root: str, timeout_s: float) -> None:
         self._launch, self._clock, self._directory, self._data_root = launch, clock, directory, data_root
         self._timeout_s = timeout_s
         self._late_s = min(LATE_S, timeout_s / 2)
@@ -109,15 +109,15 @@ class Watchdog:
             if age >= self._timeout_s and not reported:
                 reported = True
                 self._write_report(f"no progress for {age:.0f} s (parallel.timeout_s is {self._timeout_s:g})")
-                if self._launch.world_size > 1 and self._clock.phase_name not in _LONG_PHASES:
+                if self._launch.world_size > 1 and self._clock.phase not in _LONG_PHASES:
                     self._end(age)
 
     def _warn(self, age: float) -> None:
-        if self._clock.phase_name == "data":
+        if self._clock.phase == "data":
             self._say(f"data stall: waiting for images of step {self._clock.step} from {self._data_root} for {age:.0f} s")
         if self._launch.rank == 0 and self._store is not None:
             self._say(
-                f"no progress for {age:.0f} s in phase {self._clock.phase_name} of step {self._clock.step}. {self._missing()}"
+                f"no progress for {age:.0f} s in phase {self._clock.phase} of step {self._clock.step}. {self._missing()}"
             )
 
     def _end(self, age: float) -> None:
@@ -125,7 +125,7 @@ class Watchdog:
         if self._launch.rank == 0:
             self._warn(age)
         self._say(f"ends after {age:.0f} s without progress; stacks are in {self._directory / 'hang'}")
-        self._send(ended=f"no progress for {age:.0f} s", lost_peer=self._clock.phase_name != "data")
+        self._send(ended=f"no progress for {age:.0f} s", lost_peer=self._clock.phase != "data")
         if self._launch.rank == 0:
             time.sleep(3 * BEAT_S)  # it may hold the store that the others still have to tell
         os._exit(1)
@@ -136,7 +136,7 @@ class Watchdog:
             return True
         self._count += 1
         beat = Beat(
-            rank=self._launch.rank, host=platform.node(), pid=os.getpid(), step=self._clock.step, phase=self._clock.phase_name,
+            rank=self._launch.rank, host=platform.node(), pid=os.getpid(), step=self._clock.step, phase=self._clock.phase,
             age_s=time.monotonic() - self._clock.phase_start, count=self._count, ended=ended, lost_peer=lost_peer,
         )  # fmt: skip
         try:
@@ -178,7 +178,7 @@ class Watchdog:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
             print(f"rank {self._launch.rank} of {self._launch.world_size} on {platform.node()}, pid {os.getpid()}", file=file)
-            print(f"phase {self._clock.phase_name}, step {self._clock.step}", file=file)
+            print(f"phase {self._clock.phase}, step {self._clock.step}", file=file)
             print(reason, file=file)
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, Python stacks of all threads:", file=file, flush=True)
             faulthandler.dump_traceback(file)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline, pipeline_def
+from torch.autograd.profiler import record_function
 
 from dali_train.config import DataConfig
 from dali_train.data.index import DatasetError, Split
@@ -72,7 +73,10 @@ class TrainingPipeline:
         return images, targets, lambdas, self._in_flight.popleft()
 
     def _feed(self) -> tuple[Any, ...]:
-        batch = self._next()
+        with record_function("data: choose and read"):
+            return self._encoded(self._next())
+
+    def _encoded(self, batch: MicroBatch) -> tuple[Any, ...]:
         self._in_flight.append(batch)
         anchors, shapes = np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
         targets = np.stack([batch.labels, batch.labels[batch.partners]], axis=-1)
@@ -216,7 +220,8 @@ def _cast(images: Any, pixels: PixelFormat) -> Any:
 def _run(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> list[torch.Tensor]:
     try:
         # On a GPU the outputs are ordered into torch's stream; without one there is none to name.
-        outputs = pipe.run(torch.cuda.current_stream(pipe.device_id)) if pipe.device_id is not None else pipe.run()
+        with record_function("data: wait for DALI"):
+            outputs = pipe.run(torch.cuda.current_stream(pipe.device_id)) if pipe.device_id is not None else pipe.run()
     except RuntimeError as error:
         raise explain(error) from error
     images, *others = (torch.from_dlpack(output.as_tensor()) for output in outputs)

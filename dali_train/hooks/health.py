@@ -1,0 +1,62 @@
+"""Warnings while something can still be done about a run that goes bad."""
+
+import logging
+import statistics
+from collections import deque
+
+from dali_train.hooks.base import Hook, RunStart, StepRecord
+
+logger = logging.getLogger("dali_train")
+
+GRAD_NORM_FACTOR = 10.0
+"""A gradient norm over so many times the median of the last HISTORY ones is a jump."""
+HISTORY = 20
+SKIPPED_SHARE = 0.05
+"""FP16's scaler skips one step in thousands while all is well (it doubles its scale every 2,000 steps)."""
+SEARCH_STEPS = 50
+"""At the start of a process the scaler looks for its scale, from 65,536 down, and skips a step for each halving."""
+TRUST_RATIO_MAX = 100.0
+"""LAMB's authors cut the weight norm off at 10 in their own code; a ratio far beyond tells of a layer without gradient."""
+
+
+class Health(Hook):
+    """Looks at the logged numbers only. The terminal shows each kind once, the log file each time."""
+
+    def start(self, record: RunStart) -> None:
+        self._start_step = record.start_step
+        self._grad_norms: deque[float] = deque(maxlen=HISTORY)
+        self._skipped: deque[tuple[int, int]] = deque([(record.start_step + SEARCH_STEPS, 0)], maxlen=HISTORY)
+
+    def step(self, record: StepRecord) -> None:
+        train = record.train
+        if train is None:
+            return
+        if len(self._grad_norms) == HISTORY and train.grad_norm > GRAD_NORM_FACTOR * (usual := statistics.median(self._grad_norms)):
+            logger.warning(
+                f"gradient norm {train.grad_norm:.3g} at step {record.step}, usually {usual:.3g}: if the loss does not "
+                "recover, go on from an earlier checkpoint with a lower optimizer.lr or a longer schedule.warmup_epochs"
+            )
+        self._grad_norms.append(train.grad_norm)
+        self._check_overflows(record.step, train.skipped_steps)
+        if train.loss_scale < 1:
+            logger.warning(
+                f"loss scale {train.loss_scale:.3g} at step {record.step}: under 1 float16 loses small gradients instead of "
+                "saving them; the gradients grow without bound, or use precision.dtype bf16"
+            )
+        if (largest := train.measured.get("trust_ratio_max", 0.0)) > TRUST_RATIO_MAX:
+            logger.warning(
+                f"largest trust ratio {largest:.3g} at step {record.step}: a layer with next to no gradient is moved at full "
+                "rate; lamb.jsonl names it. Set optimizer.weight_decay over 0 or exclude vectors (optimizer.exclude_vectors)"
+            )
+
+    def _check_overflows(self, step: int, skipped: int) -> None:
+        if step <= self._start_step + SEARCH_STEPS:
+            self._skipped[-1] = (step, skipped)
+            return
+        first_step, first_skipped = self._skipped[0]
+        self._skipped.append((step, skipped))
+        if step > first_step and (share := (skipped - first_skipped) / (step - first_step)) > SKIPPED_SHARE:
+            logger.warning(
+                f"{share:.0%} of the last {step - first_step} steps were skipped for gradients that were not finite (step {step}): "
+                "lower optimizer.lr, lengthen schedule.warmup_epochs, or use precision.dtype bf16"
+            )

@@ -1,0 +1,95 @@
+"""LAMB's own view: large-batch training dies in single layers, long before the loss tells."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dali_train.hooks.base import Hook, RunEnd, RunStart
+from dali_train.hooks.files import JsonLines
+
+
+class LambView(Hook):
+    """Trust ratios, weight norms and update norms, now and then, worked out just before LAMB steps.
+
+    LAMB moves a weight w by lr * |w| / |r| * r, with r = m / (sqrt(v) + eps) + weight_decay * w; |w| / |r| is the trust
+    ratio. It keeps neither, so r is worked out from the gradient and the moments as they are before the step, layer by
+    layer, without a copy of the weights. Nothing here waits for the device: `measure` reads when the loop has waited.
+    Every layer goes into ``lamb.jsonl``, minimum, median and maximum among the other scalars.
+    """
+
+    def __init__(self, every_steps: int) -> None:
+        self._every_steps = every_steps
+
+    def start(self, record: RunStart) -> None:
+        self._names = {parameter: name for name, parameter in record.model.named_parameters()}
+        self._file = JsonLines(record.directory / "lamb.jsonl", lambda line: line["step"] <= record.start_step)
+        self._step = record.start_step
+        self._pending: tuple[int, list[str], torch.Tensor] | None = None
+        record.optimizer.register_step_pre_hook(self._before_step)
+
+    def measure(self) -> Mapping[str, float]:
+        if self._pending is None:
+            return {}
+        (step, names, values), self._pending = self._pending, None
+        layers = dict(zip(names, values.tolist(), strict=True))
+        if not torch.isfinite(values).all():  # the step was skipped for an overflow, there is nothing to see
+            return {}
+        self._file.write({"step": step, "layers": layers})
+        ratios, weights, updates, gradients = zip(*layers.values(), strict=True)
+        return {
+            "trust_ratio_min": min(ratios),
+            "trust_ratio_median": statistics.median(ratios),
+            "trust_ratio_max": max(ratios),
+            "weight_norm": _norm(weights),
+            "update_norm": _norm(updates),
+            "clipped_grad_norm": _norm(gradients),
+        }
+
+    def end(self, record: RunEnd) -> None:
+        self._file.close()
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._step += 1
+        if self._step % self._every_steps and self._step != 1:
+            return
+        names, rows = [], []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    names.append(self._names[parameter])
+                    rows.append(_layer(parameter, optimizer.state.get(parameter, {}), group, self._num_updates(group)))
+        self._pending = self._step, names, torch.stack(rows)
+
+    def _num_updates(self, group: dict[str, Any]) -> int:
+        """LAMB's own count of its steps, this one included: it lives on the host."""
+        return int(group["step"].item() if isinstance(group.get("step"), torch.Tensor) else group.get("step", 0)) + 1
+
+
+def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int) -> torch.Tensor:
+    """(trust ratio, norm of the weight, of its update, of its gradient) of one parameter in the step to come."""
+    gradient = parameter.grad
+    assert gradient is not None
+    beta1, beta2 = group["betas"]
+    first = gradient * (1 - beta1)
+    second = gradient.square() * (1 - beta2)
+    if state:
+        first.add_(state["exp_avg"], alpha=beta1)
+        second.add_(state["exp_avg_sq"], alpha=beta2)
+    if group["bias_correction"]:
+        first.div_(1 - beta1**step)
+        second.div_(1 - beta2**step)
+    direction = first.div_(second.sqrt_().add_(group["eps"]))
+    direction.add_(parameter, alpha=group["weight_decay"])
+    weight_norm, direction_norm = parameter.norm(), direction.norm()
+    ratio = torch.ones_like(weight_norm)
+    if group["weight_decay"] != 0 or group["always_adapt"]:
+        ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, ratio)
+    return torch.stack([ratio, weight_norm, group["lr"] * ratio * direction_norm, gradient.norm()]).double()
+
+
+def _norm(norms: tuple[float, ...]) -> float:
+    return sum(norm * norm for norm in norms) ** 0.5

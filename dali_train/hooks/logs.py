@@ -1,0 +1,102 @@
+"""``logs/rank{r}.log`` of every rank, and the terminal: what rank 0 has to say, and warnings of any rank, each once."""
+
+import hashlib
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import TextIO
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from dali_train.hooks.base import Hook, RunEnd, RunStart
+
+logger = logging.getLogger("dali_train")
+_WATCHED = ("dali_train", "py.warnings")
+
+
+class RunLogs(Hook):
+    """Puts the handlers in place for as long as the run lasts. Must be the first hook."""
+
+    def start(self, record: RunStart) -> None:
+        rank = record.launch.rank
+        self._handlers: list[logging.Handler] = [_Terminal(rank)]
+        try:
+            self._handlers.append(_RankFile(record.directory / "logs" / f"rank{rank}.log", rank))
+        finally:
+            logging.captureWarnings(True)
+            for name in _WATCHED:
+                watched = logging.getLogger(name)
+                watched.propagate = False
+                for handler in self._handlers:
+                    watched.addHandler(handler)
+            logger.setLevel(logging.DEBUG)
+
+    def end(self, record: RunEnd) -> None:
+        if record.error is not None:
+            logger.debug("the run ended with an error", exc_info=record.error)
+        for name in _WATCHED:
+            watched = logging.getLogger(name)
+            watched.propagate = True
+            for handler in self._handlers:
+                watched.removeHandler(handler)
+        logging.captureWarnings(False)
+        for handler in self._handlers:
+            handler.close()
+
+
+class _RankFile(logging.FileHandler):
+    """Everything, with time and rank; a resumed run goes on in the same file."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path)
+        self.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
+        self._failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        if not self._failed:
+            self._failed = True  # before the warning, which comes here too
+            logger.warning(
+                "%s cannot be written (%s). Training goes on; make room there, what is logged until then is lost",
+                self.baseFilename, sys.exc_info()[1],
+            )  # fmt: skip
+
+
+class _Terminal(logging.Handler):
+    """Rank 0's lines on stdout; warnings on stderr, a repeated one only once over all ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(logging.INFO if rank == 0 else logging.WARNING)
+        self._rank = rank
+        self._seen: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "file_only", False):
+            return
+        message = record.getMessage()
+        if record.levelno < logging.WARNING:
+            _write(message, sys.stdout)
+        elif self._is_new(message):
+            if record.name == "py.warnings":
+                message = message.splitlines()[0]
+            _write(f"warning: {f'[rank {self._rank}] ' if self._rank else ''}{message}", sys.stderr)
+
+    def _is_new(self, message: str) -> bool:
+        """Whether no rank has shown it yet. Numbers (steps, ranks, sizes) do not make a message new."""
+        key = hashlib.sha256(re.sub(r"\d+", "#", message).encode()).hexdigest()
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        if not dist.is_initialized():
+            return True
+        try:
+            return dist.distributed_c10d._get_default_store().add(f"warning/{key}", 1) == 1
+        except dist.DistError:
+            return True  # rank 0, which keeps the store, is gone: better twice than not at all
+
+
+def _write(text: str, stream: TextIO) -> None:
+    tqdm.write(text, file=stream)  # around the progress bar, if there is one
+    stream.flush()

@@ -1,0 +1,88 @@
+"""All hooks of a rank. One that raises is reported by name and training goes on."""
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord
+
+logger = logging.getLogger("dali_train")
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Observers:
+    """Calls each hook at the moments that it overrides, in the order given."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = list(hooks)
+        self._failures: dict[Hook, int] = {}
+        self._directory = ""
+
+    def start(self, record: RunStart) -> None:
+        self._directory = str(record.directory)
+        for hook in list(self._hooks):
+            if not self._guarded(hook, "start", partial(hook.start, record)):
+                self._hooks.remove(hook)
+        self._measuring = self._overriding("measure")
+        self._stepping = self._overriding("step")
+        self._evaluating = self._overriding("evaluation")
+
+    def measure(self) -> dict[str, float]:
+        measured: dict[str, float] = {}
+        for hook in self._measuring:
+            self._guarded(hook, "measure", partial(_measure, hook, measured))
+        return measured
+
+    def step(self, record: StepRecord) -> None:
+        for hook in self._stepping:
+            self._guarded(hook, f"step {record.step}", partial(hook.step, record))
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        for hook in self._evaluating:
+            self._guarded(hook, f"the evaluation of step {record.step}", partial(hook.evaluation, record))
+
+    def end(self, record: RunEnd) -> None:
+        # Last started, first ended: what the others say at their end still finds the log files open.
+        for hook in reversed(self._hooks):
+            if self._failures.get(hook, 0) > 1:
+                logger.warning("hook %s failed %d times in all", type(hook).__name__, self._failures[hook])
+            self._guarded(hook, "the end", partial(hook.end, record))
+
+    def _overriding(self, moment: str) -> list[Hook]:
+        return [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(Hook, moment)]
+
+    def _guarded(self, hook: Hook, moment: str, call: Callable[[], Any]) -> bool:
+        """Whether it went well. Only a hook's first failure is reported, so that a broken one cannot flood the logs."""
+        try:
+            call()
+            return True
+        except Exception as error:
+            if hook.required:
+                raise
+            self._failures[hook] = self._failures.get(hook, 0) + 1
+            if self._failures[hook] == 1:
+                name = type(hook).__name__
+                logger.warning("hook %s failed at %s: %s", name, moment, self._explain(error))
+                logger.debug("hook %s failed at %s", name, moment, exc_info=error)
+            return False
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, HookUnavailableError):
+            return f"{error}. Training goes on without it"
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return f"{error}. Training goes on; make room under {self._directory}, what is written until then is lost"
+        return (
+            f"{type(error).__name__}: {error}. Training goes on; the traceback is in {self._directory}/logs. "
+            "Remove the hook or correct it; one with `required = True` ends the run instead"
+        )
+
+
+def _measure(hook: Hook, measured: dict[str, float]) -> None:
+    measured.update(hook.measure())
+
+
+class HookUnavailableError(RuntimeError):
+    """A hook cannot work here, for a reason that the user can mend; the message says how."""

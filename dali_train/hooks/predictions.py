@@ -1,0 +1,116 @@
+"""What the model answers at an evaluation: a table of some images, classes that it confuses, accuracy by class.
+
+``predictions/step-NNNNNNNN/`` holds ``predictions.csv`` (always the same images), ``classes.csv`` and
+``confusion.csv`` (up to 20 classes) or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from dali_train.data.index import Split
+from dali_train.evaluate import MAX_SCORES, EvaluationDetails
+from dali_train.hooks.base import EvaluationRecord, Hook, RunStart
+
+NUM_PAIRS = 50
+_THUMBNAIL = 128  # pixels
+
+
+@dataclass(frozen=True)
+class ClassTables:
+    """Everything about classes that follows from labels and guesses."""
+
+    confusion: NDArray[np.int64]  # (truth, guess)
+
+    @classmethod
+    def of(cls, details: EvaluationDetails, num_classes: int) -> "ClassTables":
+        flat = np.bincount(details.labels * num_classes + details.guesses, minlength=num_classes**2)
+        return cls(flat.reshape(num_classes, num_classes))
+
+    def accuracies(self) -> NDArray[np.float64]:
+        """A fraction a class; nan where the split has no image of it."""
+        counts = self.confusion.sum(axis=1)
+        return np.where(counts > 0, self.confusion.diagonal() / np.maximum(counts, 1), np.nan)
+
+    def most_confused(self, count: int = NUM_PAIRS) -> list[tuple[int, int, int]]:
+        """(truth, guess, images), most images first."""
+        wrong = self.confusion.copy()
+        np.fill_diagonal(wrong, 0)
+        order = np.argsort(-wrong, axis=None, kind="stable")[:count]
+        pairs = [(*divmod(int(place), len(wrong)), int(wrong.flat[place])) for place in order]
+        return [pair for pair in pairs if pair[2] > 0]
+
+
+def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
+    """(columns, rows): image number, truth, guess, and a score a class, or those of guess and truth."""
+    all_scores = len(names) <= MAX_SCORES
+    columns = ["image", "truth", "guess", *([f"score {name}" for name in names] if all_scores else ["score", "score of truth"])]
+    rows = [
+        [int(number), names[details.labels[number]], names[details.guesses[number]], *(round(float(s), 5) for s in scores)]
+        for number, scores in zip(details.shown, details.scores, strict=True)
+    ]
+    return columns, rows
+
+
+def class_names(record: RunStart) -> tuple[str, ...]:
+    return record.class_names or tuple(str(number) for number in range(record.num_classes))
+
+
+def thumbnail(split: Split, number: int) -> Image.Image:
+    image = Image.open(io.BytesIO(split.encoded(number).tobytes())).convert("RGB")
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    return image
+
+
+class Predictions(Hook):
+    """Writes the files, on one rank."""
+
+    def start(self, record: RunStart) -> None:
+        self._start = record
+        self._names = class_names(record)
+        self._directory = record.directory / "predictions"
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        details = record.details
+        if details is None:
+            return
+        self._save_images(details.shown)
+        directory = self._directory / f"step-{record.step:08d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        columns, rows = prediction_table(details, self._names)
+        _write(directory / "predictions.csv", columns, rows)
+        tables = ClassTables.of(details, len(self._names))
+        counts = tables.confusion.sum(axis=1)
+        accuracies = zip(self._names, counts.tolist(), tables.accuracies().tolist(), strict=True)
+        _write(directory / "classes.csv", ["class", "images", "accuracy"], accuracies)
+        if len(self._names) <= MAX_SCORES:
+            named = ([name, *row] for name, row in zip(self._names, tables.confusion.tolist(), strict=True))
+            _write(directory / "confusion.csv", ["truth", *self._names], named)
+        else:
+            pairs = ((self._names[truth], self._names[guess], images) for truth, guess, images in tables.most_confused())
+            _write(directory / "confused_pairs.csv", ["truth", "guess", "images"], pairs)
+
+    def _save_images(self, shown: NDArray[np.int64]) -> None:
+        directory = self._directory / "images"
+        if directory.exists():
+            return
+        split = Split(self._start.config.data.root, "validation")
+        partial = directory.with_suffix(".partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        for number in shown.tolist():
+            thumbnail(split, number).save(partial / f"{number}.png")
+        partial.rename(directory)
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)

@@ -1,0 +1,57 @@
+"""What the host and the GPU do meanwhile: with each logging interval, where it can be had."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import psutil
+import torch
+
+from dali_train.hooks.base import Hook, RunStart
+
+logger = logging.getLogger("dali_train")
+
+
+class SystemFacts(Hook):
+    """Memory, what is read from the disk and, of this rank's GPU, what NVML tells through torch."""
+
+    def start(self, record: RunStart) -> None:
+        self._process = psutil.Process()
+        self._last_read = self._read_bytes()
+        self._last_time = time.perf_counter()
+        self._gpu: dict[str, Callable[[], float]] = {}
+        if next(record.model.parameters()).device.type == "cuda":
+            self._gpu = {
+                "gpu_memory_gb": lambda: torch.cuda.max_memory_allocated() / 1e9,
+                "gpu_memory_reserved_gb": lambda: torch.cuda.max_memory_reserved() / 1e9,
+            }
+            nvml: dict[str, Callable[[], float]] = {
+                "gpu_utilisation": lambda: torch.cuda.utilization() / 100,
+                "gpu_power_w": lambda: torch.cuda.power_draw() / 1000,
+                "gpu_clock_mhz": lambda: float(torch.cuda.clock_rate()),
+                "gpu_temperature_c": lambda: float(torch.cuda.temperature()),
+            }
+            try:
+                for read in nvml.values():
+                    read()
+                self._gpu |= nvml
+            except (ModuleNotFoundError, ImportError):
+                logger.warning("no GPU utilisation, power and clocks: pip install 'dali-train[nvml]' for nvidia-ml-py")
+            except RuntimeError as error:
+                logger.warning("no GPU utilisation, power and clocks: NVML says %s; check `nvidia-smi` on this host", error)
+
+    def measure(self) -> Mapping[str, float]:
+        now, read = time.perf_counter(), self._read_bytes()
+        rate = (read - self._last_read) / (now - self._last_time)
+        self._last_time, self._last_read = now, read
+        memory = psutil.virtual_memory()
+        return {
+            "process_memory_gb": self._process.memory_info().rss / 1e9,  # mapped shards count as long as they are cached
+            "host_memory_gb": (memory.total - memory.available) / 1e9,
+            "disk_read_mb_per_s": rate / 1e6,
+            **{name: value() for name, value in self._gpu.items()},
+        }
+
+    def _read_bytes(self) -> int:
+        """Read from storage for this process so far, page cache hits left out."""
+        return int(self._process.io_counters().read_bytes)

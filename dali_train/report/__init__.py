@@ -1,0 +1,5 @@
+"""``dali-train report``: what a run directory tells, as one page and pictures. Reads files only, imports no torch."""
+
+from dali_train.report.page import write_report
+
+__all__ = ["write_report"]

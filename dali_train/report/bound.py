@@ -1,0 +1,50 @@
+"""What bounds a run, in one sentence with its remedy."""
+
+from dali_train.report.runs import Run
+
+DATA_SHARE, EXCHANGE_SHARE, OPTIMIZER_SHARE, LOGGING_SHARE = 0.10, 0.15, 0.15, 0.03
+"""From these shares of a step on, a phase other than computing is what to work on first."""
+
+
+def what_bounds(run: Run) -> str:
+    """From the medians of the logged phases."""
+    step = run.median("step_s")
+    if not step or run.median("forward_s") is None:
+        return "The run has logged no phases yet."
+
+    def share(phase: str) -> float:
+        return (run.median(phase) or 0.0) / step
+
+    data, exchange, optimizer, logging = (share(f"{name}_s") for name in ("data_wait", "exchange", "optimizer", "logging"))
+    excess = {
+        "data": data / DATA_SHARE,
+        "exchange": exchange / EXCHANGE_SHARE,
+        "optimizer": optimizer / OPTIMIZER_SHARE,
+        "logging": logging / LOGGING_SHARE,
+    }
+    worst = max(excess, key=lambda name: excess[name])
+    if excess[worst] < 1:
+        computing = share("forward_s") + share("backward_s")
+        return f"Computing bounds the run: forward and backward take {computing:.0%} of the step, waiting for data {data:.0%}."
+    if worst == "data":
+        return f"Waiting for data takes {data:.0%} of the step: {_decoding(run)}"
+    if worst == "exchange":
+        return (
+            f"The exchange of gradients takes {exchange:.0%} of the step beyond what the backward pass hides: accumulate more "
+            "(larger batch.global_batch), or look for a rank that is slower than the others in logs/rank*.log."
+        )
+    if worst == "optimizer":
+        return f"The optimizer takes {optimizer:.0%} of the step: a larger batch.global_batch makes it rarer."
+    return f"Logging takes {logging:.0%} of the step: raise hooks.log_every_steps, or turn off hooks that are not needed."
+
+
+def _decoding(run: Run) -> str:
+    threads, cores = run.environment.get("decoding_threads"), run.environment.get("host_cores")
+    if threads is None or cores is None:
+        return "raise data.num_threads, or store the images smaller."
+    ranks = run.environment.get("ranks_on_host", 1)
+    used = threads * ranks
+    here = f"{threads} decoding thread{'s' if threads != 1 else ''} {'a rank ' if ranks > 1 else ''}on {cores} cores"
+    if used < cores:
+        return f"{here}; raise data.num_threads to {cores // ranks}, or store the images smaller (tools/make_tfrecords.py)."
+    return f"{here}, all in use; store the images smaller (tools/make_tfrecords.py), or give each rank more cores."
