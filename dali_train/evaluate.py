@@ -90,6 +90,7 @@ class Evaluator:
             if len(self._shown):
                 answers.add(numbers, labels, logits)
             ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
+            ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # nothing is above what is not a number
             sums += torch.stack(
                 [
                     F.cross_entropy(logits, labels, reduction="sum").double(),

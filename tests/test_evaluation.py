@@ -48,6 +48,15 @@ def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
         assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
 
 
+def test_scores_that_are_not_numbers_are_wrong(tiny_config: Path) -> None:
+    class Dead(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return torch.full((len(images), 7), float("nan"))
+
+    result = evaluator(tiny_config, 4).run(Dead(), Precision(load_config(tiny_config).precision, CPU).autocast())
+    assert (result.top1, result.top5) == (0, 0)
+
+
 def test_a_rank_without_images_evaluates_none(tiny_config: Path) -> None:
     """Alone, without the others to sum with: only this rank's part is counted, and the count does not fit."""
     config = load_config(tiny_config)

@@ -43,6 +43,7 @@ def main() -> None:
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "dali_train", "train",
         "--config", str(CONFIG), "--run.dir", str(directory), "--precision.dtype", dtype, "--batch.micro_batch", str(micro_batch),
     )  # fmt: skip
+    run("-m", "dali_train", "report", str(directory))
     print_results(directory, config, ranks, dtype)
 
 
@@ -112,6 +113,7 @@ def print_results(directory: Path, config: Config, ranks: int, dtype: str) -> No
         ("images/s", f"{rate:,.0f} on {ranks} ranks in {dtype}"),
         ("time", f"{total:.0f} s: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())),
         ("run", f"{directory}: config.json, metrics.jsonl, checkpoints"),
+        ("report", f"{directory}/report/index.html"),
     ]
     print()
     for name, value in rows:

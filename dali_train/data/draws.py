@@ -160,7 +160,9 @@ def _multiply(a: int, b: UInt64s) -> tuple[UInt64s, UInt64s]:
     return a_high * b_high + (low_high >> _32) + (middle >> _32), np.uint64(a) * b
 
 
-def _uniform(seed: int, purpose: Purpose, block: NDArray[np.int64], *, low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.float64]:
+def _uniform(
+    seed: int, purpose: Purpose, block: NDArray[np.int64], *, low: NDArray[np.int64], high: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """Four numbers in [0, 1) for each counter, shape (n, 4): the top 53 bits of each random integer."""
     raw = philox(seed, purpose, block.astype(np.uint64), low.astype(np.uint64), high.astype(np.uint64))
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
