@@ -116,9 +116,7 @@ class Watchdog:
         if self._clock.phase == "data":
             self._say(f"data stall: waiting for images of step {self._clock.step} from {self._data_root} for {age:.0f} s")
         if self._launch.rank == 0 and self._store is not None:
-            self._say(
-                f"no progress for {age:.0f} s in phase {self._clock.phase} of step {self._clock.step}. {self._missing()}"
-            )
+            self._say(f"no progress for {age:.0f} s in phase {self._clock.phase} of step {self._clock.step}. {self._missing()}")
 
     def _end(self, age: float) -> None:
         """End the process: its main thread may never come back."""
