@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 
 from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.index import DatasetError, Split, build_index
-from dali_train.data.loader import Batch, SyntheticLoader, make_loader, pixel_format
+from dali_train.data.loader import Batch, make_loader, pixel_format
 from dali_train.data.micro_batch import MicroBatches
 from dali_train.data.pipeline import EvaluationPipeline
 
@@ -116,7 +116,8 @@ def test_batches_do_not_change_after_they_were_handed_over(unmixed: Config) -> N
 
 def test_synthetic_loader_has_the_same_face(config: Config) -> None:
     split = Split(config.data.root, "train")
-    loader = SyntheticLoader(split, config, pixel_format(config, CPU, 1), CPU, start_step=0, dp_rank=1, dp_size=2)
+    synthetic_config = replace(config, data=replace(config.data, reader="synthetic"))
+    loader = make_loader(split, synthetic_config, CPU, start_step=0, dp_rank=1, dp_size=2, num_threads=1)
     real = make_loader(split, config, CPU, start_step=0, dp_rank=1, dp_size=2, num_threads=1)
     for _ in range(6):
         synthetic, expected = loader.next(), real.next()
@@ -161,6 +162,8 @@ def test_raw_records_give_the_pixels_of_their_images(config: Config, tmp_path: P
     for kind in ("png", "raw"):
         build_index(tmp_path / kind)
         stored = replace(config, data=replace(config.data, root=str(tmp_path / kind)))
-        pipeline = EvaluationPipeline(Split(tmp_path / kind, "validation"), [np.arange(24)], stored.data, pixel_format(config, CPU, 1))
+        pipeline = EvaluationPipeline(
+            Split(tmp_path / kind, "validation"), [np.arange(24)], stored.data, pixel_format(config, CPU, 1)
+        )
         batches.append([*(batch.images for batch in first_batches(stored, 8)), pipeline.run()[0]])
     assert all(torch.equal(png_batch, raw_batch) for png_batch, raw_batch in zip(*batches, strict=True))

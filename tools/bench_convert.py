@@ -10,7 +10,6 @@ copy        the archive is copied to another file by the system (sendfile) and f
 import argparse
 import os
 import platform
-import shutil
 import statistics
 import sys
 import tempfile
@@ -20,14 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
 from dali_train.data.command import run_tool
 from dali_train.data.convert.image import Recipe
 from dali_train.data.convert.imagenet import imagenet
 from dali_train.data.convert.run import Conversion, convert
+from dali_train.data.convert.sources import SourcePart
 from dali_train.data.jpeg import is_jpeg
 from dali_train.data.verify import verify
 
-Measurement = Callable[[Path], None]  # takes an empty directory
+Measurement = Callable[[Path], object]  # takes an empty directory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("archive", type=Path, metavar="ARCHIVE", help="tar of ImageNet's layout, or of files SYNSET_name.JPEG")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one a core")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="take each image so often (default: %(default)s)")
     parser.add_argument("--shards", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="where the copies are written (default: the system's temporary directory)"
@@ -48,13 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     sources, class_names = imagenet(options.archive, None, None)
-    source = sources["train"]
-    images = [content for image in range(len(source.labels)) if is_jpeg(content := source.read(image))]
+    once = sources["train"]
+    # A thousand photographs are written in a tenth of a second, which would measure starting and stopping.
+    source = SourcePart(once, np.tile(np.arange(len(once.labels)), options.repeat))
+    contents = (once.read(image) for image in range(len(once.labels)))
+    images = [content for content in contents if isinstance(content, bytes) and is_jpeg(content)] * options.repeat
 
     def conversion(out: Path, *, decode_check: bool) -> Conversion:
         return Conversion(
             name="imagenet",
-            sources=sources,
+            sources={"train": source},
             class_names=class_names,
             out=out,
             recipe=Recipe(decode_check=decode_check),
@@ -73,10 +79,10 @@ def _bench(options: argparse.Namespace) -> int:
         "decode": lambda _: _decode_all(images, decode, options.threads),
         "convert": lambda out: convert(conversion(out, decode_check=True)),
         "convert, then verify": convert_and_check,
-        "copy": lambda out: _copy(options.archive, out / "copy"),
+        "copy": lambda out: _copy(options.archive, out / "copy", options.repeat),
         "convert --no-decode-check": lambda out: convert(conversion(out, decode_check=False)),
     }
-    rates = {name: [] for name in measurements}
+    rates: dict[str, list[float]] = {name: [] for name in measurements}
     for round_number in range(options.rounds + 1):
         for name, measure in measurements.items():
             with tempfile.TemporaryDirectory(dir=options.work_dir) as directory:
@@ -121,10 +127,14 @@ def _decode_all(images: list[bytes], decode: Callable[[bytes], object], threads:
         list(pool.map(decode_part, range(threads)))
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
+def _copy(source: Path, target: Path, repeat: int) -> None:
+    size = source.stat().st_size
+    with source.open("rb") as reading, target.open("wb") as writing:
+        for _ in range(repeat):
+            offset = 0
+            while offset < size:
+                offset += os.sendfile(writing.fileno(), reading.fileno(), offset, size - offset)
+        os.fsync(writing.fileno())
 
 
 if __name__ == "__main__":

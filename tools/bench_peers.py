@@ -152,17 +152,24 @@ def _need_files(task: Task) -> None:
         raise NotImplementedError("it reads image files, the dataset has raw pixels")
 
 
+def _pil_transform() -> Any:
+    from torchvision import transforms
+
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
+        ]
+    )
+
+
 def _torchvision_pil(task: Task) -> Iterator[Any]:
-    from torchvision import datasets, transforms
+    from torchvision import datasets
 
     _need_files(task)
-    steps = [
-        transforms.RandomResizedCrop(SIZE),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
-    ]
-    return _data_loader(task, datasets.ImageFolder(str(task.files), transforms.Compose(steps)))
+    return _data_loader(task, datasets.ImageFolder(str(task.files), _pil_transform()))
 
 
 def _torchvision_decode_image(task: Task) -> Iterator[Any]:
@@ -286,21 +293,14 @@ def _export_ffcv(task: Task, split: Split) -> None:
 
 def _webdataset(task: Task) -> Iterator[Any]:
     import webdataset
-    from torchvision import transforms
 
     _need_files(task)
-    steps = [
-        transforms.RandomResizedCrop(SIZE),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
-    ]
     dataset = (
         webdataset.WebDataset(str(task.tar), resampled=True, shardshuffle=False)
         .shuffle(1000)
         .decode("pil")
         .to_tuple("jpg", "cls")
-        .map_tuple(transforms.Compose(steps))
+        .map_tuple(_pil_transform())
         .batched(task.batch)
     )
     return _for_ever(webdataset.WebLoader(dataset, batch_size=None, num_workers=task.threads, persistent_workers=True))

@@ -45,23 +45,13 @@ def pixel_format(config: Config, device: torch.device, num_threads: int) -> Pixe
 
 
 class DaliLoader:
-    """Real images, from `start_step` on."""
+    """Real images."""
 
     def __init__(
-        self,
-        split: Split,
-        config: Config,
-        pixels: PixelFormat,
-        device: torch.device,
-        *,
-        start_step: int,
-        dp_rank: int,
-        dp_size: int,
+        self, split: Split, micro_batches: Iterator[MicroBatch], config: Config, pixels: PixelFormat, device: torch.device
     ) -> None:
-        micro_batches = MicroBatches(split.rows, config)
-        coming = (micro_batches(step, k) for step, k in _places(micro_batches.num_per_step, start_step, dp_rank, dp_size))
         self._pipeline = TrainingPipeline(
-            split, lambda: next(coming), config.data, pixels, size=config.batch.micro_batch, mix=config.mixup.alpha > 0
+            split, lambda: next(micro_batches), config.data, pixels, size=config.batch.micro_batch, mix=config.mixup.alpha > 0
         )
         self._device = device
 
@@ -75,46 +65,41 @@ class DaliLoader:
 class SyntheticLoader:
     """The same micro-batches with noise instead of their images: what the trainer does when data costs nothing."""
 
-    def __init__(
-        self,
-        split: Split,
-        config: Config,
-        pixels: PixelFormat,
-        device: torch.device,
-        *,
-        start_step: int,
-        dp_rank: int,
-        dp_size: int,
-    ) -> None:
-        self._micro_batches = MicroBatches(split.rows, config)
-        self._places = _places(self._micro_batches.num_per_step, start_step, dp_rank, dp_size)
-        size = config.data.train_size
-        self._images = torch.randn(config.batch.micro_batch, 3, size, size, dtype=torch.float16 if pixels.half else torch.float32)
-        if pixels.channels_last:
-            self._images = self._images.contiguous(memory_format=torch.channels_last)
-        self._images = self._images.to(device)
+    def __init__(self, micro_batches: Iterator[MicroBatch], config: Config, pixels: PixelFormat, device: torch.device) -> None:
+        self._micro_batches = micro_batches
         self._device = device
+        size = config.data.train_size
+        images = torch.randn(config.batch.micro_batch, 3, size, size, dtype=torch.float16 if pixels.half else torch.float32)
+        self._images = images.to(device, memory_format=torch.channels_last if pixels.channels_last else torch.preserve_format)
 
     def next(self) -> Batch:
-        micro_batch = self._micro_batches(*next(self._places))
+        micro_batch = next(self._micro_batches)
         labels = torch.from_numpy(micro_batch.labels)
         targets = torch.stack([labels, labels[torch.from_numpy(micro_batch.partners).long()]], dim=-1)
         lambdas = torch.from_numpy(micro_batch.lambdas)
-        return Batch(
-            self._images, targets.to(self._device, non_blocking=True), lambdas.to(self._device, non_blocking=True), micro_batch
-        )
+        targets, lambdas = (t.to(self._device, non_blocking=True) for t in (targets, lambdas))
+        return Batch(self._images, targets, lambdas, micro_batch)
 
 
 def make_loader(
     split: Split, config: Config, device: torch.device, *, start_step: int, dp_rank: int, dp_size: int, num_threads: int
 ) -> Loader:
-    """The loader that data.reader names."""
-    kind = SyntheticLoader if config.data.reader == "synthetic" else DaliLoader
+    """The loader that data.reader names, from `start_step` on."""
+    micro_batches = coordinates_micro_batches(split, config, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
     pixels = pixel_format(config, device, num_threads)
-    return kind(split, config, pixels, device, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
+    if config.data.reader == "synthetic":
+        return SyntheticLoader(micro_batches, config, pixels, device)
+    return DaliLoader(split, micro_batches, config, pixels, device)
 
 
-def _places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
+def coordinates_micro_batches(split: Split, config: Config, *, start_step: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
+    """The micro-batches of one data-parallel coordinate, across steps without end."""
+    micro_batches = MicroBatches(split.rows, config)
+    return (micro_batches(step, k) for step, k in coordinates_places(micro_batches.num_per_step, start_step, dp_rank, dp_size))
+
+
+def coordinates_places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
+    """(step, k) of each of those micro-batches."""
     for step in itertools.count(start_step):
         for k in range(dp_rank, num_per_step, dp_size):
             yield step, k

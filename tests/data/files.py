@@ -51,7 +51,7 @@ def write_training_archive(path: Path, *, num_images: int = 4, synsets: Iterable
     """ImageNet's layout: a tar of a tar a synset. `num_images` each, in an order that is not sorted."""
     seed = first_seed
     members = []
-    for synset in reversed(sorted(synsets)):
+    for synset in sorted(synsets, reverse=True):
         images = {}
         for number in range(num_images):
             images[f"{synset}_{number}.JPEG"] = small_photograph(seed)

@@ -12,7 +12,12 @@ from dali_train.data.convert import archive
 from dali_train.data.convert.archive import Archive, Directory, SourceError
 from tests.data.files import tar_bytes, write_tar
 
-MEMBERS = [("a.txt", b"12345"), ("folder/" + "x" * 100 + "/" + "y" * 60 + "/b.txt", b""), ("folder/c", bytes(100_000)), ("ü" * 90, b"u")]
+MEMBERS = [
+    ("a.txt", b"12345"),
+    ("folder/" + "x" * 100 + "/" + "y" * 60 + "/b.txt", b""),
+    ("folder/c", bytes(100_000)),
+    ("ü" * 90, b"u"),
+]
 
 
 def listed(path: Path) -> list[tuple[str, bytes]]:

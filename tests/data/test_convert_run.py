@@ -128,9 +128,7 @@ def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path, monkeypatc
     assert not list(out.rglob(".*"))
 
 
-def test_other_options_or_another_source_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_options_or_another_source_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert convert_folder(folder, out) == 0
     capsys.readouterr()
@@ -229,7 +227,9 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
     )  # fmt: skip
     assert full.returncode == 1
-    assert "cannot write on (File too large). All finished shards are kept: make space and start the same command again" in full.stderr
+    assert (
+        "cannot write on (File too large). All finished shards are kept: make space and start the same command again" in full.stderr
+    )
     assert "Traceback" not in full.stderr
     assert not [path for path in (tmp_path / "out" / "train").iterdir() if not path.name.startswith(".")]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -262,6 +262,9 @@ def test_a_spoilt_note_costs_only_its_shard(folder: Path, tmp_path: Path, monkey
         assert convert_folder(folder, out) == 1
     notes = sorted((out / ".conversion").glob("*.npz"))
     assert len(notes) == 5
+    (out / "idx_files" / "train").mkdir(parents=True)
+    for place in (out, out / ".conversion", out / "train", out / "idx_files" / "train"):
+        (place / ".x.1234.partial").write_text("what a killed run left")
     os.truncate(notes[0], 100)
     notes[1].write_bytes(b"")
     os.truncate(out / "train" / "train-00002-of-00005", 10)

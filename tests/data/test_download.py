@@ -57,7 +57,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
         server.shutdown()
@@ -79,7 +79,9 @@ def test_fetches_once(server: Server, tmp_path: Path) -> None:
 def test_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
     server.break_off_after = 100_000
     for there in (100_000, 200_000):
-        with pytest.raises(DownloadError, match=f"broke off after {there:,} bytes .*: start the same command again to go on from there"):
+        with pytest.raises(
+            DownloadError, match=f"broke off after {there:,} bytes .*: start the same command again to go on from there"
+        ):
             download(files(server), tmp_path)
         assert not (tmp_path / "a.bin").exists()
     server.break_off_after = None
@@ -106,7 +108,9 @@ def test_killed_between_the_last_byte_and_the_check(server: Server, tmp_path: Pa
 
 
 def test_wrong_content_is_deleted_and_named(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(DownloadError, match="has SHA-256 .* the official file .*: not the same file, or damaged on its way; deleted"):
+    with pytest.raises(
+        DownloadError, match=r"has SHA-256 .* the official file .*: not the same file, or damaged on its way; deleted"
+    ):
         download(files(server, b"other"), tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a.bin").write_bytes(b"mine")

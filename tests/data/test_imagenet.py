@@ -26,7 +26,14 @@ def write_devkit(path: Path, validation_synsets: list[str], *, truth: bytes | No
     rows += [(number, synset, 2) for synset, number in PARENTS.items()]
     table = np.zeros((len(rows), 1), dtype=fields)
     for place, (number, synset, children) in enumerate(rows):
-        table[place, 0] = (float(number), synset, f"words of {synset}", "a gloss", float(children), np.arange(children, dtype=float))
+        table[place, 0] = (
+            float(number),
+            synset,
+            f"words of {synset}",
+            "a gloss",
+            float(children),
+            np.arange(children, dtype=float),
+        )
     meta = io.BytesIO()
     scipy.io.savemat(meta, {"synsets": table}, do_compression=True)
     if truth is None:
@@ -117,6 +124,7 @@ def test_wrong_archives_say_which_is_right(tmp_path: Path) -> None:
             imagenet(*paths)
         return str(error.value)
 
+    assert "nothing to convert: give --train-archive FILE" in message(None, None, devkit)
     assert "--validation-archive needs --devkit ILSVRC2012_devkit_t12.tar.gz" in message(None, validation, None)
     assert "neither SYNSET.tar, such as n01440764.tar, nor SYNSET_name.JPEG" in message(validation, None, None)
     assert "expected ILSVRC2012_val_NUMBER.JPEG" in message(None, train, devkit)

@@ -91,7 +91,9 @@ def idx(array: np.ndarray) -> bytes:
     return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
 
 
-def write_mnist(directory: Path, *, packed: bool, num_train: int = 20, num_test: int = 6) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def write_mnist(
+    directory: Path, *, packed: bool, num_train: int = 20, num_test: int = 6
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     directory.mkdir()
     content = {}
     for prefix, split, count in (("train", "train", num_train), ("t10k", "validation", num_test)):
@@ -174,7 +176,9 @@ def test_digits_hold_out_the_last_writers(tmp_path: Path) -> None:
     assert len(Split(tmp_path / "out", "train").paths) == 4
 
 
-def test_folder_with_its_own_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_with_its_own_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     train = write_folder(tmp_path / "train", {"b": 3, "a": 2})
     validation = write_folder(tmp_path / "validation", {"b": 2}, first_seed=50)
     (train / "a" / "Thumbs.db").write_bytes(b"junk")
@@ -193,7 +197,7 @@ def test_folder_with_its_own_validation(tmp_path: Path, capsys: pytest.CaptureFi
     assert convert("folder", "--train", tmp_path / "none", "--out", tmp_path / "other") == 2
     assert "the train split has no image: expected files such as CLASS/name.jpg" in capsys.readouterr().err
     assert convert("folder", "--out", tmp_path / "other") == 2
-    assert "--train" in capsys.readouterr().err
+    assert "nothing to convert: give --train DIR, --validation DIR, or both" in capsys.readouterr().err
 
 
 def test_shrunken_and_raw_together(tmp_path: Path) -> None:

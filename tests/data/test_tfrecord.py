@@ -92,13 +92,13 @@ def test_a_payload_that_is_no_example() -> None:
     payload = b"\xff" * 40
     content = memoryview(joined(frame_record([payload])))
     (span,) = walk_records(content, "FILE", check_payload=True)
-    with pytest.raises(TFRecordError, match="FILE: at byte 0: the record's data is not a tf.train.Example"):
+    with pytest.raises(TFRecordError, match=r"FILE: at byte 0: the record's data is not a tf.train.Example"):
         parse_example(content, span, "FILE")
 
 
 def test_a_field_that_claims_more_than_the_record_has() -> None:
     payload = b"\x0a" + b"\xff\xff\xff\xff\x0f" + b"abc"  # a field of 4 GB
-    with pytest.raises(TFRecordError, match="not a tf.train.Example"):
+    with pytest.raises(TFRecordError, match=r"not a tf.train.Example"):
         parse_example(memoryview(payload), RecordSpan(0, len(payload)), "FILE")
 
 

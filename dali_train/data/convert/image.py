@@ -131,7 +131,8 @@ def reencode(content: bytes, recipe: Recipe, budget: MemoryBudget) -> StoredImag
             with Image.open(io.BytesIO(content), formats=_PIL_FORMATS) as image:
                 _check_size(image.width, image.height)
                 resized = _target_size(image.width, image.height, recipe) is not None
-                kind = "resized" if resized else f"{image.mode} {image.format}"
+                # Bare pixels are decoded whatever they were: there is nothing to tell.
+                kind = None if recipe.format == "raw" else "resized" if resized else f"{image.mode} {image.format}"
                 orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
                 was_jpeg = image.format in ("JPEG", "MPO")
                 # PIL takes 4 bytes a pixel, and again for a converted or smaller copy.

@@ -29,6 +29,8 @@ def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -
     Raises:
         SourceError: an archive that is not ImageNet's, or does not fit the development kit.
     """
+    if train is None and validation is None:
+        raise SourceError("nothing to convert: give --train-archive FILE, --validation-archive FILE, or both")
     if validation is not None and devkit is None:
         raise SourceError("--validation-archive needs --devkit ILSVRC2012_devkit_t12.tar.gz, which holds its labels")
     kit = _read_devkit(devkit) if devkit is not None else None

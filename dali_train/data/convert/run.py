@@ -25,9 +25,9 @@ from dali_train.data.convert.image import MemoryBudget, Recipe
 from dali_train.data.convert.plan import Layout, default_num_shards, layout_without, shuffled_layout
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, sync_directory
 from dali_train.data.convert.sources import Source
-from dali_train.data.convert.workers import write_shards
+from dali_train.data.convert.workers import return_large_blocks, write_shards
 from dali_train.data.index import write_index
-from dali_train.data.manifest import Manifest, SplitName, write_atomically
+from dali_train.data.manifest import SPLITS, Manifest, SplitName, write_atomically
 from dali_train.data.verify import verify
 from dali_train.progress import Progress
 
@@ -105,6 +105,7 @@ def convert(conversion: Conversion) -> bool:
     if (out / "dataset.json").exists() and not state.exists():
         _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
         return False
+    return_large_blocks()
     with _locked(state), _clear_when_full(out):
         _claim(conversion, state)
         done = {split: _convert_split(conversion, split, state) for split in conversion.sources}
@@ -268,8 +269,15 @@ def _claim(conversion: Conversion, state: Path) -> None:
                 "use an empty directory for --out"
             )
         write_atomically(options, (json.dumps(conversion.identity(), indent=1) + "\n").encode())
-    for directory in (out, state, *(out / split for split in conversion.sources)):
-        for partial in directory.glob(".*.partial"):
+    # Not those of downloads, which go on where they were.
+    for pattern in (
+        ".*.partial",
+        ".conversion/.*.partial",
+        "index/.*.partial",
+        "idx_files/*/.*.partial",
+        *(f"{s}/.*.partial" for s in SPLITS),
+    ):
+        for partial in out.glob(pattern):
             partial.unlink()
 
 

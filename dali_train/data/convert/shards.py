@@ -23,12 +23,16 @@ from dali_train.data.convert.image import (
 )
 from dali_train.data.convert.sources import Source
 from dali_train.data.index import INDEX_DTYPE, IndexedShard
-from dali_train.data.manifest import Shard
+from dali_train.data.manifest import Encoding, Shard
 from dali_train.data.tfrecord import Buffer, encode_example, frame_record
 from dali_train.progress import Progress
 
 LABEL_BASE = 1  # as in the field's ImageNet records
 _BATCH_PIXELS = 8_000_000  # decoded together at most, but for a larger single image
+
+
+# Images of a source and what becomes of them; each record has 5 pieces, and the system writes up to 1,024 at once.
+Batch = list[tuple[int, StoredImage | BadImageError]]
 
 
 class StoppedError(Exception):
@@ -120,28 +124,32 @@ class ShardWriter:
         """
         rows, offsets, written, bad = [], [0], [], []
         counts: Counter[str] = Counter()
+        encoding: Encoding = "image"
         crc = offset = 0
         with partial_path(path).open("wb", buffering=0) as file:
-            for image, stored in self._stored(images):
-                if isinstance(stored, BadImageError):
-                    name, position = self._source.locate(image)
-                    bad.append(BadImage(image=image, file=name, position=position, reason=str(stored)))
-                    self._progress.update(1)
-                    continue
-                record = frame_record(encode_example(stored.content, self._features(image, stored)))
-                _write_all(file.fileno(), record)
-                for piece in record:
+            for batch in self._batches(images):
+                pieces: list[Buffer] = []
+                for image, stored in batch:
+                    if isinstance(stored, BadImageError):
+                        name, position = self._source.locate(image)
+                        bad.append(BadImage(image=image, file=name, position=position, reason=str(stored)))
+                        continue
+                    record = frame_record(encode_example(stored.content, self._features(image, stored)))
+                    start = offset + len(record[0]) + len(record[1])
+                    rows.append((start, len(stored.content), 0, self._source.labels[image], stored.height, stored.width))
+                    offset += sum(map(len, record))
+                    offsets.append(offset)
+                    written.append(image)
+                    encoding = "raw" if stored.is_raw else "image"  # the same for all images of a source
+                    if stored.reencoded is not None:
+                        counts[f"re-encoded: {stored.reencoded}"] += 1
+                    if stored.rotated:
+                        counts["EXIF orientation not upright"] += 1
+                    pieces += record
+                for piece in pieces:
                     crc = crc32c(piece, crc)
-                start = offset + len(record[0]) + len(record[1])
-                rows.append((start, len(stored.content), 0, self._source.labels[image], stored.height, stored.width))
-                offset += sum(map(len, record))
-                offsets.append(offset)
-                written.append(image)
-                self._progress.update(1, num_bytes=len(stored.content))
-                if stored.reencoded is not None:
-                    counts[f"re-encoded: {stored.reencoded}"] += 1
-                if stored.rotated:
-                    counts["EXIF orientation not upright"] += 1
+                _write_all(file.fileno(), pieces)
+                self._progress.update(len(batch), num_bytes=sum(map(len, pieces)))
         table = np.array(rows, dtype=INDEX_DTYPE)
         indexed = IndexedShard(
             shard=Shard(name=path.name, num_records=len(rows), num_bytes=offset, crc32c=f"{crc:08x}"),
@@ -149,7 +157,7 @@ class ShardWriter:
             labels=table["label"].astype(np.int64) + LABEL_BASE,
             synsets={},
             record_offsets=np.array(offsets, dtype=np.uint64),
-            encoding="raw" if self._recipe.format == "raw" else "image",
+            encoding=encoding,
         )
         return WrittenShard(indexed=indexed, images=np.array(written, dtype=np.uint32), bad=tuple(bad), counts=counts)
 
@@ -164,9 +172,9 @@ class ShardWriter:
             "image/width": stored.width,
         }
 
-    def _stored(self, images: NDArray[np.uint32]) -> Iterator[tuple[int, StoredImage | BadImageError]]:
-        """Each image as it is to be stored, in order; those that stay as they are are decoded in batches."""
-        batch: list[tuple[int, StoredImage | BadImageError]] = []
+    def _batches(self, images: NDArray[np.uint32]) -> Iterator[Batch]:
+        """The images as they are to be stored, in order. A batch is decoded and written as one."""
+        batch: Batch = []
         pixels = 0
         for image in images.tolist():
             if self._stop.is_set():
@@ -177,22 +185,21 @@ class ShardWriter:
                 stored = error
             size = stored.height * stored.width if isinstance(stored, StoredImage) else 0
             if len(batch) == DecodeChecker.BATCH or pixels + size > _BATCH_PIXELS:
-                yield from self._checked(batch, pixels)
+                yield self._checked(batch, pixels)
                 batch, pixels = [], 0
             batch.append((image, stored))
             pixels += size
-        yield from self._checked(batch, pixels)
+        yield self._checked(batch, pixels)
 
-    def _checked(
-        self, batch: list[tuple[int, StoredImage | BadImageError]], pixels: int
-    ) -> list[tuple[int, StoredImage | BadImageError]]:
+    def _checked(self, batch: Batch, pixels: int) -> Batch:
+        """`batch`, of `pixels` in all, without those that do not decode."""
         unchecked = [n for n, (_, stored) in enumerate(batch) if isinstance(stored, StoredImage) and stored.unchecked]
         if not unchecked or not self._recipe.decode_check:
             return batch
         if self._checker is None:
             self._checker = DecodeChecker()
         contents = [stored.content for _, stored in (batch[n] for n in unchecked) if isinstance(stored, StoredImage)]
-        with self._budget.held(pixels):
+        with self._budget.held(3 * pixels):  # one byte a pixel comes out, the decoder's own buffers come on top
             failures = self._checker.failures(contents)
         for failure in failures:
             number = unchecked[failure]
@@ -220,7 +227,7 @@ def publish(path: Path) -> None:
 
 
 def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
-    """One system call a record, and no copy of the image."""
+    """One system call for all, and no copy of an image."""
     missing = sum(map(len, pieces)) - os.writev(descriptor, pieces)
     if missing:  # cut short, by a disk that becomes full or a signal
         rest = memoryview(b"".join(pieces))[-missing:]

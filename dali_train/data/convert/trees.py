@@ -28,6 +28,8 @@ def folders(
         SourceError: no class folders, a class that only `validation` has, or a class too small to be divided.
     """
     paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
+    if train is None and validation is None:
+        raise SourceError("nothing to convert: give --train DIR, --validation DIR, or both")
     listed = {split: _list_images(open_container(path), _top_folder) for split, path in paths.items() if path is not None}
     sources, names = _with_common_labels(listed)
     if validation_fraction is None:

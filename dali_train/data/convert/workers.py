@@ -4,9 +4,11 @@ Threads, not processes: decoding, checksums, reading and writing all release the
 memory of its own. What remains under the interpreter's lock is about 60 us an image.
 """
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -15,8 +17,19 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.shards import ShardWriter, StoppedError, WrittenShard, publish
 
+_M_MMAP_THRESHOLD = -3  # from malloc.h
 _FLUSHERS = 4
 _MOST_UNFLUSHED = 8  # shards, besides the one that each worker writes
+
+
+def return_large_blocks() -> None:
+    """Have the C library give every block of over 1 MB back to the system when it is freed.
+
+    By itself glibc learns to keep blocks of up to 32 MB, for each thread apart: 32 threads that shrank photographs of 48
+    megapixels held 3.1 GB of free memory.
+    """
+    with suppress(AttributeError):  # another C library, without that habit
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def write_shards(

@@ -1,0 +1,172 @@
+"""Every kind of damage to a dataset is found, named, and gives a status other than 0."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dali_train.data.index import INDEX_DTYPE
+from dali_train.data.manifest import Manifest
+from tests.data.files import small_photograph, tool, write_folder
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("verify")
+    folder = write_folder(root / "images", {"ant": 12, "bee": 12, "cat": 12})
+    arguments = [
+        "folder",
+        "--train",
+        str(folder),
+        "--validation-fraction",
+        "0.25",
+        "--out",
+        str(root / "out"),
+        "--train-shards",
+        "3",
+    ]
+    assert tool("make_tfrecords").main(arguments) == 0
+    return root / "out"
+
+
+@pytest.fixture
+def dataset(sound: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sound, tmp_path / "dataset")  # with the times of the files
+
+
+@pytest.fixture
+def check(dataset: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = tool("verify_dataset").main([str(dataset), *options])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def shard(dataset: Path, number: int = 1) -> Path:
+    return dataset / "train" / f"train-{number:05d}-of-00003"
+
+
+def damage(path: Path, offset: int) -> None:
+    """Flip a bit, and keep the time: as a disk does it."""
+    stat = path.stat()
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def change_index(dataset: Path, column: str, row: int, value: int) -> None:
+    path = dataset / "index" / "train.npy"
+    rows = np.load(path)
+    rows[column][row] = value
+    np.save(path, rows)
+
+
+def test_a_sound_dataset(check: Callable[..., tuple[int, str]]) -> None:
+    status, told = check()
+    assert status == 0
+    assert told == ("train: 27 images in 3 classes, 9 to 9 a class\nvalidation: 9 images in 3 classes, 3 to 3 a class\n")
+    assert check("--sample", "5")[0] == 0
+
+
+def test_a_flipped_bit_anywhere_in_a_shard(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    size = shard(dataset).stat().st_size
+    for offset in (0, 9, 30, size // 2, size - 2):
+        damage(shard(dataset), offset)
+        status, told = check()
+        assert status == 1
+        assert f"fault: {shard(dataset)}: at byte" in told and "CRC mismatch" in told
+        damage(shard(dataset), offset)
+    assert check()[0] == 0
+
+
+def test_a_sample_finds_what_it_hits(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    damage(shard(dataset), 500)
+    status, told = check("--sample", "1000")
+    assert status == 1 and "CRC mismatch" in told
+
+
+def test_a_shard_swapped_for_another_sound_one(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    manifest = Manifest.read(dataset)
+    sizes = {s.name: s.num_bytes for s in manifest.splits["train"].shards}
+    content = shard(dataset, 0).read_bytes()
+    stat = shard(dataset, 1).stat()
+    shard(dataset, 1).write_bytes(content)
+    os.utime(shard(dataset, 1), ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    status, told = check()
+    assert status == 1
+    if len(content) != sizes["train-00001-of-00003"]:
+        assert f"has {len(content)} bytes, dataset.json says {sizes['train-00001-of-00003']}" in told
+
+
+@pytest.mark.parametrize("column", ["offset", "size", "label", "height", "width"])
+def test_a_wrong_number_in_the_index(dataset: Path, check: Callable[..., tuple[int, str]], column: str) -> None:
+    rows = np.load(dataset / "index" / "train.npy")
+    right = int(rows[column][12])
+    wrong = (right + 1) % 3 if column == "label" else right + 1
+    change_index(dataset, column, 12, wrong)
+    status, told = check()
+    assert status == 1
+    assert f"fault: {shard(dataset)}: record 3 has {column} {right}, the index says {wrong}" in told
+    assert f"has {column} {right}, the index says {wrong}" in check("--sample", "27")[1]
+
+
+def test_labels_out_of_range(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    change_index(dataset, "label", 0, 77)
+    assert "train: the index has labels 0 to 77, there are 3 classes from 0" in check()[1]
+
+
+def test_missing_truncated_and_strange_files(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    shard(dataset, 0).unlink()
+    os.truncate(shard(dataset, 1), 1000)
+    damage(shard(dataset, 2), 200)
+    status, told = check()
+    assert status == 1
+    assert f"{shard(dataset, 0)}: is missing" in told
+    assert f"{shard(dataset, 1)}: has 1000 bytes, dataset.json says" in told
+    assert f"{shard(dataset, 2)}: at byte 0: CRC mismatch" in told
+
+
+def test_strangers_and_text_indexes(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    (dataset / "train" / "train-00003-of-00004").write_bytes(b"")
+    text_index = dataset / "idx_files" / "train" / "train-00000-of-00003.idx"
+    text_index.write_text(text_index.read_text().replace("0 ", "1 ", 1))
+    (dataset / "idx_files" / "train" / "train-00001-of-00003.idx").unlink()
+    status, told = check()
+    assert status == 1
+    assert "1 files that dataset.json does not name: train-00003-of-00004" in told
+    assert told.count(".idx: is missing or does not fit its shard") == 2
+    assert "is missing or does not fit its shard" in check("--sample", "27")[1]
+
+
+def test_an_index_of_other_rows(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    np.save(dataset / "index" / "train.npy", np.zeros(5, INDEX_DTYPE))
+    assert "has 5 rows, dataset.json says 27" in check()[1]
+    (dataset / "index" / "train.npy").unlink()
+    assert "cannot be read" in check()[1]
+
+
+def test_no_dataset_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool("verify_dataset").main([str(tmp_path)]) == 2
+    assert "dataset.json is missing: run `python tools/make_index.py" in capsys.readouterr().err
+
+
+def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = write_folder(tmp_path / "train", {"ant": 5, "bee": 5, "unused": 1})
+    (train / "ant" / "twin.jpg").write_bytes(small_photograph(0))
+    (train / "bee" / "wrong.jpg").write_bytes(small_photograph(1))
+    validation = write_folder(tmp_path / "validation", {"ant": 1, "bee": 2}, first_seed=50)
+    (validation / "ant" / "leak.jpg").write_bytes(small_photograph(2))
+    arguments = ["folder", "--train", str(train), "--validation", str(validation), "--out", str(tmp_path / "out")]
+    assert tool("make_tfrecords").main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "note: 3 images have the same bytes as another one" in told
+    assert "note: 1 duplicates under two labels: train image" in told and "(bee)" in told
+    assert "note: 1 duplicates in two splits: train image" in told
+    assert "note: validation: 1 classes without an image: unused" in told
+    assert tool("verify_dataset").main([str(tmp_path / "out")]) == 0
