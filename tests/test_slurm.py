@@ -103,7 +103,7 @@ class Job:
         self.number = cluster.run(*words, environment=ENVIRONMENT).split()[-1]
 
     def until(self, what: str, happened: Callable[[], bool]) -> None:
-        end = time.monotonic() + 90
+        end = time.monotonic() + 240  # on a busy machine a start takes a minute
         while not happened():
             if time.monotonic() > end:
                 queue = self._cluster.run("squeue", check=False) + self._cluster.run(
