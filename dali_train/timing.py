@@ -67,6 +67,7 @@ class PhaseClock:
         def all_gradients_are_there(_: torch.Tensor) -> None:
             if self._exchange_follows:
                 self._exchange_follows = False
+                self.phase, self.phase_start = "exchange", time.monotonic()
                 self._add_border("exchange")
 
         if parameter is not None:
