@@ -26,12 +26,12 @@ from dali_train.checkpoint_files import (
     CheckpointError,
     Reader,
     Writer,
-    flush_directory,
     read_manifest,
     sha256,
     write_manifest,
 )
 from dali_train.config import ConfigError
+from dali_train.data.manifest import sync_directory
 
 Tensors = dict[str, torch.Tensor]
 
@@ -159,7 +159,7 @@ class CheckpointWriter:
             if self._rank == 0:
                 write_manifest(partial, manifest, {name: digest for part in digests for name, digest in part.items()})
                 partial.rename(final)
-                flush_directory(self._directory)
+                sync_directory(self._directory)
                 self._retire()
         except BaseException as error:  # raised in the main thread, by wait()
             self._error = error

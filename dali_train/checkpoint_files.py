@@ -7,7 +7,6 @@ that knows the few classes in it and nothing else.
 
 import hashlib
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dali_train.data.manifest import write_atomically
+from dali_train.data.manifest import sync_directory, write_atomically
 from dali_train.status import RunError
 
 METADATA, MANIFEST, MANIFEST_DIGEST = ".metadata", "manifest.json", "manifest.json.sha256"
@@ -107,20 +106,12 @@ def write_manifest(path: Path, manifest: dict[str, Any], digests: dict[str, str]
     content = (json.dumps({**manifest, "files": files}, indent=1) + "\n").encode()
     write_atomically(path / MANIFEST, content)
     write_atomically(path / MANIFEST_DIGEST, _digest_line(content))
-    flush_directory(path)
+    sync_directory(path)
 
 
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest_line(manifest: bytes) -> bytes:

@@ -12,11 +12,11 @@ GRAD_NORM_FACTOR = 10.0
 """A gradient norm over so many times the median of the last HISTORY ones is a jump."""
 HISTORY = 20
 SKIPPED_SHARE = 0.05
-"""FP16's scaler skips one step in thousands while all is well (it doubles its scale every 2,000 steps)."""
+"""While all is well FP16's scaler skips about one step each time it doubles its scale, every 2,000 steps by default."""
 SEARCH_STEPS = 50
 """At the start of a process the scaler looks for its scale, from 65,536 down, and skips a step for each halving."""
 TRUST_RATIO_MAX = 100.0
-"""LAMB's authors cut the weight norm off at 10 in their own code; a ratio far beyond tells of a layer without gradient."""
+"""Our judgement: a ratio far beyond those of healthy layers tells of a layer next to no gradient reaches."""
 
 
 class Health(Hook):

@@ -28,7 +28,7 @@ class Download:
     sha256: Mapping[str, str]  # file name -> checksum of its content
 
 
-# Checksums as in TensorFlow Datasets' url_checksums for the same files.
+# SHA-256 sums of the official files as several public repositories quote them.
 DOWNLOADS = {
     "cifar10": Download(
         address="https://www.cs.toronto.edu/~kriz/",

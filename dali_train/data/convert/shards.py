@@ -233,12 +233,3 @@ def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
         rest = memoryview(b"".join(pieces))[-missing:]
         while rest:
             rest = rest[os.write(descriptor, rest) :]
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the renames in `directory` survive a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
