@@ -77,6 +77,9 @@ class Console(Hook):
     def _finish_epoch(self) -> None:
         if self._finished_epoch is None:
             return
+        if not self._epoch_loss.count and self._result is None:  # logging is rarer than epochs: nothing to tell
+            self._finished_epoch = None
+            return
         parts = [f"epoch {self._finished_epoch}:"]
         if self._epoch_loss.count:
             parts.append(f"train loss {self._epoch_loss.read():.4f} ")
