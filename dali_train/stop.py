@@ -21,6 +21,7 @@ class StopReason(IntEnum):
     TERM = 2
     MAX_SECONDS = 3
     JOB_END = 4
+    INTERRUPT = 5
 
     def describe(self) -> str:
         return {
@@ -28,6 +29,7 @@ class StopReason(IntEnum):
             StopReason.TERM: STOPPED_BY_TERM,
             StopReason.MAX_SECONDS: "run.max_seconds is over",
             StopReason.JOB_END: "the job's time limit is near",
+            StopReason.INTERRUPT: "Ctrl-C",
         }[self]
 
 
@@ -45,9 +47,15 @@ class StopRequests:
         # Idempotent, in any order, as often as they come: Slurm sends TERM twice before a time limit's KILL.
         signal.signal(signal.SIGUSR1, self._note)
         signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGINT, self._interrupt)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = StopReason.USR1 if number == signal.SIGUSR1 else StopReason.TERM
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._signal = StopReason.INTERRUPT
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")  # print may be in use right now
 
     def ignore_further(self) -> None:
         """The run is saved. Python takes its handlers down before the process ends, and a late signal would change its status."""

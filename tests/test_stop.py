@@ -40,6 +40,7 @@ def same_weights(a: Path, b: Path) -> bool:
     ("rank", "signals", "reason"),
     [
         (0, [signal.SIGUSR1], "signal USR1"),
+        (0, [signal.SIGINT], "Ctrl-C"),
         (2, [signal.SIGTERM], "signal TERM"),
         (1, [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], "signal TERM"),
     ],
