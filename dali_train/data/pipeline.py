@@ -230,18 +230,13 @@ def _run(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> list[t
     return [images, *others]
 
 
-@pipeline_def
-def _probe_graph(encoded: NDArray[np.uint8]) -> Any:
-    return fn.decoders.image(types.Constant(encoded, device="cpu"), output_type=types.RGB, adjust_orientation=False)
-
-
 def _find_undecodable(split: Split, images: NDArray[np.int64], error: RuntimeError) -> Exception:
     """DALI names only a position in a batch that has already run ahead: try the images one by one."""
+    if split.manifest.encoding == "raw":  # nothing was decoded
+        return error
     for image in images:
-        probe = _probe_graph(np.array(split.encoded(image)), batch_size=1, num_threads=1, device_id=None)
         try:
-            probe.build()
-            probe.run()
+            decode(split.encoded(image), device_id=None)
         except RuntimeError as fault:
             reason = str(fault).strip().splitlines()[-1]
             return DatasetError(
@@ -252,7 +247,7 @@ def _find_undecodable(split: Split, images: NDArray[np.int64], error: RuntimeErr
 
 
 def decode(encoded: NDArray[np.uint8], device_id: int | None) -> NDArray[np.uint8]:
-    """The pixels of one image, (h, w, 3), decoded on the CPU (None) or a GPU: to see whether that works at all."""
+    """The pixels of one image, (h, w, 3), decoded alone on the CPU (None) or a GPU: to see whether that works at all."""
     pipe = _decoding_graph(encoded, batch_size=1, num_threads=1, device_id=device_id)
     pipe.build()
     (images,) = pipe.run()

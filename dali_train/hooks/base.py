@@ -97,14 +97,14 @@ class Hook:
     """Override what you need: a moment that is not overridden costs nothing. Every rank calls its own hooks; records
     hold what that rank knows. In a config file::
 
-        class WeightNorm(Hook):
+        class ModelNorm(Hook):
             def start(self, record):
                 self.model = record.model
 
             def measure(self):
-                return {"weight_norm": sum(p.norm() ** 2 for p in self.model.parameters()).sqrt().item()}
+                return {"model_norm": sum(p.norm() ** 2 for p in self.model.parameters()).sqrt().item()}
 
-        config = Config(..., hooks=HooksConfig(user=(WeightNorm,)))
+        config = Config(..., hooks=HooksConfig(user=(ModelNorm,)))
 
     A hook that raises is reported and does not end the run, unless it is `required`.
     """
