@@ -65,22 +65,27 @@ class CpuTransform:
             mixing: (partners, lambdas), each (n,): image i becomes lambda * i + (1 - lambda) * partner.
         """
         batch = self._batches.take()
-        mirrored = flips.tolist()
         if mixing is None:
+            mirrored = flips.tolist()
             self._each(len(crops), lambda i: self._normalise(batch[i], self._resize(crops[i], mirrored[i])))
         else:
             partners, lambdas = (array.tolist() for array in mixing)
-            resized: list[torch.Tensor] = [self._scale] * len(crops)
-
-            def resize(i: int) -> None:
-                resized[i] = self._resize(crops[i], mirrored[i])
-
-            self._each(len(crops), resize)
+            resized = self.resize(crops, flips)
             self._each(len(crops), lambda i: self._normalise(batch[i], resized[i], lambdas[i], resized[partners[i]]))
         return batch if self._nchw else batch.permute(0, 3, 1, 2)
 
+    def resize(self, crops: Sequence[NDArray[np.uint8]], flips: NDArray[np.int32]) -> list[torch.Tensor]:
+        """Each crop as the square that is trained on, one row of pixels a row: (side, 3 * side) uint8."""
+        mirrored = flips.tolist()
+        resized: dict[int, torch.Tensor] = {}
+
+        def work(i: int) -> None:
+            resized[i] = self._resize(crops[i], mirrored[i])
+
+        self._each(len(crops), work)
+        return [resized[i] for i in range(len(crops))]
+
     def _resize(self, crop: NDArray[np.uint8], mirrored: int) -> torch.Tensor:
-        """(side, 3 * side) uint8."""
         image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # in this order torch sees that it is channels-last
         image = F.interpolate(image, (self._side, self._side), mode="bilinear", antialias=self._antialias)
         if mirrored:
@@ -97,6 +102,7 @@ class CpuTransform:
             out.copy_(pixels.permute(2, 0, 1) if self._nchw else pixels)
 
     def _each(self, count: int, work: Callable[[int], None]) -> None:
+        """``work(i)`` for i from 0 to `count` - 1, spread over the threads."""
         numbers = iter(range(count))  # shared: whichever thread is free takes the next
 
         def worker() -> None:
