@@ -291,11 +291,14 @@ def _meet(launch: Launch) -> tuple[dist.Store, int]:
         time.sleep(0.2)
 
 
-def host_group(launch: Launch, config: Config) -> dist.ProcessGroup | None:
-    """A new group of all ranks for talk between hosts, beside what devices exchange; None for a single process."""
+def host_group(launch: Launch, config: Config, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """A new group of all ranks for talk between hosts, beside what devices exchange; None for a single process.
+
+    Its collectives give up after `timeout`, by default when the watchdog would have ended this rank.
+    """
     if launch.world_size == 1:
         return None
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG)
+    group = dist.new_group(backend="gloo", timeout=timeout or timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG)
     assert isinstance(group, dist.ProcessGroup)  # a rank that is not in the group would get a number
     return group
 

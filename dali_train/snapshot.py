@@ -23,7 +23,10 @@ from dali_train.precision import Precision
 # A setting that is not listed belongs to the recipe.
 _FREE_SECTIONS = {"hooks", "parallel"}
 _FREE = {
-    "data": {"root", "device", "num_threads", "prefetch", "hw_decoder_load", "eval_resize", "eval_resize_to", "eval_size"},
+    "data": {
+        "root", "device", "num_threads", "prefetch", "hw_decoder_load", "read_ahead_mb", "local_copy",
+        "eval_resize", "eval_resize_to", "eval_size",
+    },
     "model": {"channels_last", "compile"},
     "run": {
         "dir", "max_steps", "max_seconds", "eval_every_epochs", "checkpoint_every_steps", "keep_checkpoints",
@@ -70,6 +73,8 @@ def recipe(config: Config, split: Split) -> dict[str, Any]:
         for name, value in values.items()
         if name not in _FREE.get(section, set())
     }
+    if config.data.shuffle != "block":  # then they decide nothing, and older checkpoints know nothing of them
+        del fields["data.block_images"], fields["data.window_blocks"]
     # Sizes and labels in the order of the index: what crops, targets and sample order follow from. Where the shards lie
     # and how they are cut does not matter.
     columns = hashlib.sha256()

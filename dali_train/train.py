@@ -23,6 +23,7 @@ from dali_train.checkpoint import CheckpointWriter
 from dali_train.config import Config
 from dali_train.data.index import Split, write_atomically
 from dali_train.data.loader import Batch, Loader, make_loader
+from dali_train.data.local_copy import find_dataset
 from dali_train.data.micro_batch import MicroBatch
 from dali_train.evaluate import Evaluator
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
@@ -122,7 +123,8 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     directory = Path(config.run.dir)
 
     # ---------------------------------------------------------------- data, and the run measured in steps
-    split = Split(config.data.root, "train")
+    dataset = find_dataset(config, launch)
+    split = Split(dataset.path, "train")
     images = len(split)
     accumulation = config.batch.accumulation(launch.world_size)
     schedule_steps = config.steps(config.run.epochs, images)
@@ -130,7 +132,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     evaluator = None
     if "validation" in split.manifest.splits:
         evaluator = Evaluator(
-            Split(config.data.root, "validation"), config, device,
+            Split(dataset.path, "validation"), config, device,
             dp_rank=launch.rank, dp_size=launch.world_size, num_threads=num_threads, num_shown=config.hooks.predictions,
         )  # fmt: skip
 
@@ -200,7 +202,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     best_top1 = saver.prepare(start_step)
     stop = StopAgreement(stop_requests, group)
     stopping = StopReason.NONE
-    watchdog = Watchdog(launch, clock, directory, config.data.root, config.parallel.timeout_s)
+    watchdog = Watchdog(launch, clock, directory, str(dataset.path), config.parallel.timeout_s)
     try:
         for index in range(start_step, total_steps):
             stop.ask()

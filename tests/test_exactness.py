@@ -3,10 +3,15 @@
 import json
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from dali_train.config import load_config
+from dali_train.data.index import Split
+from dali_train.data.micro_batch import MicroBatches
 
 from .conftest import REPOSITORY, StartTraining, Train, final_weights, launcher_command, relative_differences
 
@@ -96,3 +101,28 @@ def test_killed_run_ends_with_the_same_bits(start_training: StartTraining, train
     assert largest_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
     assert samples(tmp_path / "killed") == samples(tmp_path / "undisturbed")
     assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+
+
+def test_block_order_read_ahead_and_local_copy_keep_the_bits(start_training: StartTraining, train: Train, tmp_path: Path) -> None:
+    block = ("--data.shuffle", "block", "--data.block_images", "4", "--data.window_blocks", "2")
+    often = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2")
+    train("plain", *block, *often, "--data.read_ahead_mb", "0", ranks=2)
+    copied = (*block, *often, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
+    doomed = start_training("killed", *copied, ranks=2)
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    while not (checkpoints / "step-00000004").exists():
+        assert doomed.running(), doomed.log.read_text()
+        time.sleep(0.001)
+    doomed.kill()
+    assert not (checkpoints / "step-00000019").exists(), "the kill came too late to test anything"
+    output = train("killed", *copied, ranks=2)
+    assert "going on from step" in output and output.count("copying") == 1
+    assert largest_difference(tmp_path / "plain", tmp_path / "killed") == 0
+    assert samples(tmp_path / "killed") == samples(tmp_path / "plain")
+    # One process alone, asked for the same steps, names the same images: in each epoch every one once.
+    config = load_config(tmp_path / "tiny-config.py")
+    config = replace(config, data=replace(config.data, shuffle="block", block_images=4, window_blocks=2))
+    micro_batches = MicroBatches(Split(config.data.root, "train").rows, config)
+    assert samples(tmp_path / "plain") == {(s, k): micro_batches(s, k).images.tolist() for s in range(19) for k in range(8)}
+    stream = [image for s in range(19) for k in range(8) for image in micro_batches(s, k).images.tolist()]
+    assert all(sorted(stream[epoch * 50 : (epoch + 1) * 50]) == list(range(50)) for epoch in range(12))

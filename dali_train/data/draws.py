@@ -24,6 +24,8 @@ class Purpose(IntEnum):
     MIXUP = 3
     DROPOUT = 4
     INITIALISATION = 5
+    BLOCKS = 6
+    WINDOW = 7
 
 
 def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:

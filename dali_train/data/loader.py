@@ -16,6 +16,7 @@ from dali_train.data.index import Split
 from dali_train.data.micro_batch import MicroBatch, MicroBatches
 from dali_train.data.pipeline import training_pipeline
 from dali_train.data.pixels import PixelFormat
+from dali_train.data.read_ahead import ReadAhead
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,17 @@ def make_loader(
 def coordinates_micro_batches(split: Split, config: Config, *, start_step: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
     """The micro-batches of one data-parallel coordinate, across steps without end."""
     micro_batches = MicroBatches(split.rows, config)
-    return (micro_batches(step, k) for step, k in coordinates_places(micro_batches.num_per_step, start_step, dp_rank, dp_size))
+
+    def places() -> Iterator[tuple[int, int]]:
+        return coordinates_places(micro_batches.num_per_step, start_step, dp_rank, dp_size)
+
+    chosen = (micro_batches(step, k) for step, k in places())
+    if config.data.reader == "synthetic" or config.data.read_ahead_mb == 0:
+        return chosen
+    num_bytes = sum(shard.num_bytes for shard in split.manifest.splits[split.name].shards)
+    # More than an epoch ahead there is nothing that has not been read.
+    images = min(config.data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // dp_size)
+    return ReadAhead(split, micro_batches, chosen, places(), num_ahead=max(1, images // config.batch.micro_batch))
 
 
 def coordinates_places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
