@@ -1,10 +1,15 @@
 """The block order: what it must keep of a random order, and what it must give to a disk."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from dali_train.data.block_order import BlockOrder, Blocks
 from dali_train.data.order import SampleOrder
+
+from .conftest import REPOSITORY
 
 # Some divide evenly, most do not: a ragged last block, a ragged last window, steps that straddle epochs, lanes shorter than a
 # window, a window larger than the dataset.
@@ -83,3 +88,18 @@ def test_blocks_are_cut_elsewhere_each_epoch() -> None:
     case = Blocks(num_images=160, block_images=16, window_blocks=1, global_batch=4, micro_batch=4)
     firsts = {int(BlockOrder(case, seed=0, epoch=epoch).images_in(0)[0]) % 16 for epoch in range(50)}
     assert len(firsts) > 10
+
+
+def test_comparison_of_orders() -> None:
+    """tools/compare_orders.py: images in a block lie together, one host reads each, and shuffled storage mixes as well as full."""
+    sizes = ["--images", "20000", "--classes", "10", "--global-batch", "512", "--micro-batch", "64", "--ranks", "4"]
+    words = [sys.executable, "tools/compare_orders.py", *sizes, "--block-images", "16", "--window-blocks", "4"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = {line[:26].strip(): [float(word) for word in line[26:].split()] for line in done.stdout.splitlines()[3:]}
+    full, block, none = rows["full"], rows["block, 4 of 16 images"], rows["none"]
+    images_a_read, reads_an_image, by_class, shuffled, neighbours = range(4, 9)
+    assert full[images_a_read] < 1.1 and 15 < block[images_a_read] < 18 and none[images_a_read] >= 64
+    assert full[reads_an_image] == none[reads_an_image] == 1 and block[reads_an_image] < 1.1
+    assert 1 < block[by_class] < none[by_class] / 5 and 0.8 < block[shuffled] < 1.2
+    assert 0.98 < full[neighbours] < 1.02 and 0.5 < block[neighbours] < 0.95

@@ -31,7 +31,6 @@ logger = logging.getLogger("dali_train")
 NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
 REQUEST_BYTES = 1 << 20
 GAP_BYTES = 1 << 16  # what lies between two images, framing and other features, is read with them up to here
-_REMEMBERED_WINDOWS = 4096
 
 
 class ReadAhead(Iterator[MicroBatch]):
@@ -140,7 +139,7 @@ class _Plan:
         for window in windows:
             self._windows[window] = None
             self._windows.move_to_end(window)
-        while len(self._windows) > _REMEMBERED_WINDOWS:
+        while len(self._windows) > 4 * self._micro_batches.num_per_step:  # each micro-batch of a step is in one or two
             self._windows.popitem(last=False)
         return np.concatenate([np.empty(0, dtype=np.int64), *(order.images_in(*window) for window in new)])
 

@@ -2,8 +2,11 @@
 
 import gc
 import itertools
+import json
 import logging
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from dali_train.data.index import INDEX_DTYPE, Split
 from dali_train.data.loader import coordinates_micro_batches
 from dali_train.data.read_ahead import GAP_BYTES, REQUEST_BYTES, allow_open_files, requests
 
-from ..conftest import FORK
+from ..conftest import FORK, REPOSITORY
 
 
 def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:
@@ -118,3 +121,14 @@ def test_too_few_open_files_are_told() -> None:
     process.start()
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_measuring_it(dataset: Path) -> None:
+    sizes = ["--micro-batch", "4", "--lanes", "2", "--block-images", "4", "--window-blocks", "2", "--repeat", "1", "--threads", "1"]
+    words = [sys.executable, "tools/bench_read.py", str(dataset), *sizes]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
+    assert done.returncode == 0, done.stderr
+    measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    cases = {(case["shuffle"], case["read_ahead_mb"], case["cold"]) for case in measured}
+    assert cases == set(itertools.product(("full", "block"), (0, 256), (True, False)))
+    assert all(case["images_per_second"] > 0 for case in measured)
