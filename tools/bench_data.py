@@ -168,6 +168,14 @@ def summarise(results: list[Round]) -> dict[str, float]:
 
 
 def header(options: argparse.Namespace, task: Task) -> str:
+    return (
+        f"{task.dataset.name}: {options.rounds} rounds of {options.batches} batches of {options.batch}, {options.threads} threads\n"
+        f"{describe_machine()}"
+    )
+
+
+def describe_machine() -> str:
+    """Two lines: the hardware, and the versions of what is installed."""
     packages = []
     for package in ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy"):
         try:
@@ -175,10 +183,7 @@ def header(options: argparse.Namespace, task: Task) -> str:
         except PackageNotFoundError:
             continue
     memory = psutil.virtual_memory().total / 2**30
-    return (
-        f"{task.dataset.name}: {options.rounds} rounds of {options.batches} batches of {options.batch}, {options.threads} threads\n"
-        f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}\n{', '.join(packages)}"
-    )
+    return f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}\n{', '.join(packages)}"
 
 
 def cpu_name() -> str:
