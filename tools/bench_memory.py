@@ -10,7 +10,6 @@ memory it grows as far as there is room, and the kernel takes it back when someb
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from bench_data import describe_machine, family
+from bench_report import describe_machine, family, write_lines
 from bench_peers import CONTENDERS, Task
 
 from dali_train.data.index import Split
@@ -51,7 +50,7 @@ def main() -> None:
     imported = memory_mb()
     looks = watch(task, options.epochs)
     if options.json:
-        options.json.write_text("".join(json.dumps(look) + "\n" for look in looks))
+        write_lines(options.json, looks)
     if options.plot:
         plot(options.plot, looks, imported, title)
     print_result(looks, imported)

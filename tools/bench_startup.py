@@ -11,7 +11,6 @@ up: after it files are in the page cache.
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -23,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from bench_data import describe_machine
+from bench_report import Spread, describe_machine, write_lines
 from bench_images import write_shard
 
 from dali_train.data.index import IndexedShard, index_shard, write_index
@@ -87,7 +86,7 @@ def main() -> None:
         rounds = measure(Path(work), options.rounds, options.model)
     print_table(rounds)
     if options.json:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in rounds))
+        write_lines(options.json, rounds)
     print(f"\ncommand to first optimizer step: {ratio(rounds):.2f} x importing torch, timm and DALI (goal: at most {GOAL})")
 
 
@@ -157,9 +156,9 @@ def ratio(rounds: list[dict[str, float]]) -> float:
 def print_table(rounds: list[dict[str, float]]) -> None:
     print(f"\n{'seconds':<32}{'median':>8}{'low':>8}{'high':>8}")
     for name in rounds[0]:
-        values = [seconds[name] for seconds in rounds]
+        spread = Spread.of(seconds[name] for seconds in rounds)
         indent = "  " if name in PARTS else ""
-        print(f"{indent + name:<32}{statistics.median(values):>8.2f}{min(values):>8.2f}{max(values):>8.2f}")
+        print(f"{indent + name:<32}{spread.median:>8.2f}{spread.low:>8.2f}{spread.high:>8.2f}")
 
 
 if __name__ == "__main__":
