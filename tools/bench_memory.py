@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from bench_report import describe_machine, family, write_lines
 from bench_peers import CONTENDERS, Task
+from bench_report import describe_machine, family, write_lines
 
 from dali_train.data.index import Split
 

@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from bench_report import Spread, describe_machine, write_lines
 from bench_images import write_shard
+from bench_report import Spread, describe_machine, write_lines
 
 from dali_train.data.index import IndexedShard, index_shard, write_index
 from dali_train.data.manifest import SplitName
