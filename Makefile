@@ -1,6 +1,8 @@
 # make quickstart   train a small ViT on real images, from raw files to a table of results, in a few minutes
 # make test         everything that must hold, on this machine
 # make check        format, lint, types and the rule which room may import which
+# make check-ratios whether something has become much slower, in a minute and a half: ratios, no times
+# make bench-gpu    everything that is to be measured on a GPU, into docs/measurements; see below
 #
 # Each target sets up what it needs: an environment in .venv, from PYTHON (3.11 or later).
 
@@ -8,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart test check clean
+.PHONY: quickstart test check check-ratios bench-gpu clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -22,6 +24,9 @@ check: $(VENV)/.installed
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
+
+check-ratios: $(VENV)/.installed
+	$(RUN) tools/check_ratios.py
 
 # Nearly all of the download is torch with CUDA; it runs without a GPU as well.
 $(VENV)/.installed: pyproject.toml
