@@ -39,6 +39,9 @@ class DataConfig:
     """Decoding threads of one rank. None: this rank's share of the cores that the job may use."""
     prefetch: int = 2
     """Micro-batches that are prepared ahead."""
+    hw_decoder_load: float = 0.65
+    """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later); the rest is decoded by
+    threads and the GPU's ordinary cores. The best share depends on the number of threads: tools/bench_data.py tells."""
     train_size: int = 224
     """Side of the square training images, in pixels."""
     crop_area: tuple[float, float] = (0.08, 1.0)
@@ -74,6 +77,7 @@ class DataConfig:
             f"data.eval_size {self.eval_size} does not fit into data.eval_resize_to {self.eval_resize_to}: "
             "enlarge data.eval_resize_to",
         )
+        _require(0 <= self.hw_decoder_load <= 1, f"data.hw_decoder_load is {self.hw_decoder_load}: use a share from 0 to 1")
         _require(self.prefetch >= 1, f"data.prefetch is {self.prefetch}: use at least 1")
         _require(
             self.num_threads is None or self.num_threads >= 1, f"data.num_threads is {self.num_threads}: use at least 1 or None"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,6 +200,30 @@ def cores_per_process(launch: Launch) -> int:
     # Slurm gives every task a mask of its own; torchrun's workers all have the whole node's.
     shared = launch.launcher != "srun" or cores >= (os.cpu_count() or 1)
     return max(1, cores // launch.local_world_size) if shared else cores
+
+
+def stay_near(device: torch.device) -> int:
+    """Keep this process, and the threads it will start, to the cores of its GPU's NUMA node; returns how many it has.
+
+    A launcher's own binding stands where it leaves none of them, and on hosts that do not tell.
+    """
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave the address out
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    allowed = os.sched_getaffinity(0)
+    near = allowed & near_cores(Path("/sys/bus/pci/devices") / address)
+    if near:
+        os.sched_setaffinity(0, near)
+    return len(near or allowed)
+
+
+def near_cores(pci_device: Path) -> set[int]:
+    """The numbers of the cores next to a device, from Linux's description of it in /sys; none if it has none."""
+    try:
+        spans = (pci_device / "local_cpulist").read_text().split(",")
+    except OSError:
+        return set()
+    ends = [(int(first), int(last or first)) for first, _, last in (span.strip().partition("-") for span in spans if span.strip())]
+    return {core for first, last in ends for core in range(first, last + 1)}
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dali_train.precision import Precision
 # A setting that is not listed belongs to the recipe.
 _FREE_SECTIONS = {"hooks", "parallel"}
 _FREE = {
-    "data": {"root", "device", "num_threads", "prefetch", "eval_resize", "eval_resize_to", "eval_size"},
+    "data": {"root", "device", "num_threads", "prefetch", "hw_decoder_load", "eval_resize", "eval_resize_to", "eval_size"},
     "model": {"channels_last", "compile"},
     "run": {
         "dir", "max_steps", "max_seconds", "eval_every_epochs", "checkpoint_every_steps", "keep_checkpoints",

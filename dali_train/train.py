@@ -28,7 +28,7 @@ from dali_train.evaluate import Evaluator
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.observers import Observers
 from dali_train.hooks.standard import make_hooks
-from dali_train.launch import Launch, choose_device, cores_per_process, host_group
+from dali_train.launch import Launch, choose_device, cores_per_process, host_group, stay_near
 from dali_train.metrics import TrainingMetrics
 from dali_train.mixup import first_target_correct, mixup_loss
 from dali_train.model import build_model
@@ -260,6 +260,7 @@ def configure_torch(config: Config, launch: Launch, device: torch.device) -> int
     cores = cores_per_process(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        cores = min(cores, stay_near(device))
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
     if config.run.deterministic:

@@ -14,7 +14,8 @@ import torch
 from dali_train.config import Config
 from dali_train.data.index import Split
 from dali_train.data.micro_batch import MicroBatch, MicroBatches
-from dali_train.data.pipeline import PixelFormat, TrainingPipeline
+from dali_train.data.pipeline import training_pipeline
+from dali_train.data.pixels import PixelFormat
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def pixel_format(config: Config, device: torch.device, num_threads: int) -> Pixe
         # Autocast would make float16 of it in the first layer: half the memory traffic, the same numbers.
         half=config.precision.dtype == "fp16",
         channels_last=config.model.channels_last,
+        pinned=not on_gpu and device.type == "cuda",
     )
 
 
@@ -50,7 +52,7 @@ class DaliLoader:
     def __init__(
         self, split: Split, micro_batches: Iterator[MicroBatch], config: Config, pixels: PixelFormat, device: torch.device
     ) -> None:
-        self._pipeline = TrainingPipeline(
+        self._pipeline = training_pipeline(
             split, lambda: next(micro_batches), config.data, pixels, size=config.batch.micro_batch, mix=config.mixup.alpha > 0
         )
         self._device = device
