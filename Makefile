@@ -25,6 +25,19 @@ check: $(VENV)/.installed
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
+# Also where python3 has torch, timm and DALI but no package index can be reached: then nothing is installed.
+#   make bench-gpu DATA_ARCHIVE=ILSVRC2012.tar            make bench-gpu DATA_ORIGINAL=DATASET DATA_256=DATASET
+# REPORT: where the report goes. PARTS: only these, for a sitting that is too short for all; the report grows.
+REPORT := docs/measurements
+BENCH_GPU := tools/bench_gpu.py --out $(REPORT) $(if $(DATA_ARCHIVE),--archive $(DATA_ARCHIVE)) \
+	$(if $(DATA_ORIGINAL),--original $(DATA_ORIGINAL)) $(if $(DATA_400),--stored-400 $(DATA_400)) \
+	$(if $(DATA_256),--stored-256 $(DATA_256)) $(if $(DATA_RAW),--raw-256 $(DATA_RAW)) $(if $(PARTS),--parts $(PARTS))
+
+bench-gpu:
+	@if $(PYTHON) -c 'import torch, timm, nvidia.dali, tyro, crc32c, tqdm, psutil, pytest' 2>/dev/null; \
+	then PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) $(BENCH_GPU); \
+	else $(MAKE) $(VENV)/.installed && $(RUN) $(BENCH_GPU); fi
+
 check-ratios: $(VENV)/.installed
 	$(RUN) tools/check_ratios.py
 
