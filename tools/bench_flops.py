@@ -36,7 +36,7 @@ def flops_per_image(config: Config, num_classes: int) -> float:
     Counted on the meta device with attention as two matrix products and without activation checkpointing, so that what
     a kernel computes a second time in the backward pass does not count: it is no work of the model's.
     """
-    plain = replace(config, model=replace(config.model, compile=False))
+    plain = replace(config, model=replace(config.model, activation_checkpointing=False))
     model = build_model(plain, num_classes, torch.device("meta")).train()
     size = config.data.train_size
     dtype = next(model.parameters()).dtype
@@ -48,7 +48,7 @@ def flops_per_image(config: Config, num_classes: int) -> float:
 def peak(config: Config, device: torch.device) -> Peak:
     """The data sheet's for a GPU that is known, else what one large matrix product reaches here."""
     dtype = config.precision.dtype
-    kind = {"bf16": "matrix", "fp16": "matrix", "fp32": "fp32"}.get(dtype)
+    kind = {"bf16": "matrix", "fp16": "matrix", "fp32": "tf32" if config.precision.tf32 else "fp32"}.get(dtype)
     if device.type == "cuda" and kind is not None:
         name = torch.cuda.get_device_name(device)
         for part, peaks in _PEAKS:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from dali_train.cli import config_with
 from dali_train.config import Config
 from dali_train.data.index import Split
+from dali_train.data.loader import blank_images, pixel_format
 from dali_train.hooks.base import Hook, RunStart, StepRecord
 from dali_train.launch import LaunchOptions, choose_device, discover
 from dali_train.model import build_model
@@ -231,15 +232,13 @@ class Parts:
 def prepare(config: Config) -> Parts:
     launch = discover(LaunchOptions())
     device = choose_device(config.run, launch)
-    configure_torch(config, launch, device)
+    num_threads = configure_torch(config, launch, device)
     num_classes = Split(config.data.root, "train").num_classes
     model = build_model(config, num_classes, device).train()
-    dtype = {"fp16": torch.float16, "fp64": torch.float64}.get(config.precision.dtype, torch.float32)
-    size, batch = config.data.train_size, config.batch.micro_batch
-    images = torch.randn(batch, 3, size, size).to(
-        device, dtype, memory_format=torch.channels_last if config.model.channels_last else torch.preserve_format
-    )
-    first, second = (torch.randint(num_classes, (batch,), device=device) for _ in range(2))
+    images = blank_images(config, pixel_format(config, device, num_threads), device).normal_()
+    if config.precision.dtype == "fp64":
+        images = images.double()
+    first, second = (torch.randint(num_classes, (len(images),), device=device) for _ in range(2))
     optimizer = make_optimizer(model, config.optimizer)
     return Parts(config, device, num_classes, model, optimizer, images, first, second, config.batch.accumulation(1))
 

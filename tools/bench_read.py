@@ -16,10 +16,11 @@ import statistics
 import time
 from pathlib import Path
 
+import torch
+
 from dali_train.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from dali_train.data.index import Split
-from dali_train.data.loader import coordinates_micro_batches
-from dali_train.data.pipeline import PixelFormat, TrainingPipeline
+from dali_train.data.loader import make_loader
 
 
 def main() -> None:
@@ -65,12 +66,10 @@ def measure(options: argparse.Namespace, shuffle: str, read_ahead_mb: int, cold:
         gc.collect()  # mapped pages stay, and the pipeline before this one may still map them
         drop_pages(split)
     start = time.perf_counter()
-    pixels = PixelFormat(device_id=None, num_threads=options.threads, half=False, channels_last=False)
-    micro_batches = coordinates_micro_batches(split, config, start_step=0, dp_rank=0, dp_size=1)
-    pipeline = TrainingPipeline(split, lambda: next(micro_batches), config.data, pixels, size=options.micro_batch, mix=False)
+    loader = make_loader(split, config, torch.device("cpu"), start_step=0, dp_rank=0, dp_size=1, num_threads=options.threads)
     count = len(split) // options.micro_batch
     for _ in range(count):
-        pipeline.run()
+        loader.next()
     return count * options.micro_batch / (time.perf_counter() - start)
 
 

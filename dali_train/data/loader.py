@@ -71,9 +71,7 @@ class SyntheticLoader:
     def __init__(self, micro_batches: Iterator[MicroBatch], config: Config, pixels: PixelFormat, device: torch.device) -> None:
         self._micro_batches = micro_batches
         self._device = device
-        size = config.data.train_size
-        images = torch.randn(config.batch.micro_batch, 3, size, size, dtype=torch.float16 if pixels.half else torch.float32)
-        self._images = images.to(device, memory_format=torch.channels_last if pixels.channels_last else torch.preserve_format)
+        self._images = blank_images(config, pixels, device).normal_()
 
     def next(self) -> Batch:
         micro_batch = next(self._micro_batches)
@@ -82,6 +80,14 @@ class SyntheticLoader:
         lambdas = torch.from_numpy(micro_batch.lambdas)
         targets, lambdas = (t.to(self._device, non_blocking=True) for t in (targets, lambdas))
         return Batch(self._images, targets, lambdas, micro_batch)
+
+
+def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> torch.Tensor:
+    """A micro-batch's images as a loader gives them, (n, 3, size, size), all zero."""
+    size = config.data.train_size
+    return torch.zeros(
+        config.batch.micro_batch, 3, size, size, device=device, dtype=torch.float16 if pixels.half else torch.float32
+    ).to(memory_format=torch.channels_last if pixels.channels_last else torch.preserve_format)
 
 
 def make_loader(
