@@ -115,8 +115,9 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
     for leftover in root.rglob(".*.partial"):
         leftover.unlink()
     needed = {path: path.stat().st_size for path in checksums if not _is_copied(path, root / path.relative_to(source))}
-    _check_space(source, root.parent, sum(needed.values()))
-    with Progress(f"copying {source} to {root}", total=sum(needed.values()), unit="B") as progress:
+    num_bytes = sum(needed.values()) + (source / "dataset.json").stat().st_size
+    _check_space(source, root.parent, num_bytes)
+    with Progress(f"copying {source} to {root}", total=num_bytes, unit="B") as progress:
 
         def copy(path: Path) -> None:
             _copy_file(path, root / path.relative_to(source), checksums[path], progress)
