@@ -93,6 +93,7 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
     multiprocessing.set_start_method("fork", force=True)  # what a DataLoader's own workers do by default on Linux
     try:
         batches = CONTENDERS[name](task)
+        next(batches)  # what is missing may show only here
     except (ImportError, NotImplementedError) as error:
         pipe.send(str(error))
         return

@@ -92,18 +92,17 @@ def main() -> None:
 
 def write_dataset_of_full_size(root: Path) -> None:
     """An index of ImageNet's size over the same few images again and again."""
+    stored = root / "images"
+    write_shard(stored, range(64), num_classes=NUM_CLASSES)
+    part = index_shard(stored, check_crc=False)
+    part.rows["label"] = part.labels - 1
     indexed: dict[SplitName, list[IndexedShard]] = {}
     for split, (num_images, num_shards) in FULL_SIZE.items():
-        name = f"{split}-{{:05d}}-of-{num_shards:05d}"
-        first = root / split / name.format(0)
-        write_shard(first, range(64), num_classes=NUM_CLASSES)
-        for number in range(1, num_shards):
-            os.link(first, root / split / name.format(number))
-        part = index_shard(first, check_crc=False)
-        part.rows["label"] = part.labels - 1
+        (root / split).mkdir()
         indexed[split] = []
         for number, images in enumerate(np.array_split(np.arange(num_images), num_shards)):
-            shard = replace(part.shard, name=name.format(number), num_records=len(images))
+            shard = replace(part.shard, name=f"{split}-{number:05d}-of-{num_shards:05d}", num_records=len(images))
+            os.link(stored, root / split / shard.name)
             indexed[split].append(replace(part, shard=shard, rows=part.rows[images % len(part.rows)]))
     write_index(root, indexed, label_base=1, class_names=[f"class {n}" for n in range(NUM_CLASSES)], conversion={})
 
