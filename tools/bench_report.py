@@ -105,10 +105,9 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def print_ratio(name: str, peer: str, ratio: float, goal: float | None = None) -> None:
-    """One of the last lines. The goal is this project's own."""
-    wanted = "" if goal is None else f"  (goal {goal:g}: {'met' if ratio >= goal else 'not met'})"
-    print(f"{name:<24} {ratio:.{2 if goal is None else 3}f} x {peer}{wanted}")
+def print_ratio(name: str, peer: str, ratio: float, details: str = "") -> None:
+    """One of the last lines."""
+    print(f"{name:<24} {ratio:.{3 if details else 2}f} x {peer}{details}")
 
 
 def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) -> None:
