@@ -9,6 +9,7 @@ import io
 import mmap
 import os
 import re
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -88,6 +89,9 @@ class Split:
                 raise DatasetError(
                     f"{index_path} is older than its shard {path}: {remedy} (to copy a dataset with its times: cp -a, rsync -a)"
                 )
+        shortage = allow_open_files(len(self.paths) + 256)  # a mapped shard holds a descriptor
+        if shortage:
+            raise DatasetError(f"{self.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards")
         self._maps: list[NDArray[np.uint8] | None] = [None] * len(self.paths)
 
     @property
@@ -109,6 +113,16 @@ class Split:
         """Where image number `image` lies, for error messages."""
         row = self.rows[image]
         return f"image {image} ({self.paths[int(row['shard'])]}, {row['size']} bytes at byte {row['offset']})"
+
+
+def allow_open_files(needed: int) -> str:
+    """Raise this process's limit of open files to `needed`; says why where that cannot be, else empty."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return f"{needed} files would be open, `ulimit -Hn` allows {hard}"
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ""
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:

@@ -14,7 +14,6 @@ Nothing here decides which images come, and no fault here ends a run.
 
 import logging
 import os
-import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.index import Split
+from dali_train.data.index import Split, allow_open_files
 from dali_train.data.micro_batch import MicroBatch, MicroBatches
 
 logger = logging.getLogger("dali_train")
@@ -165,13 +164,3 @@ def requests(rows: NDArray[np.void], images: NDArray[np.int64]) -> tuple[NDArray
     inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # which piece of its run each is
     begins = np.repeat(starts, counts) + inside * REQUEST_BYTES
     return np.repeat(shards, counts), begins, np.minimum(np.repeat(stops, counts) - begins, REQUEST_BYTES)
-
-
-def allow_open_files(needed: int) -> str:
-    """Raise this process's limit of open files to `needed`; says why where that cannot be, else empty."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        return f"{needed} files would be open, `ulimit -Hn` allows {hard}"
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    return ""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tfrecord import writer
 from dali_train.data.index import Split, build_index
 from dali_train.data.manifest import DatasetError
 from dali_train.data.tfrecord import TFRecordError
-from tests.conftest import photograph, write_shard
+from tests.conftest import FORK, photograph, write_shard
 from tests.data.files import encoded, files_of, small_photograph, tool
 
 
@@ -193,3 +194,26 @@ def test_the_command(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         tool("make_index").main([str(indexed), "--num-clases", "2"])
     assert stop.value.code == 2
+
+
+def open_with_limits(root: Path, soft: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if hard > 300:
+        split = Split(root, "train")
+        assert len({split.encoded(image).tobytes() for image in range(len(split))}) == len(split)
+    else:
+        with pytest.raises(
+            DatasetError, match=r"316 files would be open, `ulimit -Hn` allows 280; raise that limit"
+        ):
+            Split(root, "train")
+
+
+@pytest.mark.parametrize("hard", [400, 280])
+def test_more_shards_than_open_files(tmp_path: Path, hard: int) -> None:
+    for number in range(60):
+        write_shard(tmp_path / "train" / f"train-{number:05d}-of-00060", [(small_photograph(number), 1)])
+    build_index(tmp_path)
+    process = FORK.Process(target=open_with_limits, args=(tmp_path, 50, hard))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

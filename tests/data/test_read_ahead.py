@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
-from dali_train.data.index import INDEX_DTYPE, Split
+from dali_train.data.index import INDEX_DTYPE, Split, allow_open_files
 from dali_train.data.loader import coordinates_micro_batches
-from dali_train.data.read_ahead import GAP_BYTES, REQUEST_BYTES, allow_open_files, requests
+from dali_train.data.read_ahead import GAP_BYTES, REQUEST_BYTES, requests
 
 from ..conftest import FORK, REPOSITORY
 
