@@ -52,11 +52,11 @@ class Bound:
         return self.least <= ratio <= self.most
 
 
-TORCHVISION = Bound(name="data path / torchvision's PIL loader, images/s", usual=1.5, least=0.8)
-LIBJPEG = Bound(name="data path / libjpeg-turbo alone, images/s", usual=0.5, least=0.28)
+TORCHVISION = Bound(name="data path / torchvision's PIL loader, images/s", usual=2.9, least=1.4)
+LIBJPEG = Bound(name="data path / libjpeg-turbo alone, images/s", usual=1.05, least=0.5)
 BARE = Bound(name="trainer on synthetic data / bare loop, steps/s", usual=0.96, least=0.6)
 REAL = Bound(name="trainer on real / on synthetic data, steps/s", usual=0.94, least=0.55)
-STARTUP = Bound(name="first optimizer step / importing torch, timm, DALI, seconds", usual=1.15, most=1.75)
+STARTUP = Bound(name="first optimizer step / importing torch, timm, DALI, seconds", usual=1.15, most=2.2)
 
 Measured = tuple[Bound, float]
 
