@@ -202,9 +202,7 @@ def open_with_limits(root: Path, soft: int, hard: int) -> None:
         split = Split(root, "train")
         assert len({split.encoded(image).tobytes() for image in range(len(split))}) == len(split)
     else:
-        with pytest.raises(
-            DatasetError, match=r"316 files would be open, `ulimit -Hn` allows 280; raise that limit"
-        ):
+        with pytest.raises(DatasetError, match=r"316 files would be open, `ulimit -Hn` allows 280; raise that limit"):
             Split(root, "train")
 
 
