@@ -30,9 +30,17 @@ class DataConfig:
     seed: int = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
     shuffle: Literal["full", "none"] = "full"
-    """full: a new uniformly random order every epoch. none: the order on disk."""
-    reader: Literal["index", "synthetic"] = "index"
-    """index: images are slices of memory-mapped shards, found by the columnar index. synthetic: noise, to see what data costs."""
+    """full: a new uniformly random order every epoch (data.reader stream: see data.shuffle_buffer). none: the order on disk."""
+    reader: Literal["index", "stream", "synthetic"] = "index"
+    """index: images are slices of memory-mapped shards, found by the columnar index. synthetic: noise, to see what data costs.
+    stream: training images in the order of storage, by DALI's own TFRecord reader, for storage that can only stream. Which images
+    meet in a micro-batch, and their crops, then depend on the number of ranks; a checkpoint goes on only with the same number."""
+    stream_url: str | None = None
+    """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, which always holds
+    dataset.json, index/, idx_files/ and the validation shards."""
+    shuffle_buffer: int = 1024
+    """data.reader stream: records that each rank draws the next image from; shards are put in a new order every pass besides.
+    A dataset that was converted in random order needs no more; one that is sorted by class does."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
     num_threads: int | None = None
@@ -75,6 +83,12 @@ class DataConfig:
             "enlarge data.eval_resize_to",
         )
         _require(self.prefetch >= 1, f"data.prefetch is {self.prefetch}: use at least 1")
+        _require(self.shuffle_buffer >= 1, f"data.shuffle_buffer is {self.shuffle_buffer}: use at least 1")
+        _require(
+            self.stream_url is None or self.reader != "index",
+            f"data.stream_url is {self.stream_url}, but data.reader is index, which reads data.root: set data.reader stream, "
+            "or leave data.stream_url out",
+        )
         _require(
             self.num_threads is None or self.num_threads >= 1, f"data.num_threads is {self.num_threads}: use at least 1 or None"
         )
@@ -326,6 +340,11 @@ class Config:
             self.mixup.alpha == 0 or self.batch.micro_batch > 1,
             f"mixup.alpha is {self.mixup.alpha} with batch.micro_batch 1: partners are found within a micro-batch, "
             "so use at least 2 images or mixup.alpha 0",
+        )
+        _require(
+            self.data.reader != "stream" or not self.hooks.trace_samples,
+            "hooks.trace_samples is true with data.reader stream, which does not know the numbers of its images: "
+            "set hooks.trace_samples false, or data.reader index",
         )
         _require(
             self.precision.dtype != "fp64" or self.run.device != "cuda",

@@ -1,4 +1,4 @@
-"""The DALI graphs for training and evaluation, for CPU and GPU from one definition.
+"""The DALI graphs for training and evaluation, for CPU and GPU from one definition; stream.py has one more.
 
 The graphs draw no random number and decide nothing: boxes, flips, Mixup partners and lambdas are fed with the
 encoded images, so that what comes out is a pure function of what the host computed. Everything that happens to
@@ -69,7 +69,7 @@ class TrainingPipeline:
         Raises:
             DatasetError: an image cannot be decoded; the message says which and where it lies.
         """
-        images, targets, lambdas = _run(self._pipe, self._explain)
+        images, targets, lambdas = run_graph(self._pipe, self._explain)
         return images, targets, lambdas, self._in_flight.popleft()
 
     def _feed(self) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ class EvaluationPipeline:
         Raises:
             DatasetError: an image cannot be decoded; the message says which and where it lies.
         """
-        images, labels = _run(self._pipe, self._explain)
+        images, labels = run_graph(self._pipe, self._explain)
         return images, labels
 
     def _feed(self) -> tuple[Any, ...]:
@@ -169,17 +169,24 @@ def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixel
         images = _to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
     else:
         images = fn.decoders.image_slice(
-            stored, anchor, shape, device=_decoder(pixels), output_type=types.RGB, axis_names="HW",
+            stored, anchor, shape, device=decoder_device(pixels), output_type=types.RGB, axis_names="HW",
             normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
         )  # fmt: skip
+    return augmented(images, mirror, targets, weight, partner[0] if mix else None, data, pixels)
+
+
+def augmented(
+    images: Any, mirror: Any, targets: Any, weight: Any, partner: Any | None, data: DataConfig, pixels: PixelFormat
+) -> tuple[Any, Any, Any]:
+    """The outputs of a training graph from its crops: resized, mirrored, normalised, mixed if there is a `partner`, cast."""
     images = fn.resize(images, size=[data.train_size] * 2, interp_type=types.INTERP_LINEAR, antialias=data.antialias)
     images = fn.crop_mirror_normalize(
         images, mirror=mirror, mean=data.mean, std=data.std, dtype=types.FLOAT, output_layout=_layout(pixels)
     )
     weight = _to_device(weight, pixels)
-    if mix:
+    if partner is not None:
         # In float32: DALI's arithmetic on the CPU refuses float16.
-        images = weight * images + (1.0 - weight) * fn.permute_batch(images, indices=partner[0])
+        images = weight * images + (1.0 - weight) * fn.permute_batch(images, indices=partner)
     return _cast(images, pixels), _to_device(targets, pixels), weight
 
 
@@ -193,7 +200,7 @@ def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pix
     if raw:
         images = _to_device(stored, pixels)
     else:
-        images = fn.decoders.image(stored, device=_decoder(pixels), output_type=types.RGB, adjust_orientation=False)
+        images = fn.decoders.image(stored, device=decoder_device(pixels), output_type=types.RGB, adjust_orientation=False)
     images = fn.resize(
         images, size=[data.eval_size] * 2, roi_start=start, roi_end=end, interp_type=types.INTERP_LINEAR, antialias=data.antialias
     )
@@ -205,7 +212,7 @@ def _to_device(node: Any, pixels: PixelFormat) -> Any:
     return node if pixels.device_id is None else node.gpu()
 
 
-def _decoder(pixels: PixelFormat) -> str:
+def decoder_device(pixels: PixelFormat) -> str:
     return "cpu" if pixels.device_id is None else "mixed"
 
 
@@ -217,7 +224,7 @@ def _cast(images: Any, pixels: PixelFormat) -> Any:
     return fn.cast(images, dtype=types.FLOAT16) if pixels.half else images
 
 
-def _run(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> list[torch.Tensor]:
+def run_graph(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> list[torch.Tensor]:
     try:
         # On a GPU the outputs are ordered into torch's stream; without one there is none to name.
         with record_function("data: wait for DALI"):
