@@ -201,7 +201,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     best_top1 = saver.prepare(start_step)
     stop = StopAgreement(stop_requests, group)
     stopping = StopReason.NONE
-    watchdog = Watchdog(launch, clock, directory, config.data.root, config.parallel.timeout_s)
+    watchdog = Watchdog(launch, clock, directory, config.data.stream_url or config.data.root, config.parallel.timeout_s)
     try:
         for index in range(start_step, total_steps):
             stop.ask()

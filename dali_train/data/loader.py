@@ -87,8 +87,8 @@ class StreamLoader:
         start_step: int, dp_rank: int, dp_size: int, saved: Sequence[dict[str, Any]],
     ) -> None:  # fmt: skip
         warnings = [
-            f"data.reader is stream: each of the {dp_size} ranks reads its own part of the shards in turn, so the samples depend "
-            "on the number of ranks, and the run can go on only with the same number"
+            f"data.reader is stream: every rank reads a part of the shards in the order of storage, so the samples depend on the "
+            f"number of ranks, {dp_size}, and the run can go on only with the same number"
         ]
         self._basis = position_basis(split, config, pixels, dp_size)
         position = None

@@ -134,6 +134,7 @@ def position_basis(split: Split, config: Config, pixels: PixelFormat, num_ranks:
     return {
         "ranks": num_ranks,
         "batch.micro_batch": config.batch.micro_batch,
+        "data.seed": config.data.seed,
         "data.shuffle": config.data.shuffle,
         "data.shuffle_buffer": config.data.shuffle_buffer,
         "shards": hashlib.sha256(shards.encode()).hexdigest()[:16],
@@ -171,7 +172,7 @@ def check_shards(split: Split, data: DataConfig, num_ranks: int) -> None:
 
 
 def _check_text_index(path: Path, shard: Shard, root: Path) -> None:
-    remedy = f"run `python tools/make_index.py {root}` again"
+    remedy = f"run `python tools/make_index.py {root}` again, with the shards in place"
     try:
         numbers = np.array(path.read_text().split(), dtype=np.int64)
     except FileNotFoundError:
@@ -192,10 +193,10 @@ def _check_first_record(split: Split, path: Path) -> None:
     try:
         content = memoryview(map_file(path))
         record = index_record(content, next(walk_records(content, path, check_payload=True)), path)
-    except FileNotFoundError:
-        raise DatasetError(f"{path} is missing, dataset.json names it: data.stream_url is where train/ lies") from None
+    except (FileNotFoundError, StopIteration):
+        raise DatasetError(f"{path} is missing or empty, dataset.json names it: data.stream_url is where train/ lies") from None
     except TFRecordError as error:
-        raise DatasetError(f"{error}. Convert the dataset with tools/make_tfrecords.py, or index its own shards") from error
+        raise DatasetError(f"{error}. Index the shards as they are (tools/make_index.py), or convert the images again") from error
     label = int(split.rows["label"][0]) + split.manifest.label_base
     if record.label != label:
         raise DatasetError(
