@@ -24,7 +24,7 @@ class Purpose(IntEnum):
     MIXUP = 3
     DROPOUT = 4
     INITIALISATION = 5
-    STREAM = 6  # the seeds of DALI's own operators
+    STREAM = 8  # the seeds of DALI's own operators
 
 
 def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:
