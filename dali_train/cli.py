@@ -193,7 +193,7 @@ def _report(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
-    """The file's config with the command line's changes.
+    """The config that the command line names.
 
     Raises:
         ConfigError: no file, or a value that does not fit.
@@ -204,13 +204,23 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
             options.help()
             raise SystemExit(0)
         raise ConfigError("--config FILE is missing; the recipes are in configs/")
+    return config_with(options.config, overrides, f"dali-train {options.command}")
+
+
+def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
+    """The config of a file with the changes of a `command`'s line, ``--section.field value``.
+
+    Raises:
+        ConfigError: no such file, or a value that does not fit.
+        SystemExit: a setting that does not exist (status 2), or --help (status 0).
+    """
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_boolean)
     with registry:
         return tyro.cli(
             Config,
-            prog=f"dali-train {options.command} --config {options.config}",
-            default=load_config(options.config),
+            prog=f"{command} --config {path}",
+            default=load_config(path),
             args=overrides,
             config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
         )

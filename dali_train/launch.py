@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -200,6 +202,30 @@ def cores_per_process(launch: Launch) -> int:
     return max(1, cores // launch.local_world_size) if shared else cores
 
 
+def stay_near(device: torch.device) -> int:
+    """Keep this process, and the threads it will start, to the cores of its GPU's NUMA node; returns how many it has.
+
+    A launcher's own binding stands where it leaves none of them, and on hosts that do not tell.
+    """
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave the address out
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    allowed = os.sched_getaffinity(0)
+    near = allowed & near_cores(Path("/sys/bus/pci/devices") / address)
+    if near:
+        os.sched_setaffinity(0, near)
+    return len(near or allowed)
+
+
+def near_cores(pci_device: Path) -> set[int]:
+    """The numbers of the cores next to a device, from Linux's description of it in /sys; none if it has none."""
+    try:
+        spans = (pci_device / "local_cpulist").read_text().split(",")
+    except OSError:
+        return set()
+    ends = [(int(first), int(last or first)) for first, _, last in (span.strip().partition("-") for span in spans if span.strip())]
+    return {core for first, last in ends for core in range(first, last + 1)}
+
+
 @contextmanager
 def process_group(launch: Launch, config: Config, device: torch.device) -> Iterator[Launch]:
     """The default process group, up and down. A single process has none.
@@ -265,11 +291,14 @@ def _meet(launch: Launch) -> tuple[dist.Store, int]:
         time.sleep(0.2)
 
 
-def host_group(launch: Launch, config: Config) -> dist.ProcessGroup | None:
-    """A new group of all ranks for talk between hosts, beside what devices exchange; None for a single process."""
+def host_group(launch: Launch, config: Config, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """A new group of all ranks for talk between hosts, beside what devices exchange; None for a single process.
+
+    Its collectives give up after `timeout`, by default when the watchdog would have ended this rank.
+    """
     if launch.world_size == 1:
         return None
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG)
+    group = dist.new_group(backend="gloo", timeout=timeout or timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG)
     assert isinstance(group, dist.ProcessGroup)  # a rank that is not in the group would get a number
     return group
 

@@ -9,7 +9,10 @@ from dali_train.config import OptimizerConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Lamb:
-    """timm's multi-tensor LAMB over `model`.
+    """timm's LAMB over `model`.
+
+    By default timm 1.0.31 takes its multi-tensor pass where torch has kernels for it, on GPUs, and goes tensor by tensor
+    on a CPU, which is faster there (ViT-B/16 on 2 cores: 0.64 against 2.4 s). timm 1.0.22 knows only the latter.
 
     timm clips inside LAMB by default; the trainer clips once, so that is off. `always_adapt` gives the trust ratio
     to parameters without weight decay too, as the LAMB of the paper and of ColossalAI does; with vectors excluded

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +26,7 @@ class Parallel:
     model: nn.Module
     dp_rank: int
     dp_size: int
+    static_graph: bool = False  # DDP was told that the graph never changes
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward: gradients are exchanged only after the last micro-batch of a step."""
@@ -41,24 +43,38 @@ def parallelize(model: nn.Module, launch: Launch, config: ParallelConfig) -> Par
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             # Buffers are not broadcast: rank 0's would win over the others'. RunningStatistics keeps them equal.
             model = DistributedDataParallel(
-                model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb
-            )
-    return Parallel(model, launch.rank, launch.world_size)
+                model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb,
+                static_graph=config.static_graph,
+            )  # fmt: skip
+        if config.exchange_dtype == "bf16":
+            model.register_comm_hook(None, bf16_compress_hook)
+    return Parallel(model, launch.rank, launch.world_size, static_graph=config.static_graph and launch.world_size > 1)
 
 
-def warm_up(parallel: Parallel, images: torch.Tensor, autocast: AbstractContextManager[None]) -> None:
-    """One forward and backward pass that leaves no trace, so that the first step sums like every other.
+def warm_up(
+    parallel: Parallel, images: torch.Tensor, autocast: AbstractContextManager[None], *, keep_gradients: bool = False
+) -> None:
+    """A forward and backward pass that leaves no trace, so that the first step sums like every other.
 
     DDP orders its gradient buckets anew after the first backward pass, and with three or more ranks the order of a
     sum depends on a gradient's place in its bucket. Without this pass a resumed run would sum its first step
-    differently from a run that was never stopped.
+    differently from a run that was never stopped. With a static graph DDP looks for it in the first pass, which must not
+    accumulate (pytorch/pytorch#187732), and orders its buckets only in the second, so then there are two.
+
+    Args:
+        images: a micro-batch as the loader gives it, so that a compiled model is compiled for it.
+        keep_gradients: leave gradients of zero behind instead of none.
     """
     model = parallel.model
+    if keep_gradients:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
     buffers = [buffer.clone() for buffer in model.buffers()]
-    with autocast:
-        output = model(torch.zeros_like(images))
-    (output.float().sum() * 0).backward()
-    model.zero_grad()
+    for _ in range(2 if parallel.static_graph else 1):
+        with autocast:
+            output = model(torch.zeros_like(images))
+        (output.float().sum() * 0).backward()
+        model.zero_grad(set_to_none=not keep_gradients)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)

@@ -15,6 +15,7 @@ from dali_train.precision import Precision
 from dali_train.schedule import learning_rate
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
+IMAGENET_IMAGE_BYTES = 110e3
 
 
 def print_plan(config: Config, *, world_size: int, num_images: int | None, picture: Path | None) -> None:
@@ -24,14 +25,16 @@ def print_plan(config: Config, *, world_size: int, num_images: int | None, pictu
         ConfigError: the batch does not divide among the ranks, or model or optimizer cannot be built, or
             matplotlib is missing for the picture.
     """
-    num_classes, source = IMAGENET_CLASSES, "ImageNet-1k"
+    num_classes, source, image_bytes = IMAGENET_CLASSES, "ImageNet-1k", IMAGENET_IMAGE_BYTES
     if num_images is not None:
         source = "--num-images"
         if num_images < 1:
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
     elif (Path(config.data.root) / "dataset.json").exists():
         manifest = Manifest.read(Path(config.data.root))
-        num_images, num_classes, source = manifest.splits["train"].num_records, manifest.num_classes, config.data.root
+        split = manifest.splits["train"]
+        num_images, num_classes, source = split.num_records, manifest.num_classes, config.data.root
+        image_bytes = sum(shard.num_bytes for shard in split.shards) / num_images
     else:
         num_images = IMAGENET_IMAGES
     batch = config.batch
@@ -40,6 +43,7 @@ def print_plan(config: Config, *, world_size: int, num_images: int | None, pictu
     parameters, state_bytes, activation_bytes = estimate_memory(config, num_classes)
 
     print(f"images         {num_images:,} in {num_classes} classes ({source})")
+    print(f"order          {describe_order(config, num_images, image_bytes)}")
     print(f"model          {config.model.name}: {parameters:,} parameters, precision {config.precision.dtype}")
     print(f"ranks          {world_size}")
     print(f"accumulation   {accumulation} micro-batches of {batch.micro_batch} a rank: {batch.global_batch:,} images a step")
@@ -56,6 +60,21 @@ def print_plan(config: Config, *, world_size: int, num_images: int | None, pictu
     if picture is not None:
         draw_plan(config, num_images, state_bytes, activation_bytes, picture)
         print(f"picture        {picture}")
+
+
+def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
+    """data.shuffle in words, and what a block order asks of the page caches."""
+    data = config.data
+    if data.shuffle == "none":
+        return "none: as on disk, the same every epoch"
+    if data.shuffle == "full":
+        return "full: any image may follow any other"
+    lanes = config.batch.global_batch // config.batch.micro_batch
+    pool = min(num_images, lanes * data.window_blocks * data.block_images)
+    return (
+        f"block: {data.window_blocks} blocks of {data.block_images} images are mixed in each of a step's {lanes} micro-batches; "
+        f"about {pool * image_bytes / 1e9:.1f} GB in the page caches of all hosts together"
+    )
 
 
 def draw_plan(config: Config, num_images: int, state_bytes: int, activation_bytes: int, picture: Path) -> None:

@@ -4,12 +4,26 @@ torch's own ``GradScaler.step`` reads on the host whether a gradient overflowed,
 Here the step is always made and, where a gradient was not finite, taken back on the device.
 """
 
+import warnings
+
 import torch
 from torch.optim import Optimizer
 
 from dali_train.config import PrecisionConfig
 
 _AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_tf32(allowed: bool) -> None:
+    """Whether GPUs compute float32 matrix products and convolutions in TensorFloat-32; for the whole process.
+
+    Through torch's older interface: with the newer one, ``torch.backends.cuda.matmul.fp32_precision``, the compiler's
+    readings of the older one fail (torch 2.15: ``_inductor/kernel/bmm.py``). Some versions recommend the newer one once.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
 
 
 class Precision:
@@ -46,12 +60,14 @@ class Precision:
             optimizer.step()
             return norm
         finite = norm.isfinite()
-        before = {tensor: tensor.detach().clone() for tensor in self._changing(optimizer)}
-        optimizer.step()
+        changing = self._changing(optimizer)
         with torch.no_grad():
+            # A copy of each in a few kernels: multiplied by one.
+            before = dict(zip(changing, torch._foreach_mul(changing, 1.0), strict=True))
+            optimizer.step()
+            zero = torch.zeros((), device=self._device)  # the first step has made the moments: as good as zero before
             for tensor in self._changing(optimizer):
-                # The first step has made the moments: they were as good as zero before.
-                tensor.copy_(torch.where(finite, tensor, before.get(tensor, 0.0)))
+                torch.where(finite, tensor, before.get(tensor, zero), out=tensor)
         self.scaler.update()
         return norm
 

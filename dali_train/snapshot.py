@@ -27,9 +27,11 @@ _FREE_SECTIONS = {"hooks", "parallel"}
 _FREE = {
     # Where it matters, with data.reader stream, data.shuffle_buffer is compared by the reader itself.
     "data": {
-        "root", "stream_url", "shuffle_buffer", "device", "num_threads", "prefetch", "eval_resize", "eval_resize_to", "eval_size",
+        "root", "device", "num_threads", "prefetch", "hw_decoder_load", "read_ahead_mb", "local_copy", "stream_url",
+        "shuffle_buffer", "eval_resize", "eval_resize_to", "eval_size",
     },
-    "model": {"channels_last", "compile"},
+    "model": {"channels_last", "compile", "cuda_graphs", "activation_checkpointing"},
+    "precision": {"tf32"},
     "run": {
         "dir", "max_steps", "max_seconds", "eval_every_epochs", "checkpoint_every_steps", "keep_checkpoints",
         "keep_best_checkpoints", "resume", "accept_changed_recipe", "device", "backend", "deterministic",
@@ -65,11 +67,14 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, prec
     """Put the weights, moments and counters of `checkpoint` in place. Rates and the like stay those of the config."""
     model.load_state_dict(checkpoint.state["model"])
     numbers = {parameter: number for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    by_name = {f"state.{name}": numbers[parameter] for name, parameter in model.named_parameters() if parameter in numbers}
+    by_name = {f"state.{name}": parameter for name, parameter in model.named_parameters() if parameter in numbers}
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in checkpoint.state.get("optimizer", {}).items():
-        parameter, _, key = name.rpartition(".")
-        state.setdefault(by_name[parameter], {})[key] = tensor
+        prefix, _, key = name.rpartition(".")
+        parameter = by_name[prefix]
+        # In the parameter's memory format, as LAMB makes it itself: a norm's last bits depend on the order of its summands.
+        moment = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device, requires_grad=False).copy_(tensor)
+        state.setdefault(numbers[parameter], {})[key] = moment
     groups = optimizer.state_dict()["param_groups"]
     for group, steps in zip(groups, checkpoint.values["group_steps"], strict=True):
         if steps is not None:
@@ -87,6 +92,8 @@ def recipe(config: Config, split: Split) -> dict[str, Any]:
         for name, value in values.items()
         if name not in _FREE.get(section, set())
     }
+    if config.data.shuffle != "block":  # then they decide nothing, and older checkpoints know nothing of them
+        del fields["data.block_images"], fields["data.window_blocks"]
     # Sizes and labels in the order of the index: what crops, targets and sample order follow from. Where the shards lie
     # and how they are cut does not matter.
     columns = hashlib.sha256()

@@ -22,19 +22,20 @@ from dali_train.agreement import StopAgreement
 from dali_train.checkpoint import CheckpointWriter
 from dali_train.config import Config
 from dali_train.data.index import Split, write_atomically
-from dali_train.data.loader import Batch, Loader, make_loader
+from dali_train.data.loader import Batch, Loader, blank_images, make_loader, pixel_format
+from dali_train.data.local_copy import find_dataset
 from dali_train.data.micro_batch import MicroBatchDraws
 from dali_train.evaluate import Evaluator
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.observers import Observers
 from dali_train.hooks.standard import make_hooks
-from dali_train.launch import Launch, choose_device, cores_per_process, host_group
+from dali_train.launch import Launch, choose_device, cores_per_process, host_group, stay_near
 from dali_train.metrics import TrainingMetrics
 from dali_train.mixup import first_target_correct, mixup_loss
 from dali_train.model import build_model
 from dali_train.optim import make_optimizer
 from dali_train.parallelize import Parallel, RunningStatistics, parallelize, warm_up
-from dali_train.precision import Precision
+from dali_train.precision import Precision, choose_tf32
 from dali_train.schedule import learning_rate
 from dali_train.status import RunStatus
 from dali_train.stop import StopReason, StopRequests
@@ -56,6 +57,8 @@ class Trainer:
     clock: PhaseClock
     accumulation: int
     clip_grad_norm: float | None
+    # CUDA graphs write a gradient where the replay before wrote it: add to memory of our own instead of keeping theirs.
+    keep_gradients: bool = False
 
     def step(self, step: int, lr: float, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
         """One optimizer step: accumulate this rank's micro-batches, exchange, clip, update. The host waits for nothing.
@@ -88,7 +91,7 @@ class Trainer:
             micro_batches.append(batch.micro_batch)
         self.clock.enter("optimizer")
         grad_norm = self.precision.step(self.optimizer, self.clip_grad_norm)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
         self.clock.enter("exchange")
         self.statistics.finish_step(self.accumulation * self.parallel.dp_size)
@@ -122,7 +125,8 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     directory = Path(config.run.dir)
 
     # ---------------------------------------------------------------- data, and the run measured in steps
-    split = Split(config.data.root, "train", local=config.data.stream_url is None)
+    dataset = find_dataset(config, launch)
+    split = Split(dataset.path, "train", local=config.data.stream_url is None)
     images = len(split)
     accumulation = config.batch.accumulation(launch.world_size)
     schedule_steps = config.steps(config.run.epochs, images)
@@ -130,7 +134,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     evaluator = None
     if "validation" in split.manifest.splits:
         evaluator = Evaluator(
-            Split(config.data.root, "validation"), config, device,
+            Split(dataset.path, "validation"), config, device,
             dp_rank=launch.rank, dp_size=launch.world_size, num_threads=num_threads, num_shown=config.hooks.predictions,
         )  # fmt: skip
 
@@ -156,20 +160,16 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
         split, config, device, start_step=start_step, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size,
         num_threads=num_threads, saved=saved,
     )  # fmt: skip
-    size = config.data.train_size
     model.train()
+    blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)
     with order_of_gradients(model) as order:
-        warm_up(
-            parallel,
-            torch.zeros(config.batch.micro_batch, 3, size, size, device=device, dtype=precision.image_dtype),
-            precision.autocast(),
-        )
+        warm_up(parallel, blank, precision.autocast(), keep_gradients=config.model.cuda_graphs)
     clock = PhaseClock(device)
     if parallel.dp_size > 1:
         clock.watch_exchange(order[-1])
     trainer = Trainer(
         parallel, optimizer, precision, RunningStatistics(model), TrainingMetrics(device), clock, accumulation,
-        config.optimizer.clip_grad_norm,
+        config.optimizer.clip_grad_norm, keep_gradients=config.model.cuda_graphs,
     )  # fmt: skip
 
     # ---------------------------------------------------------------- who watches
@@ -201,7 +201,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     best_top1 = saver.prepare(start_step)
     stop = StopAgreement(stop_requests, group)
     stopping = StopReason.NONE
-    watchdog = Watchdog(launch, clock, directory, config.data.stream_url or config.data.root, config.parallel.timeout_s)
+    watchdog = Watchdog(launch, clock, directory, config.data.stream_url or str(dataset.path), config.parallel.timeout_s)
     try:
         for index in range(start_step, total_steps):
             stop.ask()
@@ -262,6 +262,8 @@ def configure_torch(config: Config, launch: Launch, device: torch.device) -> int
     cores = cores_per_process(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        cores = min(cores, stay_near(device))
+        choose_tf32(config.precision.tf32)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores)
     if config.run.deterministic:

@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dali_train import checkpoint
+from dali_train import checkpoint, snapshot
 from dali_train.checkpoint import CheckpointError, CheckpointWriter
-from dali_train.data.index import build_index
+from dali_train.config import load_config
+from dali_train.data.index import Split, build_index
 
 from .conftest import Train, final_weights, jpeg, photograph, relative_differences, write_shard
 from .test_exactness import FLOAT32_BOUND, samples
@@ -221,7 +223,15 @@ def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> 
     output = train("run", *changed, "--run.max_steps", "3", "--run.accept_changed_recipe", "true")
     assert "going on with the change" in output and "going on from step 2" in output
     # What is computed is the same, whoever computes it and wherever it is kept.
-    train("run", *changed, "--parallel.bucket_mb", "1", "--data.num_threads", "2", ranks=2)
+    free = ("--parallel.bucket_mb", "1", "--data.num_threads", "2", "--data.read_ahead_mb", "0", "--data.block_images", "7")
+    train("run", *changed, *free, ranks=2)
+
+
+def test_blocks_belong_to_the_recipe_of_a_block_order_alone(tiny_config: Path, dataset: Path) -> None:
+    config, split = load_config(tiny_config), Split(dataset, "train")
+    block = snapshot.recipe(replace(config, data=replace(config.data, shuffle="block")), split)
+    assert (block["data.block_images"], block["data.window_blocks"]) == (128, 8)
+    assert block.keys() - snapshot.recipe(config, split).keys() == {"data.block_images", "data.window_blocks"}
 
 
 def test_other_data_is_refused(train: Train, tmp_path: Path, dataset: Path) -> None:

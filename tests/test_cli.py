@@ -39,6 +39,15 @@ def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.Cap
     assert "--num-images is 0: use a positive number" in capsys.readouterr().err
 
 
+def test_plan_tells_the_order_in_words(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", str(tiny_config), "--num-images", "1000000", "--data.shuffle"]
+    assert main([*words, "full"]) == 0
+    assert "order          full: any image may follow any other" in capsys.readouterr().out
+    assert main([*words, "block"]) == 0  # 8 micro-batches x 8 x 128 images of 110 kB
+    printed = capsys.readouterr().out
+    assert "order          block: 8 blocks of 128 images are mixed in each of a step's 8 micro-batches; about 0.9 GB" in printed
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

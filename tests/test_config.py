@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dali_train.config import (
     BatchConfig,
@@ -19,6 +20,7 @@ from dali_train.config import (
     ScheduleConfig,
     load_config,
 )
+from dali_train.model import build_model
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,10 @@ from dali_train.config import (
         (DataConfig, {"root": "", "std": (1, 0, 1)}, r"data.std is \(1, 0, 1\): each must be over 0"),
         (DataConfig, {"root": "", "eval_size": 300}, "data.eval_size 300 does not fit into data.eval_resize_to 256: enlarge"),
         (DataConfig, {"root": "", "prefetch": 0}, "data.prefetch is 0: use at least 1"),
+        (DataConfig, {"root": "", "block_images": 0}, "data.block_images is 0: use at least 1"),
+        (DataConfig, {"root": "", "window_blocks": 0}, "data.window_blocks is 0: use at least 1"),
+        (DataConfig, {"root": "", "read_ahead_mb": -1}, "data.read_ahead_mb is -1: use 0 for no read-ahead, or more"),
+        (DataConfig, {"root": "", "local_copy": ""}, "data.local_copy is empty: name a directory, or leave it out"),
         (DataConfig, {"root": "", "num_threads": 0}, "data.num_threads is 0: use at least 1"),
         (OptimizerConfig, {"lr": 0}, "optimizer.lr is 0: use a number over 0"),
         (OptimizerConfig, {"lr": 1, "weight_decay": -1}, "optimizer.weight_decay is -1: use 0 or more"),
@@ -42,6 +48,8 @@ from dali_train.config import (
         (BatchConfig, {"global_batch": 8, "micro_batch": 0}, "batch.micro_batch is 0: use at least 1"),
         (BatchConfig, {"global_batch": 100, "micro_batch": 32}, "batch.global_batch 100 is not a multiple of .* 32; use 96"),
         (MixupConfig, {"alpha": -0.1}, "mixup.alpha is -0.1: use 0 or more"),
+        (ModelConfig, {"name": "", "compile": True}, "model.compile is True: use none, model"),
+        (ModelConfig, {"name": "", "cuda_graphs": True}, "with model.compile none: .* set model.compile model"),
         (ParallelConfig, {"bucket_mb": 0}, "parallel.bucket_mb is 0: use at least 1"),
         (ParallelConfig, {"timeout_s": 0}, "parallel.timeout_s is 0: use a number of seconds"),
         (RunConfig, {"dir": "", "epochs": 0}, "run.epochs is 0: use a number over 0"),
@@ -72,6 +80,24 @@ def test_fields_that_do_not_fit_together() -> None:
         config(schedule=ScheduleConfig(warmup_epochs=5))
     with pytest.raises(ConfigError, match=r"mixup.alpha is 0.2 with batch.micro_batch 1: partners are found within"):
         config(batch=BatchConfig(global_batch=8, micro_batch=1), mixup=MixupConfig(alpha=0.2))
+
+
+def test_cuda_graphs_need_a_gpu() -> None:
+    model = ModelConfig(name="vit_tiny_patch16_224", compile="model", cuda_graphs=True)
+    with pytest.raises(ConfigError, match=r"cuda_graphs is true with run.device cpu: CUDA graphs need a GPU"):
+        config(model=model, run=RunConfig(dir="run", epochs=3, device="cpu"))
+    with pytest.raises(ConfigError, match=r"cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU"):
+        build_model(config(model=model), 5, torch.device("cpu"))
+
+
+def test_models_that_cannot_do_what_is_asked() -> None:
+    """vgg11 is one nn.Sequential of single layers; convit refuses checkpointing."""
+    for fields, message in (
+        ({"name": "vgg11", "compile": "blocks"}, r"vgg11 is not made of blocks that repeat: set model.compile model"),
+        ({"name": "convit_tiny", "activation_checkpointing": True}, r"timm's convit_tiny has none: set it to false"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_model(config(model=ModelConfig(**fields)), 5, torch.device("cpu"))
 
 
 def test_accumulation_is_derived() -> None:

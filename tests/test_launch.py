@@ -16,7 +16,17 @@ import torch
 
 from dali_train import launch
 from dali_train.config import ConfigError, RunConfig, load_config
-from dali_train.launch import Launch, LaunchError, LaunchOptions, choose_device, discover, first_host, process_group, tasks_on_node
+from dali_train.launch import (
+    Launch,
+    LaunchError,
+    LaunchOptions,
+    choose_device,
+    discover,
+    first_host,
+    near_cores,
+    process_group,
+    tasks_on_node,
+)
 from dali_train.status import read_status
 
 from .conftest import REPOSITORY, free_port
@@ -144,3 +154,10 @@ def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Pat
     status = read_status(run)
     assert status is not None and (status.state, status.step) == ("finished", 200)
     assert sorted(samples(run)) == [(step, k) for step in range(200) for k in range(8)]
+
+
+@pytest.mark.parametrize("written, cores", [("0-3,8-9\n", {0, 1, 2, 3, 8, 9}), ("5\n", {5}), ("\n", set()), (None, set())])
+def test_cores_next_to_a_device(tmp_path: Path, written: str | None, cores: set[int]) -> None:
+    if written is not None:
+        (tmp_path / "local_cpulist").write_text(written)
+    assert near_cores(tmp_path) == cores

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dali_train import train as trainer_module
 from dali_train.cli import main
 
+from .test_exactness import FAST
+
 
 class ValuesRead(TorchDispatchMode):
     """Collects the tensors whose values the host reads: ``.item()``, ``bool(tensor)``, ``float(tensor)`` and the like."""
@@ -24,8 +26,10 @@ class ValuesRead(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_step_reads_no_value(tiny_config: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [(), ("--precision.dtype", "fp16"), FAST], ids=["fp32", "fp16", "fast"])
+def test_a_step_reads_no_value(
+    tiny_config: Path, tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = []
 
     class Watched(trainer_module.Trainer):
@@ -39,7 +43,7 @@ def test_a_step_reads_no_value(tiny_config: Path, tmp_path: Path, dtype: str, mo
             return result
 
     monkeypatch.setattr(trainer_module, "Trainer", Watched)
-    words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run"), "--run.max_steps", "3", "--precision.dtype", dtype]
+    words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run"), "--run.max_steps", "3", *options]
     assert main(["train", *words]) == 0
     assert steps == [[], [], []]
 

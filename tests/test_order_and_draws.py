@@ -1,5 +1,7 @@
 """Sample order and draws: coverage, independence of ranks and of resuming, and agreement with NumPy's generator."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -38,9 +40,9 @@ def cases(count: int) -> list[tuple[int, int, int, int, int]]:
     return drawn
 
 
-def config_of(global_batch: int, micro_batch: int) -> Config:
+def config_of(global_batch: int, micro_batch: int, **data: Any) -> Config:
     return Config(
-        data=DataConfig(root="", seed=7), model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1),
+        data=DataConfig(root="", seed=7, **data), model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1),
         schedule=ScheduleConfig(warmup_epochs=0), batch=BatchConfig(global_batch=global_batch, micro_batch=micro_batch),
         run=RunConfig(dir="", epochs=3), mixup=MixupConfig(alpha=0.2 if micro_batch > 1 else 0),
     )  # fmt: skip
@@ -52,10 +54,13 @@ def rows_of(num_images: int) -> np.ndarray:
     return rows
 
 
+@pytest.mark.parametrize("shuffle", ["full", "block"])
 @pytest.mark.parametrize("case", cases(200))
-def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(case: tuple[int, ...]) -> None:
+def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(case: tuple[int, ...], shuffle: str) -> None:
     num_images, global_batch, micro_batch, world_size, resume_step = case
-    config = config_of(global_batch, micro_batch)
+    # Blocks and windows from a single image to more than the dataset.
+    sizes = {"block_images": 1 + num_images * resume_step % 13, "window_blocks": 1 + num_images % 5}
+    config = config_of(global_batch, micro_batch, shuffle=shuffle, **sizes)
     steps = config.steps(3, num_images)
     micro_batches = MicroBatches(rows_of(num_images), config)
     single = {(s, k): micro_batches(s, k) for s in range(steps) for k in range(micro_batches.num_per_step)}

@@ -382,6 +382,8 @@ def test_settings_that_do_not_fit(config: Config) -> None:
         replace(config, hooks=replace(config.hooks, trace_samples=True))
     with pytest.raises(ConfigError, match=r"data.stream_url is s3://b, but data.reader is index.*: set data.reader stream"):
         DataConfig(root="", stream_url="s3://b")
+    with pytest.raises(ConfigError, match=r"data.local_copy is /scratch, but data.reader is stream.*: set data.reader index"):
+        DataConfig(root="", reader="stream", local_copy="/scratch")
     with pytest.raises(ConfigError, match=r"data.shuffle_buffer is 0: use at least 1"):
         DataConfig(root="", shuffle_buffer=0)
 

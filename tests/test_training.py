@@ -164,7 +164,7 @@ def test_a_run_that_must_not_resume_refuses_its_directory(trained: Path, train: 
 
 def test_compiled_models_do_not_depend_on_ranks(train: Train, tmp_path: Path) -> None:
     """Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same."""
-    compiled = ("--run.max_steps", "2", "--model.compile", "true")
+    compiled = ("--run.max_steps", "2", "--model.compile", "model")
     train("one", *compiled)
     train("two", *compiled, ranks=2)
     one, two = (events(tmp_path / name, "train") for name in ("one", "two"))

@@ -11,23 +11,20 @@ of whole images by libjpeg-turbo on as many threads. The ladder adds this projec
 """
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 from bench_peers import CONTENDERS, Task, export
+from bench_report import Spread, chosen, describe_machine, family, plot_bars, print_ratio, take_turns, write_lines
 
 # What the last lines compare, and the least that each ratio should be (for original ImageNet bytes on two cores).
 RATIOS = [
@@ -48,19 +45,30 @@ class Round:
 
 def main() -> None:
     options = parse_arguments()
-    names = [name for name in CONTENDERS if not options.only or any(word in name for word in options.only)]
     with tempfile.TemporaryDirectory(dir=options.work_dir, prefix="bench-data-") as work:
         task = Task(dataset=options.dataset.resolve(), work=Path(work), batch=options.batch, threads=options.threads)
-        print(header(options, task))
+        print(
+            f"{task.dataset.name}: {options.rounds} rounds of {options.batches} batches of {options.batch}, "
+            f"{options.threads} threads\n{describe_machine()}"
+        )
         export(task)
-        rounds = measure(names, task, options)
-    summary = {name: summarise(results) for name, results in rounds.items() if results}
-    print_table(summary)
+        answers = take_turns(chosen(CONTENDERS, options.only), contend, (task,), [options.batches] * (options.rounds + 1))
+    rounds: dict[str, list[Round]] = {name: results for name, results in answers.items() if results}
+    rates = {name: Spread.of(result.images_per_second for result in results) for name, results in rounds.items()}
+    print_table(rounds, rates)
     if options.json:
-        write_json(options.json, rounds, task)
+        shared = {"dataset": task.dataset.name, "threads": task.threads}
+        write_lines(
+            options.json,
+            (
+                {"contender": name, "round": number, **shared, **asdict(result)}
+                for name, results in rounds.items()
+                for number, result in enumerate(results)
+            ),
+        )
     if options.plot:
-        plot(options.plot, summary, task)
-    print_ratios(summary)
+        plot_bars(options.plot, rates, f"{task.dataset.name}, {task.threads} threads", ours="dali_train")
+    print_ratios(rates)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,40 +86,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
     return parser.parse_args()
-
-
-def measure(names: list[str], task: Task, options: argparse.Namespace) -> dict[str, list[Round]]:
-    """Rounds of all contenders, interleaved."""
-    context = multiprocessing.get_context("spawn")
-    workers = {}
-    for name in names:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=contend, args=(name, task, theirs), daemon=False)
-        process.start()
-        theirs.close()
-        state = ours.recv()
-        if state == "ready":
-            workers[name] = (process, ours)
-        else:
-            print(f"  without {name}: {state}", flush=True)
-            process.join()
-    rounds: dict[str, list[Round]] = {name: [] for name in workers}
-    try:
-        for number in range(options.rounds + 1):
-            for name, (_, pipe) in workers.items():
-                pipe.send(options.batches)
-                result = pipe.recv()
-                if number:  # the first round warms up
-                    rounds[name].append(result)
-            print(f"  round {number} of {options.rounds}", file=sys.stderr, flush=True)
-    except EOFError:
-        sys.exit(f"{name} ended with an error, see above; leave it out with --only")
-    finally:
-        # Not asked politely: loaders with workers of their own take long to say goodbye.
-        for process, _ in workers.values():
-            for member in family(psutil.Process(process.pid)):
-                member.kill()
-    return rounds
 
 
 def contend(name: str, task: Task, pipe: Connection) -> None:
@@ -143,10 +117,6 @@ def advance(batches: Iterator[Any], count: int) -> None:
         next(batches)
 
 
-def family(process: psutil.Process) -> list[psutil.Process]:
-    return [process, *process.children(recursive=True)]
-
-
 def cpu_seconds(process: psutil.Process) -> float:
     return sum(sum(member.cpu_times()[:2]) for member in family(process))
 
@@ -156,78 +126,20 @@ def memory_mb(process: psutil.Process) -> float:
     return sum(member.memory_full_info().pss for member in family(process)) / 1e6
 
 
-def summarise(results: list[Round]) -> dict[str, float]:
-    rates = sorted(result.images_per_second for result in results)
-    return {
-        "rate": statistics.median(rates),
-        "low": rates[0],
-        "high": rates[-1],
-        "cpu_ms": statistics.median(result.cpu_ms_per_image for result in results),
-        "memory_mb": max(result.memory_mb for result in results),
-    }
-
-
-def header(options: argparse.Namespace, task: Task) -> str:
-    packages = []
-    for package in ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy"):
-        try:
-            packages.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    memory = psutil.virtual_memory().total / 2**30
-    return (
-        f"{task.dataset.name}: {options.rounds} rounds of {options.batches} batches of {options.batch}, {options.threads} threads\n"
-        f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}\n{', '.join(packages)}"
-    )
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def print_table(summary: dict[str, dict[str, float]]) -> None:
+def print_table(rounds: dict[str, list[Round]], rates: dict[str, Spread]) -> None:
     print(f"\n{'':<34}{'images/s':>9}{'low':>7}{'high':>7}{'CPU ms/image':>14}{'memory MB':>11}")
-    for name, row in summary.items():
-        print(f"{name:<34}{row['rate']:>9.0f}{row['low']:>7.0f}{row['high']:>7.0f}{row['cpu_ms']:>14.2f}{row['memory_mb']:>11.0f}")
+    for name, results in rounds.items():
+        rate, cpu = rates[name], statistics.median(result.cpu_ms_per_image for result in results)
+        memory = max(result.memory_mb for result in results)
+        print(f"{name:<34}{rate.median:>9.0f}{rate.low:>7.0f}{rate.high:>7.0f}{cpu:>14.2f}{memory:>11.0f}")
 
 
-def print_ratios(summary: dict[str, dict[str, float]]) -> None:
+def print_ratios(rates: dict[str, Spread]) -> None:
     print()
     for name, peer, words in RATIOS:
-        peers = [row["rate"] for other, row in summary.items() if other.startswith(peer)]
-        if name in summary and peers:
-            print(f"{name:<24} {summary[name]['rate'] / max(peers):.2f} x {words}")
-
-
-def write_json(path: Path, rounds: dict[str, list[Round]], task: Task) -> None:
-    with path.open("w") as file:
-        for name, results in rounds.items():
-            for number, result in enumerate(results):
-                line = {"contender": name, "round": number, "dataset": task.dataset.name, "threads": task.threads, **asdict(result)}
-                file.write(json.dumps(line) + "\n")
-
-
-def plot(path: Path, summary: dict[str, dict[str, float]], task: Task) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    names = list(reversed(summary))
-    rates = [summary[name]["rate"] for name in names]
-    spread = [[summary[n]["rate"] - summary[n]["low"] for n in names], [summary[n]["high"] - summary[n]["rate"] for n in names]]
-    colours = ["#1f6feb" if name.startswith("dali_train") else "#b0b7c0" for name in names]
-    figure, axes = plt.subplots(figsize=(9, 0.38 * len(names) + 1.4), layout="constrained")
-    bars = axes.barh(names, rates, xerr=spread, color=colours, error_kw={"ecolor": "#555555", "lw": 1})
-    axes.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=14)
-    axes.set_xlabel("images/s (median, with the lowest and highest round)")
-    axes.set_xlim(0, max(summary[n]["high"] for n in names) * 1.15)
-    axes.set_title(f"{task.dataset.name}, {task.threads} threads", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+        peers = [rate.median for other, rate in rates.items() if other.startswith(peer)]
+        if name in rates and peers:
+            print_ratio(name, words, rates[name].median / max(peers))
 
 
 if __name__ == "__main__":

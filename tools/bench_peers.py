@@ -94,38 +94,49 @@ def _loader(task: Task, **settings: Any) -> Iterator[Any]:
 
 
 def _stage(task: Task, *, stage: str) -> Iterator[Any]:
-    """The first stages of this project's graph only."""
+    """The first stages of this project's data path only, without the thread that hands batches over."""
+    import torch
     from nvidia.dali import fn, types
     from nvidia.dali.pipeline import pipeline_def
 
+    from dali_train.data.loader import pixel_format
     from dali_train.data.micro_batch import MicroBatches
+    from dali_train.data.pixels import CpuTransform
 
-    split = Split(task.dataset, "train")
+    split, config = Split(task.dataset, "train"), _config(task)
     if split.manifest.encoding == "raw":
         raise NotImplementedError("raw records have no decoding stage")
-    micro_batches = MicroBatches(split.rows, _config(task))
+    micro_batches = MicroBatches(split.rows, config)
     steps = itertools.count()
+    transform = CpuTransform(config.data, pixel_format(config, torch.device("cpu"), task.threads), size=task.batch)
+    mirrored: list[Any] = []
 
     def feed() -> tuple[Any, ...]:
         batch = micro_batches(next(steps), 0)
+        mirrored.append(batch.flips)
         corners, shapes = np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
         return [split.encoded(image) for image in batch.images], corners, shapes
 
-    @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None)
+    @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None, exec_dynamic=False)
     def graph() -> Any:
         encoded, corner, shape = fn.external_source(
             source=feed, num_outputs=3, batch=True, no_copy=True, dtype=[types.UINT8, types.INT32, types.INT32], ndim=[1, 1, 1]
         )
         if stage == "read":  # to a buffer of DALI's, so that every byte is touched
             return fn.copy(encoded), corner, shape
-        crops = fn.decoders.image_slice(
+        return fn.decoders.image_slice(
             encoded, corner, shape, axis_names="HW", normalized_anchor=False, normalized_shape=False, adjust_orientation=False
         )
-        return crops if stage == "decode" else fn.resize(crops, size=[SIZE, SIZE], interp_type=types.INTERP_LINEAR, antialias=False)
 
     pipe = graph()
     pipe.build()
-    return iter(pipe.run, None)
+    while True:
+        outputs, flips = pipe.run(), mirrored.pop(0)
+        if stage in ("read", "decode"):
+            yield outputs
+            continue
+        crops = [np.asarray(outputs[0][i]) for i in range(task.batch)]
+        yield transform.resize(crops, flips) if stage == "resize" else transform(crops, flips, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -337,6 +348,7 @@ CONTENDERS: dict[str, Contender] = {
     "ladder: read": lambda task: _stage(task, stage="read"),
     "ladder: read, decode": lambda task: _stage(task, stage="decode"),
     "ladder: read, decode, resize": lambda task: _stage(task, stage="resize"),
+    "ladder: read to normalise": lambda task: _stage(task, stage="normalise"),
     "torchvision PIL": _torchvision_pil,
     "torchvision decode_image": _torchvision_decode_image,
     "timm": _timm,

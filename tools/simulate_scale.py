@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What order and draws cost a rank at scale, and whether all ranks together see each image once: no processes, no pixels.
 
-    python tools/simulate_scale.py
+    python tools/simulate_scale.py [--shuffle block]
 
 Prints a table for 1,024 ranks x 32 images = 32,768 images a step, on ImageNet-1k's 1,281,167 and ImageNet-21k's
 14,197,122 training images.
@@ -29,13 +29,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--global-batch", type=int, default=32_768)
+    parser.add_argument("--shuffle", choices=["full", "block"], default="full")
     options = parser.parse_args()
     print(f"{options.ranks} ranks, {options.global_batch} images a step, one core of {platform.processor() or platform.machine()}")
     print(f"{'dataset':<13} {'images':>11} {'steps':>6} {'coverage':>22} {'ms a step':>10} {'s at an epoch':>14} {'MB a rank':>10}")
     for name, num_images in DATASETS.items():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        coverage, steps = count_coverage(num_images, options.ranks, options.global_batch)
-        step_ms, epoch_s, megabytes = measure(num_images, options.ranks, options.global_batch)
+        config = Config(
+            data=DataConfig(root="none", shuffle=options.shuffle), model=ModelConfig(name="none"), optimizer=OptimizerConfig(lr=1),
+            schedule=ScheduleConfig(warmup_epochs=0), mixup=MixupConfig(alpha=0.2), run=RunConfig(dir="none", epochs=2),
+            batch=BatchConfig(global_batch=options.global_batch, micro_batch=options.global_batch // options.ranks),
+        )  # fmt: skip
+        coverage, steps = count_coverage(num_images, config, options.ranks)
+        step_ms, epoch_s = measure(num_images, config, options.ranks)
+        # Two epochs' orders where an epoch ends: 4 bytes an image, or 8 bytes a block; the index is mapped, shared by a host.
+        kept = 4 * num_images if options.shuffle == "full" else 8 * num_images / config.data.block_images
+        megabytes = 2 * kept / 1e6
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
         print(
             f"{name:<13} {num_images:>11,} {steps:>6} {coverage:>22} {step_ms:>10.2f} {epoch_s:>14.2f} {megabytes:>10.1f}"
@@ -44,9 +53,9 @@ def main() -> None:
         )
 
 
-def count_coverage(num_images: int, ranks: int, global_batch: int) -> tuple[str, int]:
+def count_coverage(num_images: int, config: Config, ranks: int) -> tuple[str, int]:
     """How often all ranks together see an image in two epochs, which no number of steps fits exactly; and those steps."""
-    order, size = SampleOrder(num_images, seed=0, shuffle="full"), global_batch // ranks
+    order, global_batch, size = SampleOrder.of(config, num_images), config.batch.global_batch, config.batch.micro_batch
     seen = np.zeros((2, num_images), dtype=np.uint8)
     steps = -(-2 * num_images // global_batch)
     for step in range(steps):
@@ -59,20 +68,15 @@ def count_coverage(num_images: int, ranks: int, global_batch: int) -> tuple[str,
     return (f"each {least} x an epoch" if least == most else f"{least} to {most} x an epoch"), steps
 
 
-def measure(num_images: int, ranks: int, global_batch: int) -> tuple[float, float, float]:
-    """(median ms of one rank's micro-batch, seconds when an epoch begins, MB that stay in a rank's memory)."""
+def measure(num_images: int, config: Config, ranks: int) -> tuple[float, float]:
+    """(median ms of one rank's micro-batch, seconds when an epoch begins)."""
     rows = np.zeros(num_images, dtype=INDEX_DTYPE)
     rows["height"], rows["width"] = 400, 500
-    config = Config(
-        data=DataConfig(root="none"), model=ModelConfig(name="none"), optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(warmup_epochs=0), mixup=MixupConfig(alpha=0.2),
-        batch=BatchConfig(global_batch=global_batch, micro_batch=global_batch // ranks), run=RunConfig(dir="none", epochs=2),
-    )  # fmt: skip
     micro_batches = MicroBatches(rows, config)
     start = time.perf_counter()
     micro_batches(0, 0)
     epoch_s = time.perf_counter() - start
-    reference, size = SampleOrder(num_images, seed=0, shuffle="full"), global_batch // ranks
+    reference = SampleOrder.of(config, num_images)
     times = []
     for step in range(SAMPLED_STEPS):
         for k in range(0, ranks, ranks // SAMPLED_RANKS):
@@ -80,10 +84,8 @@ def measure(num_images: int, ranks: int, global_batch: int) -> tuple[float, floa
             batch = micro_batches(step, k)
             times.append(time.perf_counter() - start)
             # The same look-up as in the coverage: what was counted there is what ranks get.
-            positions = np.arange(step * global_batch + k * size, step * global_batch + (k + 1) * size, dtype=np.int64)
-            assert np.array_equal(batch.images, reference.images_at(positions)[0])
-    # Two epochs' orders (4 bytes an image each) where an epoch ends; the index is a memory map, shared by a node's ranks.
-    return statistics.median(times) * 1e3, epoch_s, 2 * 4 * num_images / 1e6
+            assert np.array_equal(batch.images, reference.images_at(micro_batches.positions(step, k))[0])
+    return statistics.median(times) * 1e3, epoch_s
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ class Purpose(IntEnum):
     MIXUP = 3
     DROPOUT = 4
     INITIALISATION = 5
+    BLOCKS = 6
+    WINDOW = 7
     STREAM = 8  # the seeds of DALI's own operators
 
 

@@ -15,7 +15,9 @@ import torch
 from dali_train.config import Config, ConfigError
 from dali_train.data.index import Split
 from dali_train.data.micro_batch import MicroBatch, MicroBatchDraws, MicroBatches
-from dali_train.data.pipeline import PixelFormat, TrainingPipeline
+from dali_train.data.pipeline import training_pipeline
+from dali_train.data.pixels import PixelFormat
+from dali_train.data.read_ahead import ReadAhead
 from dali_train.data.stream import StreamPipeline, position_basis
 
 
@@ -49,6 +51,7 @@ def pixel_format(config: Config, device: torch.device, num_threads: int) -> Pixe
         # Autocast would make float16 of it in the first layer: half the memory traffic, the same numbers.
         half=config.precision.dtype == "fp16",
         channels_last=config.model.channels_last,
+        pinned=not on_gpu and device.type == "cuda",
     )
 
 
@@ -60,7 +63,7 @@ class DaliLoader:
     def __init__(
         self, split: Split, micro_batches: Iterator[MicroBatch], config: Config, pixels: PixelFormat, device: torch.device
     ) -> None:
-        self._pipeline = TrainingPipeline(
+        self._pipeline = training_pipeline(
             split, lambda: next(micro_batches), config.data, pixels, size=config.batch.micro_batch, mix=config.mixup.alpha > 0
         )
         self._device = device
@@ -143,9 +146,7 @@ class SyntheticLoader:
     def __init__(self, micro_batches: Iterator[MicroBatch], config: Config, pixels: PixelFormat, device: torch.device) -> None:
         self._micro_batches = micro_batches
         self._device = device
-        size = config.data.train_size
-        images = torch.randn(config.batch.micro_batch, 3, size, size, dtype=torch.float16 if pixels.half else torch.float32)
-        self._images = images.to(device, memory_format=torch.channels_last if pixels.channels_last else torch.preserve_format)
+        self._images = blank_images(config, pixels, device).normal_()
 
     def next(self) -> Batch:
         micro_batch = next(self._micro_batches)
@@ -157,6 +158,14 @@ class SyntheticLoader:
 
     def state(self) -> dict[str, Any]:
         return {}
+
+
+def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> torch.Tensor:
+    """A micro-batch's images as a loader gives them, (n, 3, size, size), all zero."""
+    size = config.data.train_size
+    return torch.zeros(
+        config.batch.micro_batch, 3, size, size, device=device, dtype=torch.float16 if pixels.half else torch.float32
+    ).to(memory_format=torch.channels_last if pixels.channels_last else torch.preserve_format)
 
 
 def make_loader(
@@ -178,7 +187,17 @@ def make_loader(
 def coordinates_micro_batches(split: Split, config: Config, *, start_step: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
     """The micro-batches of one data-parallel coordinate, across steps without end."""
     micro_batches = MicroBatches(split.rows, config)
-    return (micro_batches(step, k) for step, k in coordinates_places(micro_batches.num_per_step, start_step, dp_rank, dp_size))
+
+    def places() -> Iterator[tuple[int, int]]:
+        return coordinates_places(micro_batches.num_per_step, start_step, dp_rank, dp_size)
+
+    chosen = (micro_batches(step, k) for step, k in places())
+    if config.data.reader == "synthetic" or config.data.read_ahead_mb == 0:
+        return chosen
+    num_bytes = sum(shard.num_bytes for shard in split.manifest.splits[split.name].shards)
+    # More than an epoch ahead there is nothing that has not been read.
+    images = min(config.data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // dp_size)
+    return ReadAhead(split, micro_batches, chosen, places(), num_ahead=max(1, images // config.batch.micro_batch))
 
 
 def coordinates_places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:

@@ -56,13 +56,18 @@ class MicroBatches:
         self.num_per_step = config.batch.global_batch // config.batch.micro_batch
         self._rows = rows
         self._config = config
-        self._order = SampleOrder(len(rows), seed=config.data.seed, shuffle=config.data.shuffle)
+        self.order = SampleOrder.of(config, len(rows))
+
+    def positions(self, step: int, k: int) -> NDArray[np.int64]:
+        """Where its images stand in the training stream."""
+        batch = self._config.batch
+        start = step * batch.global_batch + k * batch.micro_batch
+        return np.arange(start, start + batch.micro_batch, dtype=np.int64)
 
     def __call__(self, step: int, k: int) -> MicroBatch:
-        data, batch = self._config.data, self._config.batch
-        start = step * batch.global_batch + k * batch.micro_batch
-        positions = np.arange(start, start + batch.micro_batch, dtype=np.int64)
-        images, epochs = self._order.images_at(positions)
+        data = self._config.data
+        positions = self.positions(step, k)
+        images, epochs = self.order.images_at(positions)
         rows = self._rows[images]
         return MicroBatch(
             **vars(MicroBatchDraws.at(self._config, step, k)),

@@ -1,14 +1,15 @@
-"""The DALI graphs for training and evaluation, for CPU and GPU from one definition; stream.py has one more.
+"""From micro-batches to tensors: the DALI graphs for training and evaluation; stream.py has one more.
 
-The graphs draw no random number and decide nothing: boxes, flips, Mixup partners and lambdas are fed with the
-encoded images, so that what comes out is a pure function of what the host computed. Everything that happens to
-pixels happens here: decode (only the box that is needed; raw records skip it), resize, mirror, normalise, mix, cast.
+The graphs draw no random number and decide nothing: boxes, flips, Mixup partners and lambdas are computed before,
+so that what comes out is a pure function of them. Everything that happens to pixels happens here: decode (only the
+box that is needed; raw records skip it), resize, mirror, normalise, mix, cast. On a GPU all of it is one graph; on
+the CPU DALI decodes training images and `CpuTransform` does the rest.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,23 +21,36 @@ from torch.autograd.profiler import record_function
 from dali_train.config import DataConfig
 from dali_train.data.index import DatasetError, Split
 from dali_train.data.micro_batch import MicroBatch
+from dali_train.data.pixels import CpuTransform, PixelFormat
+
+Produced = tuple[torch.Tensor, torch.Tensor, torch.Tensor, MicroBatch]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PixelFormat:
-    """How images leave a graph: always (n, 3, size, size), normalised."""
+class TrainingPipeline(Protocol):
+    """Turns micro-batches into tensors."""
 
-    device_id: int | None  # GPU on which images are decoded; None: on the CPU
-    num_threads: int
-    half: bool  # float16 instead of float32
-    channels_last: bool  # memory format
+    def run(self) -> Produced:
+        """(images, targets, lambdas, micro_batch) of the next micro-batch.
+
+        images: (n, 3, size, size) float32 or float16; targets: (n, 2) int64, the class of each image and of its
+        partner; lambdas: (n,) float32, the weight of the image itself. On the decoding device, in the order of
+        torch's current stream: the host does not wait for the device.
+
+        Raises:
+            DatasetError: an image cannot be decoded; the message says which and where it lies.
+        """
 
 
-class TrainingPipeline:
-    """Turns micro-batches into tensors: ``run()`` gives the next of those that `next_micro_batch` names.
+def training_pipeline(
+    split: Split, next_micro_batch: Callable[[], MicroBatch], data: DataConfig, pixels: PixelFormat, *, size: int, mix: bool
+) -> TrainingPipeline:
+    """The pipeline for the micro-batches of `size` images that `next_micro_batch` names. It is called ahead of ``run()``."""
+    kind = CpuTrainingPipeline if pixels.device_id is None else GpuTrainingPipeline
+    return kind(split, next_micro_batch, data, pixels, size=size, mix=mix)
 
-    `next_micro_batch` is called ahead of ``run()``, by as many micro-batches as are prefetched.
-    """
+
+class GpuTrainingPipeline:
+    """One graph does everything, `data.prefetch` micro-batches ahead."""
 
     def __init__(
         self,
@@ -54,37 +68,83 @@ class TrainingPipeline:
         # Fed to DALI and not given back yet, oldest first.
         self._in_flight: deque[MicroBatch] = deque()
         self._pipe = _training_graph(
-            self._feed, data, pixels, split.manifest.encoding == "raw", mix,
+            self._feed, data, pixels, split, mix,
             batch_size=size, num_threads=pixels.num_threads, device_id=pixels.device_id, prefetch_queue_depth=data.prefetch,
         )  # fmt: skip
         self._pipe.build()
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, MicroBatch]:
-        """(images, targets, lambdas, micro_batch).
-
-        images: (n, 3, size, size) float32 or float16; targets: (n, 2) int64, the class of each image and of its
-        partner; lambdas: (n,) float32, the weight of the image itself. On the decoding device, in the order of
-        torch's current stream: the host does not wait.
-
-        Raises:
-            DatasetError: an image cannot be decoded; the message says which and where it lies.
-        """
+    def run(self) -> Produced:
         images, targets, lambdas = run_graph(self._pipe, self._explain)
         return images, targets, lambdas, self._in_flight.popleft()
 
     def _feed(self) -> tuple[Any, ...]:
         with record_function("data: choose and read"):
-            return self._encoded(self._next())
-
-    def _encoded(self, batch: MicroBatch) -> tuple[Any, ...]:
-        self._in_flight.append(batch)
-        anchors, shapes = np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
-        targets = np.stack([batch.labels, batch.labels[batch.partners]], axis=-1)
-        fed = (_stored(self._split, batch.images), anchors, shapes, batch.flips, targets, batch.lambdas)
-        return (*fed, batch.partners) if self._mix else fed
+            batch = self._next()
+            self._in_flight.append(batch)
+            fed = (_stored(self._split, batch.images), *_corners(batch), batch.flips, _targets(batch), batch.lambdas)
+            return (*fed, batch.partners) if self._mix else fed
 
     def _explain(self, error: RuntimeError) -> Exception:
         return _find_undecodable(self._split, np.concatenate([batch.images for batch in self._in_flight]), error)
+
+
+class CpuTrainingPipeline:
+    """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `data.prefetch` micro-batches ready."""
+
+    def __init__(
+        self,
+        split: Split,
+        next_micro_batch: Callable[[], MicroBatch],
+        data: DataConfig,
+        pixels: PixelFormat,
+        *,
+        size: int,
+        mix: bool,
+    ) -> None:
+        self._split = split
+        self._next = next_micro_batch
+        self._mix = mix
+        self._transform = CpuTransform(data, pixels, size=size)
+        self._in_flight: deque[MicroBatch] = deque()
+        self._pipe: Pipeline | None = None
+        if split.manifest.encoding == "image":
+            # The older executor writes into the same memory again and again, which is a tenth faster. What `run`
+            # gave is gone with the next `run`: by then it is resized.
+            self._pipe = _crop_graph(
+                self._feed, batch_size=size, num_threads=pixels.num_threads, device_id=None, exec_dynamic=False
+            )
+            self._pipe.build()
+        self._producer = ThreadPoolExecutor(1, "data")
+        self._ready: deque[Future[Produced]] = deque(self._producer.submit(self._produce) for _ in range(data.prefetch))
+
+    def run(self) -> Produced:
+        with record_function("data: wait"):
+            produced = self._ready.popleft().result()
+        self._ready.append(self._producer.submit(self._produce))
+        return produced
+
+    def _produce(self) -> Produced:
+        crops, batch = self._cut() if self._pipe is None else self._decode(self._pipe)
+        images = self._transform(crops, batch.flips, (batch.partners, batch.lambdas) if self._mix else None)
+        return images, torch.from_numpy(_targets(batch)), torch.from_numpy(batch.lambdas), batch
+
+    def _cut(self) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
+        batch = self._next()
+        boxes = zip(_stored(self._split, batch.images), batch.boxes.tolist(), strict=True)
+        return [image[y : y + height, x : x + width].copy() for image, (y, x, height, width) in boxes], batch
+
+    def _decode(self, pipe: Pipeline) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
+        try:
+            (crops,) = pipe.run()
+        except RuntimeError as error:
+            images = np.concatenate([batch.images for batch in self._in_flight])
+            raise _find_undecodable(self._split, images, error) from error
+        return [np.asarray(crops[i]) for i in range(len(crops))], self._in_flight.popleft()
+
+    def _feed(self) -> tuple[Any, ...]:
+        batch = self._next()
+        self._in_flight.append(batch)
+        return _stored(self._split, batch.images), *_corners(batch)
 
 
 class EvaluationPipeline:
@@ -147,6 +207,15 @@ def central_regions(
     return np.stack(starts, axis=-1).astype(np.float32), np.stack(ends, axis=-1).astype(np.float32)
 
 
+def _corners(batch: MicroBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(anchors, shapes) of the boxes, each (n, 2)."""
+    return np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
+
+
+def _targets(batch: MicroBatch) -> NDArray[np.int64]:
+    return np.stack([batch.labels, batch.labels[batch.partners]], axis=-1)
+
+
 def _stored(split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
     """What is on disk of each image: a file's bytes, (size,), or with raw records its pixels, (height, width, 3)."""
     contents = [split.encoded(image) for image in images]
@@ -156,8 +225,23 @@ def _stored(split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
     return [pixels.reshape(h, w, 3) for pixels, h, w in zip(contents, rows["height"], rows["width"], strict=True)]
 
 
+_CROP = {
+    "axis_names": "HW", "normalized_anchor": False, "normalized_shape": False,
+    "output_type": types.RGB, "adjust_orientation": False,
+}  # fmt: skip
+
+
 @pipeline_def
-def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, raw: bool, mix: bool) -> Any:
+def _crop_graph(feed: Callable[[], tuple[Any, ...]]) -> Any:
+    encoded, anchor, shape = fn.external_source(
+        source=feed, num_outputs=3, batch=True, no_copy=True, dtype=[types.UINT8, types.INT32, types.INT32], ndim=[1, 1, 1]
+    )
+    return fn.decoders.image_slice(encoded, anchor, shape, device="cpu", **_CROP)
+
+
+@pipeline_def
+def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, split: Split, mix: bool) -> Any:
+    raw = split.manifest.encoding == "raw"
     dtypes = [types.UINT8, types.INT32, types.INT32, types.INT32, types.INT64, types.FLOAT, types.INT32]
     num_dims = [3 if raw else 1, 1, 1, 0, 1, 0, 0]
     layouts = ["HWC" if raw else "", *[""] * 6]
@@ -166,12 +250,9 @@ def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixel
         source=feed, num_outputs=fed, batch=True, no_copy=True, dtype=dtypes[:fed], ndim=num_dims[:fed], layout=layouts[:fed]
     )
     if raw:
-        images = _to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
+        images = fn.slice(stored, anchor, shape, axis_names="HW").gpu()  # on the host: less to copy
     else:
-        images = fn.decoders.image_slice(
-            stored, anchor, shape, device=decoder_device(pixels), output_type=types.RGB, axis_names="HW",
-            normalized_anchor=False, normalized_shape=False, adjust_orientation=False,
-        )  # fmt: skip
+        images = fn.decoders.image_slice(stored, anchor, shape, **mixed_decoder(data, split), **_CROP)
     return augmented(images, mirror, targets, weight, partner[0] if mix else None, data, pixels)
 
 
@@ -200,7 +281,7 @@ def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pix
     if raw:
         images = _to_device(stored, pixels)
     else:
-        images = fn.decoders.image(stored, device=decoder_device(pixels), output_type=types.RGB, adjust_orientation=False)
+        images = fn.decoders.image(stored, device=_decoder(pixels), output_type=types.RGB, adjust_orientation=False)
     images = fn.resize(
         images, size=[data.eval_size] * 2, roi_start=start, roi_end=end, interp_type=types.INTERP_LINEAR, antialias=data.antialias
     )
@@ -208,11 +289,22 @@ def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pix
     return _cast(images, pixels), _to_device(labels, pixels)
 
 
+def mixed_decoder(data: DataConfig, split: Split) -> dict[str, Any]:
+    """Arguments of a decoder for training on a GPU, with room for the sizes that one image in a hundred exceeds. DALI makes
+    it for as many at once as it decodes in hardware: for the largest image, some tens of megapixels in ImageNet, that would
+    be gigabytes."""
+    height, width = (int(np.percentile(split.rows[side], 99)) for side in ("height", "width"))
+    return {
+        "device": "mixed", "hw_decoder_load": data.hw_decoder_load,
+        "preallocate_height_hint": height, "preallocate_width_hint": width,
+    }  # fmt: skip
+
+
 def _to_device(node: Any, pixels: PixelFormat) -> Any:
     return node if pixels.device_id is None else node.gpu()
 
 
-def decoder_device(pixels: PixelFormat) -> str:
+def _decoder(pixels: PixelFormat) -> str:
     return "cpu" if pixels.device_id is None else "mixed"
 
 

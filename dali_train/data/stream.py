@@ -30,7 +30,8 @@ from dali_train.data.draws import Purpose, philox_generator
 from dali_train.data.index import Split, index_record, map_file
 from dali_train.data.manifest import DatasetError, Shard
 from dali_train.data.micro_batch import MicroBatchDraws
-from dali_train.data.pipeline import PixelFormat, augmented, decoder_device, run_graph
+from dali_train.data.pipeline import augmented, mixed_decoder, run_graph
+from dali_train.data.pixels import PixelFormat
 from dali_train.data.tfrecord import TFRecordError, walk_records
 from dali_train.status import RunError
 
@@ -141,7 +142,7 @@ def position_basis(split: Split, config: Config, pixels: PixelFormat, num_ranks:
         # Operators that come and go with these:
         "Mixup": config.mixup.alpha > 0,
         "float16": pixels.half,
-        "decoder": decoder_device(pixels),
+        "decoder": "CPU" if pixels.device_id is None else "GPU",
         "DALI": dali.__version__,
     }
 
@@ -248,8 +249,9 @@ def _stream_graph(
     )
     draws: Any = fn.external_source(source=feed, num_outputs=2, batch=True, dtype=[types.INT32, types.FLOAT], ndim=[0, 0])
     partner, weight = draws
+    decoder = {"device": "cpu"} if pixels.device_id is None else mixed_decoder(data, split)
     images = fn.decoders.image_random_crop(
-        features[_IMAGE], device=decoder_device(pixels), output_type=types.RGB, adjust_orientation=False,
+        features[_IMAGE], **decoder, output_type=types.RGB, adjust_orientation=False,
         random_area=data.crop_area, random_aspect_ratio=data.crop_aspect, seed=crop_seed, name="crop",
     )  # fmt: skip
     mirror = fn.random.coin_flip(probability=data.horizontal_flip, seed=flip_seed, name="flip")

@@ -1,0 +1,220 @@
+"""The dataset on a disk of each host: copied once before training, then read from there.
+
+Each version of a dataset has a directory of its own, named after what its ``dataset.json`` and its index are. So a
+source that has changed is copied anew and a run that still reads the version before is left alone. Files get their
+names when they are whole and flushed: what is there is finished, a copy that was interrupted goes on after it.
+
+Processes agree through two locks (flock, which ends with its process however that ends): one is held exclusively while
+copying, so that one process of a host copies and the others, of this run or of another, wait; one is held shared while
+a version is in use, so that nobody removes it. Locks and not the launcher's numbers: they hold across runs, and where a
+local rank tells nothing of the host.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO
+
+import torch.distributed as dist
+from crc32c import crc32c
+
+from dali_train.config import Config
+from dali_train.data.index import Split, map_shards
+from dali_train.data.manifest import SPLITS, DatasetError, Manifest
+from dali_train.launch import Launch, host_group
+from dali_train.progress import Progress
+
+WAITING_LINE_S = 30.0
+_NUM_STREAMS = 4  # a parallel file system gives one reader only part of its speed
+_CHUNK_BYTES = 4 << 20
+_NO_LIMIT = timedelta(days=30)  # a host's copy takes as long as it takes, and the others wait for it
+
+
+@dataclass(frozen=True)
+class DatasetRoot:
+    """Where to read the dataset from. A copy is not removed while this lives."""
+
+    path: Path
+    in_use: BinaryIO | None
+
+
+def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
+    """data.root, or the copy of it that data.local_copy asks for, made if need be. All ranks call this together.
+
+    Raises:
+        DatasetError: on all ranks, if any host cannot have its copy.
+    """
+    if config.data.local_copy is None:
+        return DatasetRoot(Path(config.data.root), None)
+    group = host_group(launch, config, timeout=_NO_LIMIT)
+    copy, failure = None, ""
+    try:
+        copy = make_copy(Path(config.data.root), Path(config.data.local_copy), speak=launch.local_rank == 0)
+    except (DatasetError, OSError) as error:
+        failure = f"{error} (on {platform.node()})"
+    if group is not None:
+        failures = [""] * launch.world_size
+        dist.all_gather_object(failures, failure, group=group)
+        dist.destroy_process_group(group)
+        failure = next((text for text in failures if text), "")
+    if failure or copy is None:
+        raise DatasetError(failure)
+    return copy
+
+
+def make_copy(source: Path, directory: Path, *, speak: bool) -> DatasetRoot:
+    """Copy the dataset to a directory below `directory`, or wait for the process that does, or find it done.
+
+    Args:
+        speak: tell on stderr when this process waits.
+
+    Raises:
+        DatasetError: `source` is no whole dataset, it changes meanwhile, or the disk is too small.
+    """
+    source = source.resolve()
+    manifest = Manifest.read(source)
+    family = f"{source.name}-{_digest(str(source).encode())}"
+    content = [(source / "dataset.json").read_bytes()]
+    for name in manifest.splits:
+        index = source / "index" / f"{name}.npy"
+        if index.exists():  # else opening it will say what is wrong
+            content.append(f"{index.stat().st_size} {index.stat().st_mtime_ns}".encode())
+    root = directory / f"{family}-{_digest(*content)}"
+    directory.mkdir(parents=True, exist_ok=True)
+    in_use = _lock_of(root, "in-use").open("ab")
+    fcntl.flock(in_use, fcntl.LOCK_SH)
+    with _alone(root, f"the copy of {source} to {root}" if speak else None):
+        if not _is_whole(root, manifest):
+            _remove_older(directory, family, keep=root)
+            _copy(source, root, manifest)
+    return DatasetRoot(root, in_use)
+
+
+def _copy(source: Path, root: Path, manifest: Manifest) -> None:
+    checksums: dict[Path, str | None] = {}
+    for name in SPLITS:
+        if name not in manifest.splits:
+            continue
+        split = Split(source, name)  # whole, and no shard newer than the index
+        for path, shard in zip(split.paths, split.manifest.splits[name].shards, strict=True):
+            checksums[path] = shard.crc32c
+            text_index = source / "idx_files" / name / f"{path.name}.idx"
+            if text_index.exists():
+                checksums[text_index] = None
+        checksums[source / "index" / f"{name}.npy"] = None
+    for leftover in root.rglob(".*.partial"):
+        leftover.unlink()
+    needed = {path: path.stat().st_size for path in checksums if not _is_copied(path, root / path.relative_to(source))}
+    _check_space(source, root.parent, sum(needed.values()))
+    with Progress(f"copying {source} to {root}", total=sum(needed.values()), unit="B") as progress:
+
+        def copy(path: Path) -> None:
+            _copy_file(path, root / path.relative_to(source), checksums[path], progress)
+
+        try:
+            for _ in map_shards(list(needed), copy, workers=_NUM_STREAMS):
+                pass
+            _copy_file(source / "dataset.json", root / "dataset.json", None, progress)  # last: now it is a dataset
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise DatasetError(
+                    f"data.local_copy {root.parent} is full: something else was written there while {source} was copied; free "
+                    "some space and start again, what is copied stays"
+                ) from error
+            raise
+
+
+def _copy_file(path: Path, target: Path, checksum: str | None, progress: Progress) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    buffer, crc = memoryview(bytearray(_CHUNK_BYTES)), 0
+    with path.open("rb", buffering=0) as reading, partial.open("wb", buffering=0) as writing:
+        stat = os.fstat(reading.fileno())
+        while size := reading.readinto(buffer):
+            crc = crc32c(buffer[:size], crc)
+            written = 0
+            while written < size:
+                written += writing.write(buffer[written:size])
+            progress.update(size)
+        os.fsync(writing.fileno())
+    if checksum is not None and f"{crc:08x}" != checksum:
+        partial.unlink()
+        raise DatasetError(
+            f"{path} has checksum {crc:08x}, dataset.json says {checksum}: run `python tools/verify_dataset.py` on the dataset"
+        )
+    os.utime(partial, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # an index must not be older than its shards
+    partial.replace(target)
+
+
+def _is_copied(path: Path, target: Path) -> bool:
+    """Whether `target` is `path`: whole files alone bear such a name, so size and time suffice."""
+    if not target.exists():
+        return False
+    there, here = path.stat(), target.stat()
+    return (there.st_size, there.st_mtime_ns) == (here.st_size, here.st_mtime_ns)
+
+
+def _is_whole(root: Path, manifest: Manifest) -> bool:
+    """Whether all files are there, without a look at the source."""
+    needed = {root / "dataset.json": None} | {root / "index" / f"{name}.npy": None for name in manifest.splits}
+    sizes = {root / name / shard.name: shard.num_bytes for name, split in manifest.splits.items() for shard in split.shards}
+    return all(path.exists() and size in (None, path.stat().st_size) for path, size in (needed | sizes).items())
+
+
+def _check_space(source: Path, directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise DatasetError(
+            f"data.local_copy {directory} has {free:,} bytes free, the copy of {source} needs {needed:,} more: free "
+            f"{needed - free:,} bytes, name a larger disk, or leave data.local_copy out"
+        )
+
+
+def _remove_older(directory: Path, family: str, *, keep: Path) -> None:
+    """Remove versions of the same source that no run reads any more."""
+    for root in directory.iterdir():
+        if root.name.startswith(f"{family}-") and root != keep:
+            with _lock_of(root, "in-use").open("ab") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                shutil.rmtree(root, ignore_errors=True)
+
+
+@contextmanager
+def _alone(root: Path, what: str | None) -> Iterator[None]:
+    """Hold the lock under which `root` is made. Says now and then that it waits for `what`."""
+    said = time.monotonic()
+    with _lock_of(root, "copying").open("ab") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.2)
+            if what is not None and time.monotonic() - said > WAITING_LINE_S:
+                said = time.monotonic()
+                finished = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
+                size = sum(path.stat().st_size for path in finished)
+                print(f"waiting for {what} by another process, {size / 1e9:,.1f} GB are there", file=sys.stderr, flush=True)
+        yield
+
+
+def _lock_of(root: Path, kind: str) -> Path:
+    """Beside the directory, not in it: it must outlive the directory."""
+    return root.with_name(f".{root.name}.{kind}")
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:12]

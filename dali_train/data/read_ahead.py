@@ -1,0 +1,177 @@
+"""Reading ahead: what a rank will need soon is brought into the page cache before the decoder touches its pages.
+
+A decoder that meets a page that is not in memory waits for the disk, 128 kB at a time. Here threads read the same bytes
+a while before, in requests of 1 MB as far as they lie together, several at once: of a block order whole windows, of
+another order the next images, those merged that are neighbours.
+
+They read instead of advising the kernel (madvise or posix_fadvise with WILLNEED). One advice is cut to the device's
+largest request (force_page_cache_ra in Linux' mm/readahead.c), Lustre's client has no use for it (its llite sets
+ra_pages and io_pages to 0), and Python's mmap.madvise holds the interpreter's lock. A read works wherever the data can
+be read, and copying to a scratch buffer costs 10 us an image where decoding costs 1 ms.
+
+Nothing here decides which images come, and no fault here ends a run.
+"""
+
+import logging
+import os
+import resource
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.data.index import Split
+from dali_train.data.micro_batch import MicroBatch, MicroBatches
+
+logger = logging.getLogger("dali_train")
+
+NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
+REQUEST_BYTES = 1 << 20
+GAP_BYTES = 1 << 16  # what lies between two images, framing and other features, is read with them up to here
+
+
+class ReadAhead(Iterator[MicroBatch]):
+    """Gives the micro-batches `chosen` for one coordinate unchanged, while threads read those that come next.
+
+    Args:
+        places: (step, k) of the same micro-batches in the same order.
+        num_ahead: how many micro-batches are read before they are asked for.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        micro_batches: MicroBatches,
+        chosen: Iterator[MicroBatch],
+        places: Iterator[tuple[int, int]],
+        num_ahead: int,
+    ) -> None:
+        self._chosen = chosen
+        self._plan = _Plan(split, micro_batches, places, num_ahead)
+        weakref.finalize(self, self._plan.stop)
+        shortage = allow_open_files(2 * len(split.paths) + 256)  # a shard's map holds a descriptor too
+        if shortage:
+            logger.warning("nothing is read ahead: %s", shortage)
+            return
+        for number in range(NUM_THREADS):
+            threading.Thread(target=self._plan.work, name=f"read-ahead-{number}", daemon=True).start()
+
+    def __next__(self) -> MicroBatch:
+        micro_batch = next(self._chosen)
+        self._plan.taken()
+        return micro_batch
+
+
+class _Plan:
+    """What is read when, shared by the threads. It knows nothing of ReadAhead, whose end is theirs too."""
+
+    def __init__(self, split: Split, micro_batches: MicroBatches, places: Iterator[tuple[int, int]], num_ahead: int) -> None:
+        self._split, self._micro_batches, self._num_ahead = split, micro_batches, num_ahead
+        self._turn = threading.Lock()  # the thread that holds it works out what comes next, or waits until it is time
+        self._portions = self._all_portions(places)
+        self._moved = threading.Condition()
+        self._num_taken = 0
+        self._num_working = NUM_THREADS
+        self._stopped = threading.Event()
+        self._files: dict[int, int] = {}  # shard -> descriptor
+        self._windows: OrderedDict[tuple[int, int], None] = OrderedDict()  # read lately, the last of them last
+
+    def taken(self) -> None:
+        with self._moved:
+            self._num_taken += 1
+            self._moved.notify()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        with self._moved:
+            self._moved.notify()
+
+    def work(self) -> None:
+        """Read until stopped."""
+        buffer = memoryview(bytearray(REQUEST_BYTES))
+        try:
+            while True:
+                with self._turn:
+                    portion = next(self._portions, None)
+                if portion is None:
+                    return
+                for descriptor, start, size in portion:
+                    os.preadv(descriptor, [buffer[:size]], start)
+        except Exception as error:  # whatever it is: training goes on without
+            with self._moved:
+                if not self._stopped.is_set():
+                    logger.warning("reading ahead ends, images are read when they are decoded: %s", error)
+                self.stop()
+        finally:
+            with self._moved:
+                self._num_working -= 1
+                if self._num_working == 0:
+                    for descriptor in self._files.values():
+                        os.close(descriptor)
+
+    def _all_portions(self, places: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+        """About a megabyte of requests at a time: (descriptor, first byte, size)."""
+        for number, (step, k) in enumerate(places):
+            with self._moved:
+                while not self._stopped.is_set() and number >= self._num_taken + self._num_ahead:
+                    self._moved.wait()
+                too_late = number < self._num_taken
+            if too_late:
+                continue
+            shards, starts, sizes = requests(self._split.rows, self._next_images(self._micro_batches.positions(step, k)))
+            portions = np.cumsum(sizes) // REQUEST_BYTES
+            for some in np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(portions)) + 1):
+                if self._stopped.is_set():
+                    return
+                descriptors = [self._file(shard) for shard in shards[some].tolist()]
+                yield list(zip(descriptors, starts[some].tolist(), sizes[some].tolist(), strict=True))
+
+    def _next_images(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The images at `positions`; in a block order those of their windows that have not been read yet."""
+        order = self._micro_batches.order
+        windows = order.windows_at(positions)
+        if windows is None:
+            return order.images_at(positions)[0]
+        new = [window for window in windows if window not in self._windows]
+        for window in windows:
+            self._windows[window] = None
+            self._windows.move_to_end(window)
+        while len(self._windows) > 4 * self._micro_batches.num_per_step:  # each micro-batch of a step is in one or two
+            self._windows.popitem(last=False)
+        return np.concatenate([np.empty(0, dtype=np.int64), *(order.images_in(*window) for window in new)])
+
+    def _file(self, shard: int) -> int:
+        if shard not in self._files:
+            self._files[shard] = os.open(self._split.paths[shard], os.O_RDONLY)
+        return self._files[shard]
+
+
+def requests(rows: NDArray[np.void], images: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(shards, first bytes, sizes) of the reads that fetch `images`, in the order on disk, each at most REQUEST_BYTES.
+
+    Args:
+        rows: the split's index (``INDEX_DTYPE``), which is in the order on disk.
+    """
+    rows = rows[np.unique(images)]
+    shards, starts = rows["shard"].astype(np.int64), rows["offset"].astype(np.int64)
+    stops = starts + rows["size"]
+    apart = (np.diff(shards) != 0) | (starts[1:] - stops[:-1] > GAP_BYTES)
+    first = np.flatnonzero(np.concatenate([[True], apart])) if len(rows) else np.empty(0, dtype=np.int64)
+    shards, starts, stops = shards[first], starts[first], stops[np.append(first, len(rows))[1:] - 1]
+    counts = -(-(stops - starts) // REQUEST_BYTES)
+    inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # which piece of its run each is
+    begins = np.repeat(starts, counts) + inside * REQUEST_BYTES
+    return np.repeat(shards, counts), begins, np.minimum(np.repeat(stops, counts) - begins, REQUEST_BYTES)
+
+
+def allow_open_files(needed: int) -> str:
+    """Raise this process's limit of open files to `needed`; says why where that cannot be, else empty."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return f"{needed} files would be open, `ulimit -Hn` allows {hard}"
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ""

@@ -1,0 +1,134 @@
+"""Reading ahead changes nothing but when bytes are read: and it does read them."""
+
+import gc
+import itertools
+import json
+import logging
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from dali_train.data.index import INDEX_DTYPE, Split
+from dali_train.data.loader import coordinates_micro_batches
+from dali_train.data.read_ahead import GAP_BYTES, REQUEST_BYTES, allow_open_files, requests
+
+from ..conftest import FORK, REPOSITORY
+
+
+def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:
+    return Config(
+        data=DataConfig(root=str(dataset), shuffle=shuffle, block_images=4, window_blocks=2, read_ahead_mb=read_ahead_mb),  # type: ignore[arg-type]
+        model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1), schedule=ScheduleConfig(warmup_epochs=0),
+        batch=BatchConfig(global_batch=16, micro_batch=4), run=RunConfig(dir="", epochs=3), mixup=MixupConfig(alpha=0.2),
+    )  # fmt: skip
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def bytes_read() -> int:
+    """By this process' read calls; mapped pages don't count."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block", "none"])
+def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str) -> None:
+    split = Split(dataset, "train")
+    plain, ahead = (
+        coordinates_micro_batches(split, config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2) for mb in (0, 256)
+    )
+    before = bytes_read()
+    # This rank's share of an epoch is read before anything is asked for.
+    first = np.concatenate([batch.images for batch in itertools.islice(plain, 6)])
+    expected = int(split.rows["size"][np.unique(first)].sum())
+    wait_until(lambda: bytes_read() - before >= expected)
+    for a, b in zip(
+        itertools.islice(coordinates_micro_batches(split, config_of(dataset, shuffle, 0), start_step=3, dp_rank=1, dp_size=2), 60),
+        ahead,
+        strict=False,
+    ):
+        assert (a.step, a.k, a.dropout_seed) == (b.step, b.k, b.dropout_seed)
+        for name in ("images", "labels", "boxes", "flips", "partners", "lambdas"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+    assert threads()
+    del ahead
+    gc.collect()
+    wait_until(lambda: not threads())
+
+
+def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
+    split = Split(dataset, "train")
+    split.paths = [dataset / "nowhere" for _ in split.paths]
+    with caplog.at_level(logging.WARNING):
+        ahead = coordinates_micro_batches(split, config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1)
+        wait_until(lambda: not threads())
+    assert [record.getMessage().startswith("reading ahead ends, images are read when") for record in caplog.records] == [True]
+    plain = coordinates_micro_batches(split, config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1)
+    for a, b in itertools.islice(zip(plain, ahead, strict=True), 20):
+        np.testing.assert_array_equal(a.images, b.images)
+
+
+def test_requests_cover_the_images_in_long_reads() -> None:
+    generator = np.random.default_rng(0)
+    rows = np.zeros(400, dtype=INDEX_DTYPE)
+    rows["shard"], rows["size"] = np.arange(400) // 150, generator.integers(1, 300_000, 400)
+    gaps = np.where(np.arange(400) % 7 == 0, GAP_BYTES + 1, 50)
+    for shard in range(3):
+        here = rows["shard"] == shard
+        ends = np.cumsum(rows["size"][here] + gaps[here])
+        rows["offset"][here] = ends - rows["size"][here]
+    for images in (np.arange(400), generator.permutation(400)[:50], np.array([5, 5, 5]), np.array([], dtype=np.int64)):
+        shards, starts, sizes = requests(rows, images)
+        assert (sizes > 0).all() and (sizes <= REQUEST_BYTES).all()
+        spans = {shard: np.zeros(100_000_000, dtype=bool) for shard in range(3)}
+        for shard, start, size in zip(shards.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+            assert not spans[shard][start : start + size].any(), "nothing is read twice"
+            spans[shard][start : start + size] = True
+        for row in rows[images]:
+            assert spans[int(row["shard"])][int(row["offset"]) : int(row["offset"]) + int(row["size"])].all()
+        needed = int(rows["size"][np.unique(images)].sum())
+        assert int(sizes.sum()) <= needed + len(np.unique(images)) * GAP_BYTES
+    _, _, sizes = requests(rows, np.arange(7, 14))  # neighbours without a large gap between them
+    assert len(sizes) == -(-int(sizes.sum()) // REQUEST_BYTES)
+
+
+def with_few_open_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+    assert allow_open_files(400) == ""
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (400, 512)
+    assert allow_open_files(600) == "600 files would be open, `ulimit -Hn` allows 512"
+
+
+def test_too_few_open_files_are_told() -> None:
+    process = FORK.Process(target=with_few_open_files)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_measuring_it(dataset: Path) -> None:
+    sizes = ["--micro-batch", "4", "--lanes", "2", "--block-images", "4", "--window-blocks", "2", "--repeat", "1", "--threads", "1"]
+    words = [sys.executable, "tools/bench_read.py", str(dataset), *sizes]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
+    assert done.returncode == 0, done.stderr
+    measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    cases = {(case["shuffle"], case["read_ahead_mb"], case["cold"]) for case in measured}
+    assert cases == set(itertools.product(("full", "block"), (0, 256), (True, False)))
+    assert all(case["images_per_second"] > 0 for case in measured)

@@ -1,0 +1,124 @@
+"""The GPU's data path against the CPU's, and training on a GPU. All of it is skipped where there is none."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dali_train.config import Config, MixupConfig, load_config
+from dali_train.data.index import Split, build_index
+from dali_train.data.loader import Batch, make_loader, pixel_format
+from dali_train.data.pipeline import EvaluationPipeline
+
+from .conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU on this host")
+
+CPU = torch.device("cpu")
+# Grey levels, mean of an image: JPEG decoders may differ by one in each step (ITU-T T.83) and upsample colour differently,
+# which on the smooth images below makes less than one. A box, a flip or a partner that is wrong makes twenty and more.
+CLOSE = 2.0
+
+
+def gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def smooth_image(seed: int, height: int, width: int) -> Image.Image:
+    """Blobs of some 16 pixels: no detail on which two decoders could differ, different everywhere."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(scope="module", params=["JPEG", "RAW"])
+def smooth_dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp(request.param)
+    for split in ("train", "validation"):
+        path = root / split / f"{split}-00000-of-00001"
+        if request.param == "JPEG":
+            images = [smooth_image(i, 150 + 11 * (i % 9), 210 - 13 * (i % 11)) for i in range(24)]
+            write_shard(path, [(jpeg(image), 1 + i % 5) for i, image in enumerate(images)])
+        else:  # all of one size, which the features of the whole shard tell
+            images = [smooth_image(i, 150, 200) for i in range(24)]
+            records = [(np.asarray(image).tobytes(), 1 + i % 5) for i, image in enumerate(images)]
+            write_shard(path, records, **{"image/format": "RAW", "image/height": 150, "image/width": 200})
+    build_index(root)
+    return root
+
+
+@pytest.fixture
+def config(smooth_dataset: Path, tmp_path: Path) -> Config:
+    path = tmp_path / "config.py"
+    path.write_text(TINY_CONFIG.format(root=str(smooth_dataset)))
+    return load_config(path)
+
+
+def batches(config: Config, device: torch.device) -> list[Batch]:
+    loader = make_loader(Split(config.data.root, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=2)
+    kept = []
+    for _ in range(6):
+        batch = loader.next()
+        assert batch.images.device == batch.targets.device == batch.lambdas.device == device
+        kept.append(replace(batch, images=batch.images.clone()))  # its memory is used again
+    return kept
+
+
+def mean_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of the image that differs most, in grey levels."""
+    return float((a.cpu().float() - b.cpu().float()).abs().mean(dim=(1, 2, 3)).max()) * 127.5
+
+
+@pytest.mark.parametrize("hw_decoder_load", [0.0, 0.65, 1.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.2])
+def test_training_images_are_those_of_the_cpu(config: Config, hw_decoder_load: float, alpha: float) -> None:
+    config = replace(config, data=replace(config.data, hw_decoder_load=hw_decoder_load), mixup=MixupConfig(alpha=alpha))
+    expected = batches(config, CPU)
+    for ours, theirs in zip(batches(config, gpu()), expected, strict=True):
+        assert mean_difference(ours.images, theirs.images) < CLOSE
+        assert torch.equal(ours.targets.cpu(), theirs.targets) and torch.equal(ours.lambdas.cpu(), theirs.lambdas)
+        assert np.array_equal(ours.micro_batch.images, theirs.micro_batch.images)
+    assert mean_difference(expected[0].images, expected[0].images.flip(3)) > 5 * CLOSE  # so that it could fail
+
+
+def test_float16_and_channels_last(config: Config) -> None:
+    changed = replace(config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16"))
+    for ours, theirs in zip(batches(changed, gpu()), batches(config, gpu()), strict=True):
+        assert ours.images.dtype == torch.float16
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        assert mean_difference(ours.images, theirs.images) < 0.1
+
+
+def test_the_same_bits_again(config: Config) -> None:
+    """What resuming bit for bit needs of the data path."""
+    assert all(torch.equal(a.images, b.images) for a, b in zip(batches(config, gpu()), batches(config, gpu()), strict=True))
+
+
+def test_images_decoded_on_the_cpu_reach_the_gpu(config: Config) -> None:
+    on_cpu = replace(config, data=replace(config.data, device="cpu"))
+    for ours, theirs in zip(batches(on_cpu, gpu()), batches(on_cpu, CPU), strict=True):
+        assert torch.equal(ours.images.cpu(), theirs.images)
+
+
+@pytest.mark.parametrize("mode", ["short-side", "squash"])
+def test_evaluation_images_are_those_of_the_cpu(config: Config, mode: str) -> None:
+    split, data = Split(config.data.root, "validation"), replace(config.data, eval_resize=mode)
+    numbers = [np.arange(0, 10), np.arange(10, 20), np.arange(20, 24)]
+    ours, theirs = (EvaluationPipeline(split, numbers, data, pixel_format(config, device, 2)) for device in (gpu(), CPU))
+    for _ in [*numbers, *numbers]:
+        (images, labels), (expected, expected_labels) = ours.run(), theirs.run()
+        assert mean_difference(images, expected) < CLOSE
+        assert torch.equal(labels.cpu(), expected_labels)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_is_the_same_bit_for_bit(train: Train, tmp_path: Path, dtype: str) -> None:
+    settings = ["--precision.dtype", dtype, "--run.device", "cuda", "--run.deterministic", "true"]
+    train("whole", *settings, "--run.max_steps", "4")
+    train("parts", *settings, "--run.max_steps", "2")
+    train("parts", *settings, "--run.max_steps", "4")
+    whole, parts = final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert all(torch.isfinite(weight).all() for weight in whole.values())
