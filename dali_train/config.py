@@ -31,7 +31,7 @@ class DataConfig:
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
     shuffle: Literal["full", "block", "none"] = "full"
     """full: a new uniformly random order every epoch. block: shuffled blocks of neighbours, mixed within windows, for disks and
-    parallel file systems that want long reads. none: the order on disk."""
+    parallel file systems that want long reads. none: the order on disk. For data.reader stream see data.shuffle_buffer."""
     block_images: int = 128
     """Images of a block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its speed."""
     window_blocks: int = 8
@@ -41,8 +41,16 @@ class DataConfig:
     """A rank reads its next images of so many megabytes, and the windows that they lie in, before they are needed. 0: never."""
     local_copy: str | None = None
     """Directory on a disk of each host to which the dataset is copied once before training; it is read from there then."""
-    reader: Literal["index", "synthetic"] = "index"
-    """index: images are slices of memory-mapped shards, found by the columnar index. synthetic: noise, to see what data costs."""
+    reader: Literal["index", "stream", "synthetic"] = "index"
+    """index: images are slices of memory-mapped shards, found by the columnar index. synthetic: noise, to see what data costs.
+    stream: training images in the order of storage, by DALI's own TFRecord reader, for storage that can only stream. Which images
+    meet in a micro-batch, and their crops, then depend on the number of ranks; a checkpoint goes on only with the same number."""
+    stream_url: str | None = None
+    """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, which always holds
+    dataset.json, index/, idx_files/ and the validation shards."""
+    shuffle_buffer: int = 1024
+    """data.reader stream: records that each rank draws the next image from; shards are put in a new order every pass besides.
+    A dataset that was converted in random order needs no more; one that is sorted by class does."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
     num_threads: int | None = None
@@ -93,6 +101,17 @@ class DataConfig:
         _require(self.read_ahead_mb >= 0, f"data.read_ahead_mb is {self.read_ahead_mb}: use 0 for no read-ahead, or more")
         _require(self.local_copy != "", "data.local_copy is empty: name a directory, or leave it out to read from data.root")
         _require(self.prefetch >= 1, f"data.prefetch is {self.prefetch}: use at least 1")
+        _require(self.shuffle_buffer >= 1, f"data.shuffle_buffer is {self.shuffle_buffer}: use at least 1")
+        _require(
+            self.stream_url is None or self.reader != "index",
+            f"data.stream_url is {self.stream_url}, but data.reader is index, which reads data.root: set data.reader stream, "
+            "or leave data.stream_url out",
+        )
+        _require(
+            self.local_copy is None or self.reader != "stream",
+            f"data.local_copy is {self.local_copy}, but data.reader is stream, which leaves the shards where they are: "
+            "set data.reader index to read a copy",
+        )
         _require(
             self.num_threads is None or self.num_threads >= 1, f"data.num_threads is {self.num_threads}: use at least 1 or None"
         )
@@ -372,6 +391,11 @@ class Config:
             self.mixup.alpha == 0 or self.batch.micro_batch > 1,
             f"mixup.alpha is {self.mixup.alpha} with batch.micro_batch 1: partners are found within a micro-batch, "
             "so use at least 2 images or mixup.alpha 0",
+        )
+        _require(
+            self.data.reader != "stream" or not self.hooks.trace_samples,
+            "hooks.trace_samples is true with data.reader stream, which does not know the numbers of its images: "
+            "set hooks.trace_samples false, or data.reader index",
         )
         _require(
             self.precision.dtype != "fp64" or self.run.device != "cuda",

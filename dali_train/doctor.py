@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 import torchvision
 
-from dali_train.config import Config
+from dali_train.config import Config, ConfigError
 from dali_train.data.index import DatasetError, Split
+from dali_train.data.loader import make_loader
 from dali_train.data.pipeline import decode
 from dali_train.launch import Launch
+from dali_train.status import RunError
 
 Verdict = Literal["pass", "warn", "fail"]
 _WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}
@@ -45,7 +47,7 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
     """Run all checks, on all ranks together, and print the table on rank 0. False if something failed."""
     findings = [*versions(), *devices(launch, device), *decoding(device), *communication(launch, device), *clocks(launch)]
     if config is not None:
-        findings += [*dataset(config), *run_directory(launch, Path(config.run.dir))]
+        findings += [*dataset(config, launch, device), *run_directory(launch, Path(config.run.dir))]
     gathered: list[tuple[str, list[Finding]]] = [(f"rank {launch.rank} on {platform.node()}", findings)]
     if launch.world_size > 1:
         everyone: list[tuple[str, list[Finding]]] = [("", [])] * launch.world_size
@@ -174,11 +176,20 @@ def clocks(launch: Launch) -> Iterator[Finding]:
         yield Finding("clocks", "warn", f"{late} is {skew:.1f} s ahead of {early}", "start chrony or ntpd on both")
 
 
-def dataset(config: Config) -> Iterator[Finding]:
+def dataset(config: Config, launch: Launch, device: torch.device) -> Iterator[Finding]:
     for name in ("train", "validation"):
+        streamed = name == "train" and config.data.reader == "stream"
         try:
-            split = Split(config.data.root, name)  # compares index, manifest and shards' sizes
-        except (DatasetError, OSError) as error:
+            # Compares index, manifest and shards' sizes.
+            split = Split(config.data.root, name, local=not streamed or config.data.stream_url is None)
+            if streamed:  # does the storage answer, and with this dataset?
+                make_loader(
+                    split, config, device, start_step=0, dp_rank=launch.rank, dp_size=launch.world_size, num_threads=1
+                ).next()
+                place = config.data.stream_url or split.root
+                yield Finding(f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, read from {place}")
+                continue
+        except (ConfigError, DatasetError, OSError, RunError) as error:
             optional = name == "validation" and "has no validation split" in str(error)
             yield Finding(f"data {name}", "warn" if optional else "fail", str(error), "" if optional else "see the message")
             continue

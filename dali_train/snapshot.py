@@ -11,21 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from dali_train.checkpoint import Checkpoint, Tensors
 from dali_train.config import Config, ConfigError
 from dali_train.data.index import Split
+from dali_train.data.loader import Loader
 from dali_train.precision import Precision
 
 # Settings that a run may change on its way: they change how it is computed, watched or kept, not what is computed.
 # A setting that is not listed belongs to the recipe.
 _FREE_SECTIONS = {"hooks", "parallel"}
 _FREE = {
+    # Where it matters, with data.reader stream, data.shuffle_buffer is compared by the reader itself.
     "data": {
-        "root", "device", "num_threads", "prefetch", "hw_decoder_load", "read_ahead_mb", "local_copy",
-        "eval_resize", "eval_resize_to", "eval_size",
+        "root", "device", "num_threads", "prefetch", "hw_decoder_load", "read_ahead_mb", "local_copy", "stream_url",
+        "shuffle_buffer", "eval_resize", "eval_resize_to", "eval_size",
     },
     "model": {"channels_last", "compile", "cuda_graphs", "activation_checkpointing"},
     "precision": {"tf32"},
@@ -46,6 +49,18 @@ def capture(model: nn.Module, optimizer: Optimizer, precision: Precision) -> tup
     # LAMB counts its steps once a group, as a number or as a tensor, according to timm's version.
     steps = [float(group["step"]) if "step" in group else None for group in optimizer.param_groups]
     return {"model": model.state_dict(), "optimizer": moments}, {"group_steps": steps, "scaler": precision.scaler.state_dict()}
+
+
+def capture_loader(loader: Loader, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Plain values, if the loader has any: {"loader": its state on each rank of `group`}. All ranks call this together."""
+    state = loader.state()
+    if not state:
+        return {}
+    states = [state]
+    if group is not None:
+        states *= dist.get_world_size(group)
+        dist.all_gather_object(states, state, group=group)
+    return {"loader": states}
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, precision: Precision) -> None:

@@ -24,7 +24,7 @@ from dali_train.config import Config
 from dali_train.data.index import Split, write_atomically
 from dali_train.data.loader import Batch, Loader, blank_images, make_loader, pixel_format
 from dali_train.data.local_copy import find_dataset
-from dali_train.data.micro_batch import MicroBatch
+from dali_train.data.micro_batch import MicroBatchDraws
 from dali_train.evaluate import Evaluator
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.observers import Observers
@@ -60,7 +60,7 @@ class Trainer:
     # CUDA graphs write a gradient where the replay before wrote it: add to memory of our own instead of keeping theirs.
     keep_gradients: bool = False
 
-    def step(self, step: int, lr: float, loader: Loader) -> tuple[tuple[MicroBatch, ...], Batch]:
+    def step(self, step: int, lr: float, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
         """One optimizer step: accumulate this rank's micro-batches, exchange, clip, update. The host waits for nothing.
 
         Returns:
@@ -126,7 +126,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
 
     # ---------------------------------------------------------------- data, and the run measured in steps
     dataset = find_dataset(config, launch)
-    split = Split(dataset.path, "train")
+    split = Split(dataset.path, "train", local=config.data.stream_url is None)
     images = len(split)
     accumulation = config.batch.accumulation(launch.world_size)
     schedule_steps = config.steps(config.run.epochs, images)
@@ -150,15 +150,16 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     precision = Precision(config.precision, device)
     if resumed is not None:
         snapshot.restore(resumed, model, optimizer, precision)
-    start_step = resumed.step if resumed is not None else 0
+    start_step, saved = (resumed.step, resumed.values.get("loader", ())) if resumed is not None else (0, ())
     del resumed  # its copy of the weights is in host memory
     run = config.run
     saver = CheckpointWriter(
         directory / "checkpoints", writer_group, keep=run.keep_checkpoints, keep_best=run.keep_best_checkpoints
     )
     loader = make_loader(
-        split, config, device, start_step=start_step, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size, num_threads=num_threads
-    )
+        split, config, device, start_step=start_step, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size,
+        num_threads=num_threads, saved=saved,
+    )  # fmt: skip
     model.train()
     blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)
     with order_of_gradients(model) as order:
@@ -184,7 +185,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
         startup_s=time.perf_counter() - begin, model=model, optimizer=optimizer, clock=clock,
     )  # fmt: skip
     hooks.start(start)
-    for warning in warnings:
+    for warning in (*warnings, *loader.warnings):
         logger.warning(warning)
 
     # ---------------------------------------------------------------- the loop
@@ -200,7 +201,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     best_top1 = saver.prepare(start_step)
     stop = StopAgreement(stop_requests, group)
     stopping = StopReason.NONE
-    watchdog = Watchdog(launch, clock, directory, str(dataset.path), config.parallel.timeout_s)
+    watchdog = Watchdog(launch, clock, directory, config.data.stream_url or str(dataset.path), config.parallel.timeout_s)
     try:
         for index in range(start_step, total_steps):
             stop.ask()
@@ -228,6 +229,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
                 if trainer.weights_are_good(group):
                     best_top1 = top1 if top1 is not None and is_best else best_top1
                     state, values = snapshot.capture(model, optimizer, precision)
+                    values |= snapshot.capture_loader(loader, group)
                     saver.save(step, state, {**values, "recipe": recipe}, top1)
             if stopping and not last:
                 break

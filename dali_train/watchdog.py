@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dali_train.launch import Launch
+from dali_train.status import RunError
 from dali_train.timing import PhaseClock
 
 LATE_S = 30.0  # without progress: rank 0 says whom it waits for
@@ -81,7 +82,9 @@ class Watchdog:
         self._thread.join()
         if error is None or self._store is None:
             return
-        lost_peer = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+        lost_peer = (
+            isinstance(error, RuntimeError) and not isinstance(error, RunError) and _LOST_PEER.search(str(error)) is not None
+        )
         first_line = next(iter(str(error).splitlines()), "")
         if not self._send(ended=f"{type(error).__name__}: {first_line}", lost_peer=lost_peer):
             self._say(f"the store of rank 0 on {self._launch.host}:{self._launch.port} does not answer: rank 0 ended first")

@@ -344,6 +344,7 @@ CONTENDERS: dict[str, Contender] = {
     "dali_train": _loader,
     "dali_train antialiased": lambda task: _loader(task, antialias=True),
     "dali_train antialiased, Mixup": lambda task: _loader(task, antialias=True, mixup=0.2),
+    "dali_train stream": lambda task: _loader(task, reader="stream"),
     "ladder: read": lambda task: _stage(task, stage="read"),
     "ladder: read, decode": lambda task: _stage(task, stage="decode"),
     "ladder: read, decode, resize": lambda task: _stage(task, stage="resize"),

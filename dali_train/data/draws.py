@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     INITIALISATION = 5
     BLOCKS = 6
     WINDOW = 7
+    STREAM = 8  # the seeds of DALI's own operators
 
 
 def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:

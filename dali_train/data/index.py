@@ -57,11 +57,14 @@ class Split:
     uint8 view of its mapped shard. Shards are mapped when first touched and stay mapped: rewriting one while it is
     in use kills the process, as with any mapped file.
 
+    Args:
+        local: whether the shards lie below `root`. If not, only the index can be read.
+
     Raises:
         DatasetError: a part is missing, or the index does not fit the shards (other size, or older than a shard).
     """
 
-    def __init__(self, root: Path | str, name: SplitName) -> None:
+    def __init__(self, root: Path | str, name: SplitName, *, local: bool = True) -> None:
         self.root = Path(root)
         self.name = name
         self.manifest = Manifest.read(self.root)
@@ -78,7 +81,7 @@ class Split:
             raise DatasetError(f"{index_path} has {len(self.rows)} rows, dataset.json says {split.num_records}: {remedy}")
         self.paths = [self.root / name / shard.name for shard in split.shards]
         index_time = index_path.stat().st_mtime_ns
-        for path, shard in zip(self.paths, split.shards, strict=True):
+        for path, shard in zip(self.paths, split.shards, strict=True) if local else ():
             try:
                 stat = path.stat()
             except FileNotFoundError:

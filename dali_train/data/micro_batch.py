@@ -15,19 +15,34 @@ from dali_train.data.order import SampleOrder
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Everything about one micro-batch but the pixels. Arrays have one row an image, in the batch's order."""
+class MicroBatchDraws:
+    """What (seed, step, k) decide whatever the images are: all that is known ahead of a stream. One row an image."""
 
     step: int
     k: int
+    partners: NDArray[np.int32]  # place of the Mixup partner within the micro-batch
+    lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
+    dropout_seed: int
+
+    @classmethod
+    def at(cls, config: Config, step: int, k: int) -> "MicroBatchDraws":
+        seed = config.data.seed
+        partners, lambdas = mixup(
+            seed, step=step, k=k, size=config.batch.micro_batch, alpha=config.mixup.alpha, per_image=config.mixup.per_image
+        )
+        dropout_seed = torch_seed(seed, Purpose.DROPOUT, step=step, k=k)
+        return cls(step=step, k=k, partners=partners, lambdas=lambdas, dropout_seed=dropout_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(MicroBatchDraws):
+    """Everything about one micro-batch but the pixels. Arrays have one row an image, in the batch's order."""
+
     positions: NDArray[np.int64]  # in the training stream
     images: NDArray[np.int64]  # numbers in the split's index
     labels: NDArray[np.int64]  # from 0
     boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
     flips: NDArray[np.int32]  # 1: mirrored
-    partners: NDArray[np.int32]  # place of the Mixup partner within the micro-batch
-    lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
-    dropout_seed: int
 
 
 class MicroBatches:
@@ -50,17 +65,12 @@ class MicroBatches:
         return np.arange(start, start + batch.micro_batch, dtype=np.int64)
 
     def __call__(self, step: int, k: int) -> MicroBatch:
-        data, batch = self._config.data, self._config.batch
+        data = self._config.data
         positions = self.positions(step, k)
         images, epochs = self.order.images_at(positions)
         rows = self._rows[images]
-        partners, lambdas = mixup(
-            data.seed, step=step, k=k, size=batch.micro_batch,
-            alpha=self._config.mixup.alpha, per_image=self._config.mixup.per_image,
-        )  # fmt: skip
         return MicroBatch(
-            step=step,
-            k=k,
+            **vars(MicroBatchDraws.at(self._config, step, k)),
             positions=positions,
             images=images,
             labels=rows["label"].astype(np.int64),
@@ -70,7 +80,4 @@ class MicroBatches:
                 area=data.crop_area, aspect=data.crop_aspect,
             ),
             flips=flips(data.seed, epochs=epochs, images=images, probability=data.horizontal_flip),
-            partners=partners,
-            lambdas=lambdas,
-            dropout_seed=torch_seed(data.seed, Purpose.DROPOUT, step=step, k=k),
         )  # fmt: skip

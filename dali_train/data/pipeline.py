@@ -1,4 +1,4 @@
-"""From micro-batches to tensors: the DALI graphs for training and evaluation.
+"""From micro-batches to tensors: the DALI graphs for training and evaluation; stream.py has one more.
 
 The graphs draw no random number and decide nothing: boxes, flips, Mixup partners and lambdas are computed before,
 so that what comes out is a pure function of them. Everything that happens to pixels happens here: decode (only the
@@ -74,7 +74,7 @@ class GpuTrainingPipeline:
         self._pipe.build()
 
     def run(self) -> Produced:
-        images, targets, lambdas = _run(self._pipe, self._explain)
+        images, targets, lambdas = run_graph(self._pipe, self._explain)
         return images, targets, lambdas, self._in_flight.popleft()
 
     def _feed(self) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ class EvaluationPipeline:
         Raises:
             DatasetError: an image cannot be decoded; the message says which and where it lies.
         """
-        images, labels = _run(self._pipe, self._explain)
+        images, labels = run_graph(self._pipe, self._explain)
         return images, labels
 
     def _feed(self) -> tuple[Any, ...]:
@@ -252,19 +252,23 @@ def _training_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixel
     if raw:
         images = fn.slice(stored, anchor, shape, axis_names="HW").gpu()  # on the host: less to copy
     else:
-        height, width = _usual_size(split)
-        images = fn.decoders.image_slice(
-            stored, anchor, shape, device="mixed", hw_decoder_load=data.hw_decoder_load,
-            preallocate_height_hint=height, preallocate_width_hint=width, **_CROP,
-        )  # fmt: skip
+        images = fn.decoders.image_slice(stored, anchor, shape, **mixed_decoder(data, split), **_CROP)
+    return augmented(images, mirror, targets, weight, partner[0] if mix else None, data, pixels)
+
+
+def augmented(
+    images: Any, mirror: Any, targets: Any, weight: Any, partner: Any | None, data: DataConfig, pixels: PixelFormat
+) -> tuple[Any, Any, Any]:
+    """The outputs of a training graph from its crops: resized, mirrored, normalised, mixed if there is a `partner`, cast."""
     images = fn.resize(images, size=[data.train_size] * 2, interp_type=types.INTERP_LINEAR, antialias=data.antialias)
     images = fn.crop_mirror_normalize(
         images, mirror=mirror, mean=data.mean, std=data.std, dtype=types.FLOAT, output_layout=_layout(pixels)
     )
-    weight = weight.gpu()
-    if mix:
-        images = weight * images + (1.0 - weight) * fn.permute_batch(images, indices=partner[0])
-    return _cast(images, pixels), targets.gpu(), weight
+    weight = _to_device(weight, pixels)
+    if partner is not None:
+        # In float32: DALI's arithmetic on the CPU refuses float16.
+        images = weight * images + (1.0 - weight) * fn.permute_batch(images, indices=partner)
+    return _cast(images, pixels), _to_device(targets, pixels), weight
 
 
 @pipeline_def
@@ -285,11 +289,15 @@ def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pix
     return _cast(images, pixels), _to_device(labels, pixels)
 
 
-def _usual_size(split: Split) -> tuple[int, int]:
-    """Height and width that one image in a hundred exceeds. DALI makes room for as many at once as it decodes in
-    hardware: for the largest image, some tens of megapixels in ImageNet, that would be gigabytes."""
+def mixed_decoder(data: DataConfig, split: Split) -> dict[str, Any]:
+    """Arguments of a decoder for training on a GPU, with room for the sizes that one image in a hundred exceeds. DALI makes
+    it for as many at once as it decodes in hardware: for the largest image, some tens of megapixels in ImageNet, that would
+    be gigabytes."""
     height, width = (int(np.percentile(split.rows[side], 99)) for side in ("height", "width"))
-    return height, width
+    return {
+        "device": "mixed", "hw_decoder_load": data.hw_decoder_load,
+        "preallocate_height_hint": height, "preallocate_width_hint": width,
+    }  # fmt: skip
 
 
 def _to_device(node: Any, pixels: PixelFormat) -> Any:
@@ -308,7 +316,7 @@ def _cast(images: Any, pixels: PixelFormat) -> Any:
     return fn.cast(images, dtype=types.FLOAT16) if pixels.half else images
 
 
-def _run(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> list[torch.Tensor]:
+def run_graph(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> list[torch.Tensor]:
     try:
         # On a GPU the outputs are ordered into torch's stream; without one there is none to name.
         with record_function("data: wait for DALI"):

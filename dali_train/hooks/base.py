@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from dali_train.config import Config
 from dali_train.data.loader import Batch
-from dali_train.data.micro_batch import MicroBatch
+from dali_train.data.micro_batch import MicroBatchDraws
 from dali_train.evaluate import EvaluationDetails, EvaluationResult
 from dali_train.launch import Launch
 from dali_train.timing import PhaseClock
@@ -69,7 +69,8 @@ class TrainRecord:
 class StepRecord:
     step: int  # optimizer steps done, this one included
     epoch: float  # passes over the data done
-    micro_batches: tuple[MicroBatch, ...]  # this rank's; their `step` is this step's number from 0, so `step` - 1
+    # This rank's; their `step` is this step's number from 0, so `step` - 1. Each a MicroBatch unless data.reader is stream.
+    micro_batches: tuple[MicroBatchDraws, ...]
     batch: Batch  # the last of them with its pixels, on the device; its memory is used again, so copy what you keep
     train: TrainRecord | None  # on logging steps
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dali_train.data.micro_batch import MicroBatch
 from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord
 
 
@@ -74,6 +75,7 @@ class SampleTrace(Hook):
 
     def step(self, record: StepRecord) -> None:
         for batch in record.micro_batches:
+            assert isinstance(batch, MicroBatch)  # the config refuses the trace where images have no numbers
             self._file.write(
                 {
                     "step": batch.step,
