@@ -1,7 +1,7 @@
 """The contenders of bench_data.py: each gives batches for ever, from the same images, cropped the same way.
 
 All of them: RandomResizedCrop to 224 (area 0.08 to 1, aspect 3/4 to 4/3), mirrored with probability 0.5, (x - 127.5) /
-127.5 in float32, shuffled.
+127.5 in float32, shuffled. This project and FFCV hand over channels-last memory, the others channels-first.
 """
 
 import itertools
@@ -72,7 +72,7 @@ def export(task: Task) -> None:
 def _config(task: Task, *, antialias: bool = False, mixup: float = 0.0, reader: Any = "index") -> Config:
     return Config(
         data=DataConfig(root=str(task.dataset), antialias=antialias, num_threads=task.threads, reader=reader),
-        model=ModelConfig(name="vit_base_patch16_224"),
+        model=ModelConfig(name="vit_base_patch16_224", channels_last=True),
         optimizer=OptimizerConfig(lr=1.0),
         schedule=ScheduleConfig(warmup_epochs=0),
         batch=BatchConfig(global_batch=task.batch, micro_batch=task.batch),

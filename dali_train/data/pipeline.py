@@ -131,7 +131,7 @@ class CpuTrainingPipeline:
     def _cut(self) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
         batch = self._next()
         boxes = zip(_stored(self._split, batch.images), batch.boxes.tolist(), strict=True)
-        return [image[y : y + height, x : x + width].copy() for image, (y, x, height, width) in boxes], batch
+        return [image[y : y + height, x : x + width] for image, (y, x, height, width) in boxes], batch
 
     def _decode(self, pipe: Pipeline) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
         try:

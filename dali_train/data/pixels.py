@@ -60,7 +60,7 @@ class CpuTransform:
         """(n, 3, size, size) float32 or float16, on the CPU.
 
         Args:
-            crops: n arrays of (height, width, 3), contiguous.
+            crops: n arrays of (height, width, 3): contiguous, or read-only views of mapped pixels.
             flips: (n,), 1: mirrored.
             mixing: (partners, lambdas), each (n,): image i becomes lambda * i + (1 - lambda) * partner.
         """
@@ -86,6 +86,8 @@ class CpuTransform:
         return [resized[i] for i in range(len(crops))]
 
     def _resize(self, crop: NDArray[np.uint8], mirrored: int) -> torch.Tensor:
+        if not crop.flags.writeable:  # here and not before: each thread copies its own
+            crop = crop.copy()
         image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # in this order torch sees that it is channels-last
         image = F.interpolate(image, (self._side, self._side), mode="bilinear", antialias=self._antialias)
         if mirrored:

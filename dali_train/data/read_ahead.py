@@ -30,6 +30,7 @@ logger = logging.getLogger("dali_train")
 NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
 REQUEST_BYTES = 1 << 20
 GAP_BYTES = 1 << 16  # what lies between two images, framing and other features, is read with them up to here
+LOOK_AT_LEAST_EVERY = 16  # micro-batches: looking at each takes a seventh of the time that images of bare pixels take
 
 
 class ReadAhead(Iterator[MicroBatch]):
@@ -113,20 +114,24 @@ class _Plan:
 
     def _all_portions(self, places: Iterator[tuple[int, int]]) -> Iterator[list[tuple[int, int, int]]]:
         """About a megabyte of requests at a time: (descriptor, first byte, size)."""
+        look_every = 1  # micro-batch; seldom while everything is found in memory
         for number, (step, k) in enumerate(places):
             with self._moved:
                 while not self._stopped.is_set() and number >= self._num_taken + self._num_ahead:
                     self._moved.wait()
                 too_late = number < self._num_taken
-            if too_late:
+            if too_late or number % look_every:
                 continue
             shards, starts, sizes = requests(self._split.rows, self._next_images(self._micro_batches.positions(step, k)))
-            portions = np.cumsum(sizes) // REQUEST_BYTES
-            for some in np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(portions)) + 1):
+            wanted = zip([self._file(shard) for shard in shards.tolist()], starts.tolist(), sizes.tolist(), strict=True)
+            missing = [request for request in wanted if not is_cached(*request)]
+            look_every = 1 if missing else min(2 * look_every, LOOK_AT_LEAST_EVERY)
+            portions = np.cumsum([size for _, _, size in missing]) // REQUEST_BYTES
+            for some in np.split(np.arange(len(missing)), np.flatnonzero(np.diff(portions)) + 1):
                 if self._stopped.is_set():
                     return
-                descriptors = [self._file(shard) for shard in shards[some].tolist()]
-                yield list(zip(descriptors, starts[some].tolist(), sizes[some].tolist(), strict=True))
+                if len(some):
+                    yield [missing[i] for i in some]
 
     def _next_images(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The images at `positions`; in a block order those of their windows that have not been read yet."""
@@ -146,6 +151,15 @@ class _Plan:
         if shard not in self._files:
             self._files[shard] = os.open(self._split.paths[shard], os.O_RDONLY)
         return self._files[shard]
+
+
+def is_cached(descriptor: int, start: int, size: int) -> bool:
+    """Whether the first and the last byte are in the page cache: then what lies between is, too, or nearly so."""
+    byte = bytearray(1)
+    try:
+        return all(os.preadv(descriptor, [byte], place, os.RWF_NOWAIT) == 1 for place in (start, start + size - 1))
+    except OSError:  # not in memory (EAGAIN), or the file system cannot tell
+        return False
 
 
 def requests(rows: NDArray[np.void], images: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
