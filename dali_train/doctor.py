@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torchvision
 
 from dali_train.config import Config, ConfigError
-from dali_train.data.index import DatasetError, Split
+from dali_train.data.index import Split
 from dali_train.data.loader import make_loader
+from dali_train.data.manifest import DatasetError
 from dali_train.data.pipeline import decode
 from dali_train.launch import Launch
 from dali_train.status import RunError

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dali_train.config import Config, ConfigError
-from dali_train.data.index import Manifest
+from dali_train.data.manifest import Manifest
 from dali_train.mixup import mixup_loss
 from dali_train.model import build_model
 from dali_train.optim import make_optimizer

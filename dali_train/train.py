@@ -21,9 +21,10 @@ from dali_train import checkpoint, snapshot
 from dali_train.agreement import StopAgreement
 from dali_train.checkpoint import CheckpointWriter
 from dali_train.config import Config
-from dali_train.data.index import Split, write_atomically
+from dali_train.data.index import Split
 from dali_train.data.loader import Batch, Loader, blank_images, make_loader, pixel_format
 from dali_train.data.local_copy import find_dataset
+from dali_train.data.manifest import write_atomically
 from dali_train.data.micro_batch import MicroBatchDraws
 from dali_train.evaluate import Evaluator
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord

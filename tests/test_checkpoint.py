@@ -19,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from dali_train import checkpoint, snapshot
 from dali_train.checkpoint import CheckpointError, CheckpointWriter
 from dali_train.config import load_config
-from dali_train.data.index import Split, build_index
+from dali_train.data.index import Split
+from dali_train.data.indexing import build_index
 
 from .conftest import Train, final_weights, jpeg, photograph, relative_differences, write_shard
 from .test_exactness import FLOAT32_BOUND, samples

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 from dali_train.config import Config, MixupConfig, load_config
-from dali_train.data.index import Split, build_index
+from dali_train.data.index import Split
+from dali_train.data.indexing import build_index
 from dali_train.data.loader import Batch, make_loader, pixel_format
 from dali_train.data.pipeline import EvaluationPipeline
 

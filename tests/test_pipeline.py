@@ -11,8 +11,10 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dali_train.config import Config, MixupConfig, load_config
-from dali_train.data.index import DatasetError, Split, build_index
+from dali_train.data.index import Split
+from dali_train.data.indexing import build_index
 from dali_train.data.loader import Batch, make_loader, pixel_format
+from dali_train.data.manifest import DatasetError
 from dali_train.data.micro_batch import MicroBatches
 from dali_train.data.pipeline import EvaluationPipeline
 from dali_train.data.pixels import CpuTransform

@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 
 from dali_train.config import BatchConfig, Config, ConfigError, DataConfig, MixupConfig, load_config
-from dali_train.data.index import DatasetError, Split, build_index
+from dali_train.data.index import Split
+from dali_train.data.indexing import build_index
 from dali_train.data.loader import Batch, Loader, make_loader
+from dali_train.data.manifest import DatasetError
 from dali_train.data.micro_batch import MicroBatches
 from dali_train.data.stream import check_shards
 from dali_train.data.tfrecord import encode_example, frame_record

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dali_train.data.index import build_index
+from dali_train.data.indexing import build_index
 from dali_train.data.manifest import Manifest, SplitName
 from dali_train.data.tfrecord import encode_example, frame_record
 

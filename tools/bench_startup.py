@@ -25,7 +25,7 @@ import numpy as np
 from bench_images import write_shard
 from bench_report import Spread, describe_machine, write_lines
 
-from dali_train.data.index import IndexedShard, index_shard, write_index
+from dali_train.data.indexing import IndexedShard, index_shard, write_index
 from dali_train.data.manifest import SplitName
 
 REPOSITORY = Path(__file__).parent.parent

@@ -25,7 +25,8 @@ from bench_loops import BARE, CONTENDERS, REAL, SYNTHETIC, Round, Task, contend
 from bench_report import Spread, chosen, describe_machine, plot_bars, print_ratio, take_turns, write_lines
 
 from dali_train.config import Config, ConfigError
-from dali_train.data.index import DatasetError, Split
+from dali_train.data.index import Split
+from dali_train.data.manifest import DatasetError
 from dali_train.launch import LaunchOptions, choose_device, discover
 from dali_train.timing import STEP_PHASES
 from dali_train.train import configure_torch, device_name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dali_train.data.command import run_tool
-from dali_train.data.index import build_index
+from dali_train.data.indexing import build_index
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dali_train.config import Config, load_config
-from dali_train.data.index import Manifest
+from dali_train.data.manifest import Manifest
 from dali_train.mixup import mixup_loss
 from dali_train.model import build_model
 from dali_train.precision import Precision

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 
 from dali_train import checkpoint
-from dali_train.data.index import build_index
+from dali_train.data.indexing import build_index
 from dali_train.data.tfrecord import encode_example, frame_record
 from dali_train.status import newest_step, read_status
 

@@ -29,7 +29,8 @@ import torch.distributed as dist
 from crc32c import crc32c
 
 from dali_train.config import Config
-from dali_train.data.index import Split, map_shards
+from dali_train.data.index import Split
+from dali_train.data.indexing import map_shards
 from dali_train.data.manifest import SPLITS, DatasetError, Manifest
 from dali_train.launch import Launch, host_group
 from dali_train.progress import Progress

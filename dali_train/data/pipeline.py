@@ -19,7 +19,8 @@ from nvidia.dali.pipeline import Pipeline, pipeline_def
 from torch.autograd.profiler import record_function
 
 from dali_train.config import DataConfig
-from dali_train.data.index import DatasetError, Split
+from dali_train.data.index import Split
+from dali_train.data.manifest import DatasetError
 from dali_train.data.micro_batch import MicroBatch
 from dali_train.data.pixels import CpuTransform, PixelFormat
 

@@ -27,7 +27,8 @@ from torch.autograd.profiler import record_function
 
 from dali_train.config import Config, ConfigError, DataConfig
 from dali_train.data.draws import Purpose, philox_generator
-from dali_train.data.index import Split, index_record, map_file
+from dali_train.data.index import Split, map_file
+from dali_train.data.indexing import index_record
 from dali_train.data.manifest import DatasetError, Shard
 from dali_train.data.micro_batch import MicroBatchDraws
 from dali_train.data.pipeline import augmented, mixed_decoder, run_graph

@@ -11,7 +11,8 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.draws import shuffled
-from dali_train.data.index import IndexedShard, Split, index_record, index_shard, map_file, map_shards
+from dali_train.data.index import Split, map_file
+from dali_train.data.indexing import IndexedShard, index_record, index_shard, map_shards
 from dali_train.data.manifest import SPLITS, DatasetError, Manifest, SplitManifest, SplitName
 from dali_train.data.tfrecord import TFRecordError, walk_records
 from dali_train.progress import Progress

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
-from dali_train.data.index import write_atomically
+from dali_train.data.manifest import write_atomically
 from dali_train.hooks.base import EvaluationRecord, Hook, RunStart, StepRecord
 from dali_train.hooks.samples import sample_images, sheet
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tfrecord import writer
 
-from dali_train.data.index import Split, build_index
+from dali_train.data.index import Split
+from dali_train.data.indexing import build_index
 from dali_train.data.manifest import DatasetError
 from dali_train.data.tfrecord import TFRecordError
 from tests.conftest import FORK, photograph, write_shard

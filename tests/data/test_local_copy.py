@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dali_train.data.index import Split, build_index
+from dali_train.data.index import Split
+from dali_train.data.indexing import build_index
 from dali_train.data.local_copy import make_copy
 from dali_train.data.manifest import DatasetError
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.draws import shuffled
-from dali_train.data.index import SplitName
+from dali_train.data.manifest import SplitName
 
 DEFAULT_SHARDS: dict[SplitName, int] = {"train": 1024, "validation": 128}
 _FEWEST_SHARDS: dict[SplitName, int] = {"train": 4, "validation": 1}

@@ -26,7 +26,7 @@ from dali_train.data.convert.plan import Layout, default_num_shards, layout_with
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard
 from dali_train.data.convert.sources import Source
 from dali_train.data.convert.workers import return_large_blocks, write_shards
-from dali_train.data.index import write_index
+from dali_train.data.indexing import write_index
 from dali_train.data.manifest import SPLITS, Manifest, SplitName, sync_directory, write_atomically
 from dali_train.data.verify import verify
 from dali_train.progress import Progress

@@ -22,7 +22,8 @@ from dali_train.data.convert.image import (
     reencode,
 )
 from dali_train.data.convert.sources import Source
-from dali_train.data.index import INDEX_DTYPE, IndexedShard
+from dali_train.data.index import INDEX_DTYPE
+from dali_train.data.indexing import IndexedShard
 from dali_train.data.manifest import Encoding, Shard
 from dali_train.data.tfrecord import Buffer, encode_example, frame_record
 from dali_train.progress import Progress
