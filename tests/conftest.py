@@ -16,7 +16,7 @@ from PIL import Image
 
 from dali_train import checkpoint
 from dali_train.data.indexing import build_index
-from dali_train.data.tfrecord import encode_example, frame_record
+from dali_train.data.tfrecord import write_records
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -70,11 +70,7 @@ def png(image: Image.Image) -> bytes:
 
 def write_shard(path: Path, records: list[tuple[bytes, int]], **features: str | int) -> None:
     """A TFRecord file of (encoded image, label as stored) records, with more `features` that they share."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        for encoded, label in records:
-            for part in frame_record(encode_example(encoded, {"image/class/label": label, **features})):
-                file.write(part)
+    write_records(path, ((encoded, {"image/class/label": label, **features}) for encoded, label in records))
 
 
 @pytest.fixture(scope="session")

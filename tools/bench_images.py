@@ -12,7 +12,7 @@ from PIL import Image
 
 from dali_train.data.indexing import build_index
 from dali_train.data.manifest import Manifest, SplitName
-from dali_train.data.tfrecord import encode_example, frame_record
+from dali_train.data.tfrecord import write_records
 
 
 def generated_jpeg(seed: int) -> bytes:
@@ -31,11 +31,7 @@ def generated_jpeg(seed: int) -> bytes:
 
 def write_shard(path: Path, seeds: range, *, num_classes: int) -> None:
     """A TFRecord file of generated images; the label follows from the seed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        for seed in seeds:
-            for part in frame_record(encode_example(generated_jpeg(seed), {"image/class/label": 1 + seed % num_classes})):
-                file.write(part)
+    write_records(path, ((generated_jpeg(seed), {"image/class/label": 1 + seed % num_classes}) for seed in seeds))
 
 
 def write_dataset(root: Path, *, num_train: int, num_validation: int = 0, num_classes: int = 10) -> Manifest:

@@ -28,7 +28,7 @@ from PIL import Image
 
 from dali_train import checkpoint
 from dali_train.data.indexing import build_index
-from dali_train.data.tfrecord import encode_example, frame_record
+from dali_train.data.tfrecord import write_records
 from dali_train.status import newest_step, read_status
 
 NUM_IMAGES = 50
@@ -52,11 +52,11 @@ config = Config(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--directory", type=Path, help="where to work, kept (default: a temporary directory)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, metavar="N", help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of the run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="where to work, kept (default: a temporary directory)")
     options = parser.parse_args()
     directory = options.directory or Path(tempfile.mkdtemp(prefix="torture-"))
     make_dataset(directory / "data")
@@ -143,13 +143,12 @@ def compare(undisturbed: Path, killed: Path, total_steps: int) -> list[str]:
 
 def make_dataset(root: Path) -> None:
     rng = np.random.default_rng(0)
-    (root / "train").mkdir(parents=True)
-    with (root / "train" / "train-00000-of-00001").open("wb") as file:
-        for number in range(NUM_IMAGES):
-            buffer = io.BytesIO()
-            Image.fromarray(rng.integers(0, 256, size=(40, 48, 3), dtype=np.uint8)).save(buffer, "JPEG")
-            for part in frame_record(encode_example(buffer.getvalue(), {"image/class/label": 1 + number % 5})):
-                file.write(part)
+    records = []
+    for number in range(NUM_IMAGES):
+        buffer = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, size=(40, 48, 3), dtype=np.uint8)).save(buffer, "JPEG")
+        records.append((buffer.getvalue(), {"image/class/label": 1 + number % 5}))
+    write_records(root / "train" / "train-00000-of-00001", records)
     build_index(root)
 
 

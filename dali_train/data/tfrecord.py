@@ -9,7 +9,7 @@ needs the place of the encoded image inside the file, and a walk that skips imag
 """
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -118,6 +118,14 @@ def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> 
     head = _prefix(1, size + len(head)) + head  # Features.feature
     head = _prefix(1, size + len(head) + len(tail)) + head  # Example.features
     return head, image, tail
+
+
+def write_records(path: Path, records: Iterable[tuple[Buffer, Mapping[str, bytes | str | int]]]) -> None:
+    """Write a TFRecord file, and its directory, of Examples given as (image, features): for datasets small enough for one go."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        for image, features in records:
+            file.writelines(frame_record(encode_example(image, features)))
 
 
 @lru_cache(8192)  # labels, synsets and sizes recur: 5 us instead of 20 us an image
