@@ -12,7 +12,7 @@ from .conftest import REPOSITORY
 
 def test_it_runs_and_its_parts_add_up(tiny_config: Path, tmp_path: Path) -> None:
     words = ["--config", str(tiny_config), "--rounds", "2", "--steps", "2", "--only", "synthetic", "bare"]
-    files = ["--profile", "--out", str(tmp_path / "rounds.jsonl"), "--plot", str(tmp_path / "rounds.png")]
+    files = ["--profile", "--json", str(tmp_path / "rounds.jsonl"), "--plot", str(tmp_path / "rounds.png")]
     process = subprocess.run(
         [sys.executable, str(REPOSITORY / "tools" / "bench_step.py"), *words, *files, "--model.activation_checkpointing", "true"],
         capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300,

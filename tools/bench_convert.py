@@ -9,8 +9,6 @@ copy        the archive is copied to another file by the system (sendfile) and f
 
 import argparse
 import os
-import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -20,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from bench_report import Spread, describe_machine
 
 from dali_train.data.command import run_tool
 from dali_train.data.convert.image import Recipe
@@ -33,10 +32,7 @@ Measurement = Callable[[Path], object]  # takes an empty directory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="bench_convert.py", description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, metavar="ARCHIVE", help="tar of ImageNet's layout, or of files SYNSET_name.JPEG")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one a core")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after one that warms up (default: %(default)s)")
@@ -91,17 +87,18 @@ def _bench(options: argparse.Namespace) -> int:
                 measure(Path(directory))
                 if round_number:
                     rates[name].append(len(source.labels) / (time.perf_counter() - began))
+        print(f"  round {round_number} of {options.rounds}", file=sys.stderr, flush=True)
     print(
         f"{len(source.labels)} images, {source.num_bytes / 1e6:.0f} MB, {options.threads} threads, {options.rounds} rounds; "
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"DALI {version('nvidia-dali-cuda130')}, decoder {decoder}"
+        f"decoder {decoder}\n{describe_machine()}"
     )
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    for name, values in rates.items():
-        print(f"{name:26} {medians[name]:8.0f} images/s  ({min(values):.0f} to {max(values):.0f})")
+    spreads = {name: Spread.of(values) for name, values in rates.items()}
+    for name, rate in spreads.items():
+        print(f"{name:26} {rate.median:8.0f} images/s  ({rate.low:.0f} to {rate.high:.0f})")
     for name, peer in (("convert", "decode"), ("convert, then verify", "decode"), ("convert --no-decode-check", "copy")):
-        ratios = [a / b for a, b in zip(rates[name], rates[peer], strict=True)]
-        print(f"{name} / {peer}: {medians[name] / medians[peer]:.2f}  (rounds {min(ratios):.2f} to {max(ratios):.2f})")
+        ratio = Spread.of(ours / theirs for ours, theirs in zip(rates[name], rates[peer], strict=True))
+        medians = spreads[name].median / spreads[peer].median
+        print(f"{name} / {peer}: {medians:.2f}  (rounds {ratio.low:.2f} to {ratio.high:.2f})")
     return 0
 
 

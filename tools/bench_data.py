@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ import psutil
 from bench_peers import CONTENDERS, Task, export
 from bench_report import Spread, chosen, describe_machine, family, plot_bars, print_ratio, take_turns, write_lines
 
-# What the last lines compare, and the least that each ratio should be (for original ImageNet bytes on two cores).
+# What the last lines compare: a contender, the beginning of its peers' names (the fastest of them counts), and who they are.
 RATIOS = [
     ("dali_train", "ffcv", "FFCV"),
     ("dali_train antialiased", "ffcv", "FFCV"),
@@ -51,6 +52,7 @@ def main() -> None:
             f"{task.dataset.name}: {options.rounds} rounds of {options.batches} batches of {options.batch}, "
             f"{options.threads} threads\n{describe_machine()}"
         )
+        print("  writing the images in the peers' formats", file=sys.stderr, flush=True)
         export(task)
         answers = take_turns(chosen(CONTENDERS, options.only), contend, (task,), [options.batches] * (options.rounds + 1))
     rounds: dict[str, list[Round]] = {name: results for name, results in answers.items() if results}
@@ -72,15 +74,14 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read")
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="of each contender (default: one a core)"
     )
-    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images a batch (default: 64)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: 7")
-    parser.add_argument("--batches", type=int, default=24, metavar="N", help="timed batches a round (default: 24)")
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images a batch (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where copies in the peers' formats are written meanwhile")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")

@@ -68,10 +68,7 @@ class Part:
 
 
 def main() -> int:
-    summary, _, details = (__doc__ or "").partition("    python")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog="    python" + details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in SETS:
         parser.add_argument(f"--{name}", type=Path, metavar="DATASET", help=f"the photographs, {name.replace('-', ' at ')}")
     parser.add_argument("--archive", type=Path, metavar="TAR", help="ImageNet's layout: makes the sets that are not given")
@@ -165,7 +162,7 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
                    *([] if quick else ["--batch.global_batch", "1024"])],
         ),
         Part(
-            name="data", title="the data path alone", limit_s=420, rounds="--out",
+            name="data", title="the data path alone", limit_s=420, rounds="--json",
             words=["tools/bench_gpu_data.py", "--device", options.device, *(few if quick else []),
                    "--data", *(f"{name}={path}" for name, path in sets.items())],
         ),
@@ -177,7 +174,7 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
     def step(name: str, title: str, config: str, root: Path, *words: str, limit_s: int) -> None:
         parts.append(
             Part(
-                name=f"step-{name}", title=title, limit_s=limit_s, rounds="--out",
+                name=f"step-{name}", title=title, limit_s=limit_s, rounds="--json",
                 words=["tools/bench_step.py", *recipe(config, quick, work), "--data.root", str(root), *scale, *words],
             )
         )  # fmt: skip

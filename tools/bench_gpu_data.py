@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_report import Spread, describe_machine, print_ratio, take_turns, write_lines
+from bench_report import Spread, describe_machine, loading_config, print_ratio, take_turns, write_lines
 
-from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from dali_train.config import DataConfig
 from dali_train.data.index import Split
 from dali_train.data.loader import make_loader
 
@@ -42,30 +42,29 @@ class Round:
 
 
 def main() -> None:
-    summary, _, details = (__doc__ or "").partition("    python")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog="    python" + details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", required=True, metavar="NAME=DATASET", help="training splits to read")
-    parser.add_argument("--loads", nargs="+", type=float, default=[0.0, 0.5, 0.75, 1.0], metavar="SHARE", help="for JPEGs")
+    parser.add_argument(
+        "--loads", nargs="+", type=float, default=[0.0, 0.5, 0.75, 1.0], metavar="SHARE", help="data.hw_decoder_load, for JPEGs"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one a core")
-    parser.add_argument("--batch", type=int, default=256, metavar="N", help="default: 256")
-    parser.add_argument("--batches", type=int, default=24, metavar="N", help="timed batches a round (default: 24)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--batch", type=int, default=256, metavar="N", help="images a batch (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after one that warms up (default: %(default)s)")
     parser.add_argument("--device", default="cuda", metavar="NAME", help="cpu tries this program out where there is no GPU")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write every round as JSON lines")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     options = parser.parse_args()
     cases = name_cases(options)
     print(f"batches of {options.batch}, {options.threads} threads, {options.rounds} rounds of {options.batches} batches")
     print(describe_machine(), flush=True)
     answers = take_turns(list(cases), contend, (cases,), [None] * (1 + options.rounds))
-    if options.out:
+    if options.json:
         lines = [
             {"contender": name, "round": number, "threads": options.threads, "batch": options.batch, **asdict(result)}
             for name, results in answers.items()
             for number, result in enumerate(results)
         ]
-        write_lines(options.out, lines)
+        write_lines(options.json, lines)
     print(f"\n{'':<44}{'images/s':>10}{'low':>9}{'high':>9}{'host MB':>9}")
     rates = {}
     for name, results in answers.items():
@@ -97,15 +96,8 @@ def contend(name: str, cases: dict[str, Case], pipe: Connection) -> None:
     case = cases[name]
     device = torch.device(case.device, 0) if case.device == "cuda" else torch.device(case.device)
     where: dict[str, Any] = {"device": "cpu"} if case.load is None else {"hw_decoder_load": case.load}
-    config = Config(
-        data=DataConfig(root=str(case.dataset), num_threads=case.threads, **where),
-        model=ModelConfig(name="vit_base_patch16_224"),
-        optimizer=OptimizerConfig(lr=1.0),
-        schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=case.batch, micro_batch=case.batch),
-        mixup=MixupConfig(alpha=0.2),
-        run=RunConfig(dir="", epochs=1),
-    )
+    data = DataConfig(root=str(case.dataset), num_threads=case.threads, **where)
+    config = loading_config(data, micro_batch=case.batch, mixup_alpha=0.2)
     loader = make_loader(Split(case.dataset, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=case.threads)
 
     def advance(count: int) -> None:

@@ -28,11 +28,10 @@ Look = dict[str, float]  # epoch, seconds, own_mb, mapped_mb
 
 
 def main() -> None:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read")
-    parser.add_argument("--epochs", type=int, default=10, metavar="N", help="default: 10")
-    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images a batch (default: 64)")
+    parser.add_argument("--epochs", type=int, default=10, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images a batch (default: %(default)s)")
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="for decoding (default: one a core)"
     )

@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_report import loading_config
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    MixupConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config, DataConfig
 from dali_train.data.index import Split
 
 MEAN = STD = 127.5
@@ -70,15 +62,8 @@ def export(task: Task) -> None:
 
 
 def _config(task: Task, *, antialias: bool = False, mixup: float = 0.0, reader: Any = "index") -> Config:
-    return Config(
-        data=DataConfig(root=str(task.dataset), antialias=antialias, num_threads=task.threads, reader=reader),
-        model=ModelConfig(name="vit_base_patch16_224", channels_last=True),
-        optimizer=OptimizerConfig(lr=1.0),
-        schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=task.batch, micro_batch=task.batch),
-        mixup=MixupConfig(alpha=mixup),
-        run=RunConfig(dir=str(task.work / "run"), epochs=1),
-    )
+    data = DataConfig(root=str(task.dataset), antialias=antialias, num_threads=task.threads, reader=reader)
+    return loading_config(data, micro_batch=task.batch, mixup_alpha=mixup, channels_last=True)
 
 
 def _loader(task: Task, **settings: Any) -> Iterator[Any]:

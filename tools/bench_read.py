@@ -1,68 +1,90 @@
-#!/usr/bin/env python
 """Images a second from a cold page cache: each order, with and without reading ahead, through the real data path.
 
-    python tools/bench_read.py DATASET [--threads 2] [--repeat 3]
+    python tools/bench_read.py DATASET
 
-Before each measurement the dataset's pages are dropped from this host's page cache, which needs no privilege but that no
-other process has the files mapped. Run it where the data lies: whether `data.shuffle block` is worth its weaker mixing depends
-on the disk or file system. The last measurement of each order finds everything in memory: what reading ahead costs then.
+Before each cold measurement the dataset's pages are dropped from this host's page cache, which needs no privilege but
+that no other process has the files mapped. Run it where the data lies: whether `data.shuffle block` is worth its weaker
+mixing depends on the disk or file system. Warm measurements find everything in memory: what reading ahead costs then.
 """
 
 import argparse
 import gc
-import json
 import os
-import statistics
+import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from bench_report import Spread, describe_machine, loading_config, write_lines
 
-from dali_train.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from dali_train.config import DataConfig
 from dali_train.data.index import Split
 from dali_train.data.loader import make_loader
 
 
+@dataclass(frozen=True)
+class Case:
+    shuffle: Literal["full", "block"]
+    read_ahead_mb: int
+    cold: bool
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("dataset", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--micro-batch", type=int, default=64)
-    parser.add_argument("--lanes", type=int, default=4, help="micro-batches in a step")
-    parser.add_argument("--block-images", type=int, default=128)
-    parser.add_argument("--window-blocks", type=int, default=4)
-    parser.add_argument("--read-ahead-mb", type=int, default=256)
-    parser.add_argument("--repeat", type=int, default=3)
-    options = parser.parse_args()
-    print(f"{'order':<7}{'read ahead':>11}{'cache':>7}{'images/s':>10}   all measurements")
-    cases = [
-        (shuffle, ahead, cold) for cold in (True, False) for shuffle in ("full", "block") for ahead in (0, options.read_ahead_mb)
-    ]
-    measured: dict[tuple[str, int, bool], list[float]] = {case: [] for case in cases}
-    for _ in range(options.repeat):  # interleaved
+    options = parse_arguments()
+    print(
+        f"{options.dataset.name}: {options.rounds} rounds of an epoch, micro-batches of {options.micro_batch}, {options.threads} "
+        f"threads, {options.window_blocks} blocks of {options.block_images} images\n{describe_machine()}",
+        flush=True,
+    )
+    shuffles: list[Literal["full", "block"]] = ["full", "block"]
+    cases = [Case(shuffle, ahead, cold) for cold in (True, False) for shuffle in shuffles for ahead in (0, options.read_ahead_mb)]
+    measured: dict[Case, list[float]] = {case: [] for case in cases}
+    for number in range(1, options.rounds + 1):  # interleaved, so that a busy moment of the disk hits all of them
         for case in cases:
-            measured[case].append(measure(options, *case))
-    for (shuffle, ahead, cold), speeds in measured.items():
-        median = statistics.median(speeds)
-        print(
-            f"{shuffle:<7}{ahead:>8} MB{'cold' if cold else 'warm':>7}{median:>10,.0f}   {', '.join(f'{s:,.0f}' for s in speeds)}"
+            measured[case].append(measure(case, options))
+        print(f"  round {number} of {options.rounds}", file=sys.stderr, flush=True)
+    print(f"\n{'order':<7}{'read ahead':>13}{'cache':>7}{'images/s':>10}{'low':>9}{'high':>9}")
+    for case, speeds in measured.items():
+        rate, cache = Spread.of(speeds), "cold" if case.cold else "warm"
+        print(f"{case.shuffle:<7}{case.read_ahead_mb:>10} MB{cache:>7}{rate.median:>10,.0f}{rate.low:>9,.0f}{rate.high:>9,.0f}")
+    if options.json:
+        write_lines(
+            options.json,
+            (
+                {**asdict(case), "round": number, "images_per_second": speed}
+                for case, speeds in measured.items()
+                for number, speed in enumerate(speeds)
+            ),
         )
-        print(json.dumps({"shuffle": shuffle, "read_ahead_mb": ahead, "cold": cold, "images_per_second": round(median, 1)}))
 
 
-def measure(options: argparse.Namespace, shuffle: str, read_ahead_mb: int, cold: bool) -> float:
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="for decoding (default: one a core)"
+    )
+    parser.add_argument("--micro-batch", type=int, default=64, metavar="N", help="images (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=256, metavar="N", help="images a step (default: %(default)s)")
+    parser.add_argument("--block-images", type=int, default=128, metavar="N", help="data.block_images (default: %(default)s)")
+    parser.add_argument("--window-blocks", type=int, default=4, metavar="N", help="data.window_blocks (default: %(default)s)")
+    parser.add_argument("--read-ahead-mb", type=int, default=256, metavar="MB", help="against none (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement as a JSON line")
+    return parser.parse_args()
+
+
+def measure(case: Case, options: argparse.Namespace) -> float:
     """Images a second over one epoch."""
-    config = Config(
-        data=DataConfig(
-            root=str(options.dataset), shuffle=shuffle, block_images=options.block_images,  # type: ignore[arg-type]
-            window_blocks=options.window_blocks, read_ahead_mb=read_ahead_mb,
-        ),
-        model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1), schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=options.lanes * options.micro_batch, micro_batch=options.micro_batch),
-        run=RunConfig(dir="", epochs=1),
+    data = DataConfig(
+        root=str(options.dataset), shuffle=case.shuffle, read_ahead_mb=case.read_ahead_mb,
+        block_images=options.block_images, window_blocks=options.window_blocks,
     )  # fmt: skip
+    config = loading_config(data, micro_batch=options.micro_batch, global_batch=options.global_batch)
     split = Split(options.dataset, "train")
-    if cold:
+    if case.cold:
         gc.collect()  # mapped pages stay, and the pipeline before this one may still map them
         drop_pages(split)
     start = time.perf_counter()
@@ -75,10 +97,9 @@ def measure(options: argparse.Namespace, shuffle: str, read_ahead_mb: int, cold:
 
 def drop_pages(split: Split) -> None:
     for path in split.paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)  # a page that is not written yet would stay
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # a page that is not written yet would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 if __name__ == "__main__":

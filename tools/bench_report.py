@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, each in a process of its own, and how results are written and drawn."""
+"""What the benchmarks share: contenders that take turns, each in a process of its own; a config; how results are told and drawn."""
 
 import json
 import multiprocessing
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 
 PACKAGES = ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy")
 
@@ -71,6 +73,21 @@ def take_turns(
             for member in family(psutil.Process(process.pid)):
                 member.kill()
     return {name: given[1:] for name, given in answers.items()}
+
+
+def loading_config(
+    data: DataConfig, *, micro_batch: int, global_batch: int | None = None, mixup_alpha: float = 0.0, channels_last: bool = False
+) -> Config:
+    """A config of which only the data path is used. By default a micro-batch is a whole step."""
+    return Config(
+        data=data,
+        model=ModelConfig(name="vit_base_patch16_224", channels_last=channels_last),
+        optimizer=OptimizerConfig(lr=1.0),
+        schedule=ScheduleConfig(warmup_epochs=0),
+        batch=BatchConfig(global_batch=global_batch or micro_batch, micro_batch=micro_batch),
+        mixup=MixupConfig(alpha=mixup_alpha),
+        run=RunConfig(dir="", epochs=1),
+    )
 
 
 def chosen(names: Iterable[str], words: Sequence[str] | None) -> list[str]:

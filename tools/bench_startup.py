@@ -74,9 +74,8 @@ PARTS = ("interpreter, command, config", "imports", "building", "first step")
 
 
 def main() -> None:
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: 7)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="another ViT of timm's, at 32 pixels: all its weights have to be drawn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as a JSON line")
     options = parser.parse_args()

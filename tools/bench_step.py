@@ -62,7 +62,7 @@ def main() -> None:
             print_phases(name, rounds[name])
     if options.profile:
         print_kernels({name: results[-1].kernels for name, results in answers.items() if results}, device)
-    if options.out:
+    if options.json:
         facts = {
             "header": heading,
             "flops_per_image": flops,
@@ -73,7 +73,7 @@ def main() -> None:
         for name, results in answers.items():
             for number, result in enumerate(results):
                 lines.append({"event": "round", "contender": name, "round": number, **asdict(result)})
-        write_lines(options.out, lines)
+        write_lines(options.json, lines)
     if options.plot:
         plot_bars(options.plot, rates, f"{config.model.name}, {config.precision.dtype}, {device_name(device)}", ours="trainer")
     print()
@@ -88,16 +88,13 @@ def main() -> None:
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """(this tool's own options, the config's)."""
-    summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the recipe; its settings can be overridden")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="default: 7")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed optimizer steps a round (default: 4)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed optimizer steps a round (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
     parser.add_argument("--profile", action="store_true", help="one more round with a profiler: time by class of kernel")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write every round as JSON lines")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
     return parser.parse_known_args()
 

@@ -8,6 +8,7 @@ to the first optimizer step against the imports. Each bound lies far from what w
 passes; the benchmarks themselves say how it really stands. Ends with status 1 if a ratio is beyond its bound.
 """
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -62,6 +63,7 @@ Measured = tuple[Bound, float]
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(describe_machine(), flush=True)
     with tempfile.TemporaryDirectory(prefix="check-ratios-") as directory:
         work = Path(directory)

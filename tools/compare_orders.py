@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """How well each order mixes and how well it reads: full, block and none, over one epoch. No pixels are read.
 
     python tools/compare_orders.py                      # as many images as ImageNet has
@@ -30,16 +29,25 @@ Images = NDArray[np.int64]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", type=Path, nargs="?")
-    parser.add_argument("--images", type=int, default=1_281_167, help="without a dataset")
-    parser.add_argument("--classes", type=int, default=1000, help="without a dataset")
-    parser.add_argument("--shards", type=int, default=1024, help="without a dataset")
-    parser.add_argument("--global-batch", type=int, default=32_768)
-    parser.add_argument("--micro-batch", type=int, default=256)
-    parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--block-images", type=int, nargs="+", default=[128])
-    parser.add_argument("--window-blocks", type=int, nargs="+", default=[8])
-    parser.add_argument("--ahead", type=int, default=9, help="micro-batches that are read ahead where no windows are")
+    parser.add_argument("dataset", type=Path, nargs="?", metavar="DATASET", help="directory with dataset.json")
+    imagined = parser.add_argument_group("without DATASET")
+    imagined.add_argument("--images", type=int, default=1_281_167, metavar="N", help="sorted by class (default: %(default)s)")
+    imagined.add_argument("--classes", type=int, default=1000, metavar="N", help="of equal size (default: %(default)s)")
+    imagined.add_argument("--shards", type=int, default=1024, metavar="N", help="of equal length (default: %(default)s)")
+    step = parser.add_argument_group("a step")
+    step.add_argument("--global-batch", type=int, default=32_768, metavar="N", help="images (default: %(default)s)")
+    step.add_argument("--micro-batch", type=int, default=256, metavar="N", help="images (default: %(default)s)")
+    step.add_argument("--ranks", type=int, default=16, metavar="N", help="that share its micro-batches (default: %(default)s)")
+    orders = parser.add_argument_group("orders")
+    orders.add_argument("--block-images", type=int, nargs="+", default=[128], metavar="N", help="data.block_images (default: 128)")
+    orders.add_argument("--window-blocks", type=int, nargs="+", default=[8], metavar="N", help="data.window_blocks (default: 8)")
+    orders.add_argument(
+        "--ahead",
+        type=int,
+        default=9,
+        metavar="N",
+        help="micro-batches read at a time without windows (default: %(default)s)",
+    )
     options = parser.parse_args()
     if options.dataset is not None:
         rows = Split(options.dataset, "train").rows
@@ -62,17 +70,17 @@ def main() -> None:
     print(f"{'':<26}{'a step':^16}{'a micro-batch':^16}{'images':>8}{'reads':>9}{'class variance':^19}{'':>11}")
     columns = f"{'order':<26}{'blocks':>8}{'shards':>8}{'blocks':>8}{'shards':>8}{'a read':>8}{'an image':>9}"
     print(f"{columns}{'sorted':>10}{'shuffled':>9}{'neighbours':>11}")
-    orders = {"full": SampleOrder(count, seed=0, shuffle="full")}
+    compared = {"full": SampleOrder(count, seed=0, shuffle="full")}
     for block_images in options.block_images:
         for window_blocks in options.window_blocks:
             blocks = Blocks(
                 num_images=count, block_images=block_images, window_blocks=window_blocks,
                 global_batch=global_batch, micro_batch=micro_batch,
             )  # fmt: skip
-            orders[f"block, {window_blocks} of {block_images} images"] = SampleOrder(count, seed=0, shuffle=blocks)
-    orders["none"] = SampleOrder(count, seed=0, shuffle="none")
+            compared[f"block, {window_blocks} of {block_images} images"] = SampleOrder(count, seed=0, shuffle=blocks)
+    compared["none"] = SampleOrder(count, seed=0, shuffle="none")
     random_variance: tuple[float, float] | None = None
-    for name, order in orders.items():
+    for name, order in compared.items():
         block_images = order.shuffle.block_images if isinstance(order.shuffle, Blocks) else options.block_images[0]
         steps = order.images_at(np.arange(count // global_batch * global_batch))[0].reshape(-1, global_batch)
         micro_batches = steps.reshape(-1, micro_batch)

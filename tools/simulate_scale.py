@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """What order and draws cost a rank at scale, and whether all ranks together see each image once: no processes, no pixels.
 
     python tools/simulate_scale.py [--shuffle block]
@@ -8,14 +7,14 @@ Prints a table for 1,024 ranks x 32 images = 32,768 images a step, on ImageNet-1
 """
 
 import argparse
-import platform
 import resource
 import statistics
 import time
 
 import numpy as np
+from bench_report import cpu_name, loading_config
 
-from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from dali_train.config import Config, DataConfig
 from dali_train.data.index import INDEX_DTYPE
 from dali_train.data.micro_batch import MicroBatches
 from dali_train.data.order import SampleOrder
@@ -26,19 +25,18 @@ SAMPLED_RANKS, SAMPLED_STEPS = 8, 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--global-batch", type=int, default=32_768)
-    parser.add_argument("--shuffle", choices=["full", "block"], default="full")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024, metavar="N", help="default: %(default)s")
+    parser.add_argument("--global-batch", type=int, default=32_768, metavar="N", help="images a step (default: %(default)s)")
+    parser.add_argument("--shuffle", choices=["full", "block"], default="full", help="data.shuffle (default: %(default)s)")
     options = parser.parse_args()
-    print(f"{options.ranks} ranks, {options.global_batch} images a step, one core of {platform.processor() or platform.machine()}")
+    print(f"{options.ranks} ranks, {options.global_batch} images a step, one core of {cpu_name()}")
     print(f"{'dataset':<13} {'images':>11} {'steps':>6} {'coverage':>22} {'ms a step':>10} {'s at an epoch':>14} {'MB a rank':>10}")
     for name, num_images in DATASETS.items():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        config = Config(
-            data=DataConfig(root="none", shuffle=options.shuffle), model=ModelConfig(name="none"), optimizer=OptimizerConfig(lr=1),
-            schedule=ScheduleConfig(warmup_epochs=0), mixup=MixupConfig(alpha=0.2), run=RunConfig(dir="none", epochs=2),
-            batch=BatchConfig(global_batch=options.global_batch, micro_batch=options.global_batch // options.ranks),
+        config = loading_config(
+            DataConfig(root="", shuffle=options.shuffle),
+            global_batch=options.global_batch, micro_batch=options.global_batch // options.ranks, mixup_alpha=0.2,
         )  # fmt: skip
         coverage, steps = count_coverage(num_images, config, options.ranks)
         step_ms, epoch_s = measure(num_images, config, options.ranks)

@@ -135,12 +135,13 @@ def test_too_few_open_files_are_told() -> None:
     assert process.exitcode == 0
 
 
-def test_measuring_it(dataset: Path) -> None:
-    sizes = ["--micro-batch", "4", "--lanes", "2", "--block-images", "4", "--window-blocks", "2", "--repeat", "1", "--threads", "1"]
-    words = [sys.executable, "tools/bench_read.py", str(dataset), *sizes]
+def test_measuring_it(dataset: Path, tmp_path: Path) -> None:
+    sizes = ["--micro-batch", "4", "--global-batch", "8", "--block-images", "4", "--window-blocks", "2", "--threads", "1"]
+    lines = tmp_path / "measured.jsonl"
+    words = [sys.executable, "tools/bench_read.py", str(dataset), *sizes, "--rounds", "1", "--json", str(lines)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 0, done.stderr
-    measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    measured = [json.loads(line) for line in lines.read_text().splitlines()]
     cases = {(case["shuffle"], case["read_ahead_mb"], case["cold"]) for case in measured}
     assert cases == set(itertools.product(("full", "block"), (0, 256), (True, False)))
     assert all(case["images_per_second"] > 0 for case in measured)
