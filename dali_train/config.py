@@ -35,22 +35,18 @@ class DataConfig:
     block_images: int = 128
     """Images of a block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its speed."""
     window_blocks: int = 8
-    """Blocks that are mixed with each other; every micro-batch of a step has a window of its own, so the page caches of all hosts
-    together should hold window_blocks x block_images x global_batch / micro_batch images."""
+    """Blocks that are mixed with each other, for each micro-batch of a step its own; `dali-train plan` tells the memory for all."""
     read_ahead_mb: int = 256
-    """A rank reads its next images of so many megabytes, and the windows that they lie in, before they are needed. 0: never."""
+    """Megabytes of coming images that a rank reads into the page cache before they are needed. 0: none."""
     local_copy: str | None = None
-    """Directory on a disk of each host to which the dataset is copied once before training; it is read from there then."""
+    """Directory on a disk of each host: the dataset is copied there once before training, and read from there."""
     reader: Literal["index", "stream", "synthetic"] = "index"
-    """index: images are slices of memory-mapped shards, found by the columnar index. synthetic: noise, to see what data costs.
-    stream: training images in the order of storage, by DALI's own TFRecord reader, for storage that can only stream. Which images
-    meet in a micro-batch, and their crops, then depend on the number of ranks; a checkpoint goes on only with the same number."""
+    """index: images are slices of memory-mapped shards. synthetic: noise, to see what data costs. stream: DALI's TFRecord
+    reader, for storage that can only stream; samples then depend on the number of ranks, and a run can go on only with the same."""
     stream_url: str | None = None
-    """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, which always holds
-    dataset.json, index/, idx_files/ and the validation shards."""
+    """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, which holds all else."""
     shuffle_buffer: int = 1024
-    """data.reader stream: records that each rank draws the next image from; shards are put in a new order every pass besides.
-    A dataset that was converted in random order needs no more; one that is sorted by class does."""
+    """data.reader stream: records from which each rank draws its next image. More for a dataset that is sorted by class."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
     num_threads: int | None = None
@@ -58,8 +54,8 @@ class DataConfig:
     prefetch: int = 2
     """Micro-batches that are prepared ahead."""
     hw_decoder_load: float = 0.65
-    """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later); the rest is decoded by
-    threads and the GPU's ordinary cores. The best share depends on the number of threads: tools/bench_data.py tells."""
+    """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later). The best share depends
+    on the number of threads: tools/bench_gpu_data.py tells."""
     train_size: int = 224
     """Side of the square training images, in pixels."""
     crop_area: tuple[float, float] = (0.08, 1.0)
@@ -126,16 +122,15 @@ class ModelConfig:
     channels_last: bool = False
     """Memory format of weights and images; convolutional models on GPUs are faster with it."""
     compile: Literal["none", "model", "blocks"] = "none"
-    """torch.compile. model: all of it. blocks: each of the repeated blocks; what it makes for one serves all alike, so that
-    the first step comes sooner. Dropout draws other numbers than without, which belong to the micro-batch all the same."""
+    """torch.compile. model: all of it. blocks: each repeated block; alike blocks share the code, so the first step comes sooner.
+    Dropout draws other numbers than without, which belong to the micro-batch all the same."""
     cuda_graphs: bool = False
-    """Record the compiled model's kernels once and replay them: for models so small that starting kernels takes longer than
-    running them."""
+    """Record the compiled model's kernels once and replay them: for models whose kernels take longer to launch than to run."""
     activation_checkpointing: bool = False
-    """Keep only what enters each block and compute the rest again in the backward pass: about a third more work, for
-    micro-batches that do not fit into memory otherwise."""
+    """Compute each block's activations again in the backward pass instead of keeping them: less memory, a third more work."""
 
     def __post_init__(self) -> None:
+        # The command line checks this itself; a config file may still say true or false, as it once was.
         _require(
             self.compile in ("none", "model", "blocks"), f"model.compile is {self.compile!r}: use none, model (all of it) or blocks"
         )
@@ -238,9 +233,8 @@ class PrecisionConfig:
     growth_interval: int = 2000
     """Steps without an overflow after which fp16's loss scale doubles."""
     tf32: bool = True
-    """On GPUs with TensorFloat-32 compute float32 matrix products and convolutions in it: factors with 10 bits of mantissa
-    instead of 23, sums in float32. Deterministic, but not equal to a CPU's or an older GPU's results: false compares those.
-    Nothing that autocast turns into bf16 or fp16, and no fp64, is touched."""
+    """On GPUs that have TensorFloat-32 compute float32 matrix products and convolutions in it: 10 bits of mantissa instead of
+    23, sums in float32. Deterministic, but set it to false to compare with a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,10 +244,8 @@ class ParallelConfig:
     static_graph: bool = False
     """Tell DDP that every step uses the same parameters in the same order, so that it need not look each time."""
     exchange_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16 halves what the ranks send. Each rank adds up its micro-batches in float32; then its sum is rounded to 8 bits (by
-    2**-8 at most), and so are the sums over ranks on their way. Measured error of the mean: 0.3 % on 2 ranks, 0.43 % on 4.
-    It is another for another number of ranks: the micro-batches stay the same, but weights agree between numbers of ranks
-    only so far. Resuming on the same number of ranks stays bit-identical."""
+    """bf16 halves what the ranks send. Each still accumulates in float32, but the mean is off by its rounding (0.3 % on 2 ranks,
+    0.43 % on 4), another for each number of ranks; resuming on the same number stays bit-identical."""
     timeout_s: float = 600
     """A rank that others wait for longer than this ends the run."""
 

@@ -151,7 +151,8 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     precision = Precision(config.precision, device)
     if resumed is not None:
         snapshot.restore(resumed, model, optimizer, precision)
-    start_step, saved = (resumed.step, resumed.values.get("loader", ())) if resumed is not None else (0, ())
+    start_step = resumed.step if resumed is not None else 0
+    saved_states = resumed.values.get("loader", ()) if resumed is not None else ()
     del resumed  # its copy of the weights is in host memory
     run = config.run
     saver = CheckpointWriter(
@@ -159,7 +160,7 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
     )
     loader = make_loader(
         split, config, device, start_step=start_step, dp_rank=parallel.dp_rank, dp_size=parallel.dp_size,
-        num_threads=num_threads, saved=saved,
+        num_threads=num_threads, saved_states=saved_states,
     )  # fmt: skip
     model.train()
     blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)

@@ -8,7 +8,7 @@ import pytest
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from dali_train.data.draws import Purpose, crop_boxes, flips, mixup, philox, philox_generator, shuffled, torch_seed
 from dali_train.data.index import INDEX_DTYPE
-from dali_train.data.loader import coordinates_places
+from dali_train.data.loader import assigned_places
 from dali_train.data.micro_batch import MicroBatches
 from dali_train.data.order import SampleOrder
 
@@ -78,7 +78,7 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(case
     for rank in range(world_size):
         for start, stop in ((0, resume_step), (resume_step, steps)):
             asked = MicroBatches(rows_of(num_images), config)
-            for step, k in coordinates_places(asked.num_per_step, start, rank, world_size):
+            for step, k in assigned_places(asked.num_per_step, start, rank, world_size):
                 if step >= stop:
                     break
                 together[step, k] = asked(step, k)

@@ -160,7 +160,7 @@ def test_the_position_is_that_of_the_last_batch(config: Config, dataset: Path, s
         batches.append(loader.next())
         states.append(loader.state())
     for done in (1, 4, 5, 6, 7, 10, 12, 15, 18):
-        again = loader_of(config, 1, 2, size=size, start_step=done, saved=[{"basis": states[0]["basis"]}, states[done - 1]])
+        again = loader_of(config, 1, 2, size=size, start_step=done, saved_states=[{"basis": states[0]["basis"]}, states[done - 1]])
         for expected, batch in zip(batches[done : done + 6], take(again, 6), strict=True):
             assert torch.equal(batch.images, expected.images) and torch.equal(batch.targets, expected.targets)
             assert batch.micro_batch.step == expected.micro_batch.step

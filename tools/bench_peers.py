@@ -16,6 +16,7 @@ from bench_report import loading_config
 
 from dali_train.config import Config, DataConfig
 from dali_train.data.index import Split
+from dali_train.data.manifest import text_index_path
 
 MEAN = STD = 127.5
 SIZE = 224
@@ -210,7 +211,7 @@ def _dali_tfrecord(task: Task, *, predecessor: bool) -> Iterator[Any]:
         "image/encoded": tfrecord.FixedLenFeature([], tfrecord.string, ""),
         "image/class/label": tfrecord.FixedLenFeature([1], tfrecord.int64, -1),
     }
-    index = [str(task.dataset / "idx_files" / "train" / f"{path.name}.idx") for path in split.paths]
+    index = [str(text_index_path(task.dataset, "train", shard.name)) for shard in split.shards]
 
     @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None)
     def graph() -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.manifest import DatasetError, Manifest, SplitName
+from dali_train.data.manifest import DatasetError, Manifest, Shard, SplitName, index_path
 
 # One row an image. `offset` and `size` are bytes of the encoded image within its shard; `label` counts from 0.
 INDEX_DTYPE = np.dtype(
@@ -41,17 +41,18 @@ class Split:
         split = self.manifest.splits.get(name)
         if split is None:
             raise DatasetError(f"{self.root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
-        index_path = self.root / "index" / f"{name}.npy"
+        index = index_path(self.root, name)
         remedy = f"run `python tools/make_index.py {self.root}` again"
         try:
-            self.rows: NDArray[np.void] = np.load(index_path, mmap_mode="r")
+            self.rows: NDArray[np.void] = np.load(index, mmap_mode="r")
         except (OSError, ValueError) as error:
-            raise DatasetError(f"{index_path} cannot be read ({error}): {remedy}") from error
+            raise DatasetError(f"{index} cannot be read ({error}): {remedy}") from error
         if self.rows.dtype != INDEX_DTYPE or len(self.rows) != split.num_records:
-            raise DatasetError(f"{index_path} has {len(self.rows)} rows, dataset.json says {split.num_records}: {remedy}")
-        self.paths = [self.root / name / shard.name for shard in split.shards]
-        index_time = index_path.stat().st_mtime_ns
-        for path, shard in zip(self.paths, split.shards, strict=True) if local else ():
+            raise DatasetError(f"{index} has {len(self.rows)} rows, dataset.json says {split.num_records}: {remedy}")
+        self.shards: tuple[Shard, ...] = split.shards
+        self.paths = [self.root / name / shard.name for shard in self.shards]
+        index_time = index.stat().st_mtime_ns
+        for path, shard in zip(self.paths, self.shards, strict=True) if local else ():
             try:
                 stat = path.stat()
             except FileNotFoundError:
@@ -60,7 +61,7 @@ class Split:
                 raise DatasetError(f"{path} has {stat.st_size} bytes, the index was made for {shard.num_bytes}: {remedy}")
             if stat.st_mtime_ns > index_time:
                 raise DatasetError(
-                    f"{index_path} is older than its shard {path}: {remedy} (to copy a dataset with its times: cp -a, rsync -a)"
+                    f"{index} is older than its shard {path}: {remedy} (to copy a dataset with its times: cp -a, rsync -a)"
                 )
         shortage = allow_open_files(len(self.paths) + 256)  # a mapped shard holds a descriptor
         if shortage:

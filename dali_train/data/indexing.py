@@ -27,6 +27,8 @@ from dali_train.data.manifest import (
     Shard,
     SplitManifest,
     SplitName,
+    index_path,
+    text_index_path,
     write_atomically,
 )
 from dali_train.data.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
@@ -49,7 +51,7 @@ class IndexedShard:
     encoding: Encoding
 
     def text_index(self) -> str:
-        """DALI's: a line "offset size" a record, framing included."""
+        """DALI's, see `text_index_path`."""
         starts, ends = self.record_offsets[:-1], self.record_offsets[1:]
         return "".join(f"{start} {size}\n" for start, size in zip(starts.tolist(), (ends - starts).tolist(), strict=True))
 
@@ -94,8 +96,10 @@ def index_shard(path: Path, *, check_crc: bool) -> IndexedShard:
 
 @dataclass(frozen=True, slots=True)
 class IndexedRecord:
+    """Where one record's image lies, and what it is."""
+
     start: int  # of the image within the file, bytes
-    size: int
+    size: int  # bytes
     height: int  # pixels
     width: int
     label: int  # as the record has it
@@ -118,13 +122,13 @@ def index_record(content: memoryview, record: RecordSpan, path: Path) -> Indexed
                 path, record.header, f"image/encoded has {end - start} bytes, {height} x {width} RGB pixels have {expected}"
             )
     else:
-        height, width = image_size(content[start:end], path, record)
+        height, width = _image_size(content[start:end], path, record)
     if max(height, width) > np.iinfo(INDEX_DTYPE["height"]).max:
         raise TFRecordError(path, record.header, f"image of {height} x {width} pixels: the index holds sides up to 65535")
     return IndexedRecord(start, end - start, height, width, label, _text(content, features.get("image/class/synset")), encoding)
 
 
-def image_size(encoded: memoryview, path: Path, record: RecordSpan) -> tuple[int, int]:
+def _image_size(encoded: memoryview, path: Path, record: RecordSpan) -> tuple[int, int]:
     """(height, width) in pixels from the image's header, before any EXIF rotation."""
     if is_jpeg(encoded):
         try:
@@ -250,10 +254,10 @@ def write_index(
     for split, parts in indexed.items():
         for number, part in enumerate(parts):
             part.rows["shard"] = number
-            write_atomically(root / "idx_files" / split / f"{part.shard.name}.idx", part.text_index().encode())
+            write_atomically(text_index_path(root, split, part.shard.name), part.text_index().encode())
         buffer = io.BytesIO()
         np.save(buffer, np.concatenate([part.rows for part in parts]))
-        write_atomically(root / "index" / f"{split}.npy", buffer.getvalue())
+        write_atomically(index_path(root, split), buffer.getvalue())
     (encoding,) = encodings
     manifest = Manifest(
         num_classes=len(class_names),

@@ -79,15 +79,15 @@ class StreamLoader:
     """Real images in the order of storage.
 
     Args:
-        saved: what ``state()`` gave on each coordinate of the run that is gone on with; empty begins a pass.
+        saved_states: what ``state()`` gave on each coordinate of the run that is gone on with; empty begins a pass.
 
     Raises:
-        ConfigError, DatasetError: see `check_shards`; or `saved` is of another run, and run.accept_changed_recipe is not set.
+        ConfigError, DatasetError: see `check_shards`; or `saved_states` do not fit and run.accept_changed_recipe is not set.
     """
 
     def __init__(
         self, split: Split, config: Config, pixels: PixelFormat, device: torch.device, *,
-        start_step: int, dp_rank: int, dp_size: int, saved: Sequence[dict[str, Any]],
+        start_step: int, dp_rank: int, dp_size: int, saved_states: Sequence[dict[str, Any]],
     ) -> None:  # fmt: skip
         warnings = [
             f"data.reader is stream: every rank reads a part of the shards in the order of storage, so the samples depend on the "
@@ -96,9 +96,9 @@ class StreamLoader:
         self._basis = position_basis(split, config, pixels, dp_size)
         position = None
         if start_step:
-            differences = _differences(saved[0]["basis"] if saved else {}, self._basis)
+            differences = _differences(saved_states[0]["basis"] if saved_states else {}, self._basis)
             if not differences:
-                position = base64.b64decode(saved[dp_rank]["position"])
+                position = base64.b64decode(saved_states[dp_rank]["position"])
             elif config.run.accept_changed_recipe:
                 warnings.append(
                     f"the place in the data cannot be kept ({differences}): a new pass begins at step {start_step}, so images "
@@ -112,7 +112,7 @@ class StreamLoader:
                 )
         self.warnings: Sequence[str] = warnings
         num_per_step = config.batch.global_batch // config.batch.micro_batch
-        places = coordinates_places(num_per_step, start_step, dp_rank, dp_size)
+        places = assigned_places(num_per_step, start_step, dp_rank, dp_size)
         draws = (MicroBatchDraws.at(config, step, k) for step, k in places)
         self._pipeline = StreamPipeline(split, draws, config, pixels, rank=dp_rank, num_ranks=dp_size, position=position)
         self._device = device
@@ -133,7 +133,7 @@ def _differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
 def _on_device(
     device: torch.device, images: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor, micro_batch: MicroBatchDraws
 ) -> Batch:
-    """Copies nothing where DALI decoded on the model's device."""
+    """Copies only what is not there yet: no images where DALI decoded on the model's device."""
     images, targets, lambdas = (t.to(device, non_blocking=True) for t in (images, targets, lambdas))
     return Batch(images, targets, lambdas, micro_batch)
 
@@ -150,11 +150,8 @@ class SyntheticLoader:
 
     def next(self) -> Batch:
         micro_batch = next(self._micro_batches)
-        labels = torch.from_numpy(micro_batch.labels)
-        targets = torch.stack([labels, labels[torch.from_numpy(micro_batch.partners).long()]], dim=-1)
-        lambdas = torch.from_numpy(micro_batch.lambdas)
-        targets, lambdas = (t.to(self._device, non_blocking=True) for t in (targets, lambdas))
-        return Batch(self._images, targets, lambdas, micro_batch)
+        targets, lambdas = torch.from_numpy(micro_batch.targets), torch.from_numpy(micro_batch.lambdas)
+        return _on_device(self._device, self._images, targets, lambdas, micro_batch)
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -170,37 +167,37 @@ def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> t
 
 def make_loader(
     split: Split, config: Config, device: torch.device, *,
-    start_step: int, dp_rank: int, dp_size: int, num_threads: int, saved: Sequence[dict[str, Any]] = (),
+    start_step: int, dp_rank: int, dp_size: int, num_threads: int, saved_states: Sequence[dict[str, Any]] = (),
 ) -> Loader:  # fmt: skip
-    """The loader that data.reader names, from `start_step` on, where `saved` is each coordinate's ``state()``."""
+    """The loader that data.reader names, from `start_step` on, where `saved_states` are each coordinate's ``state()``."""
     pixels = pixel_format(config, device, num_threads)
     if config.data.reader == "stream":
         return StreamLoader(
-            split, config, pixels, device, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size, saved=saved
+            split, config, pixels, device, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size, saved_states=saved_states
         )  # fmt: skip
-    micro_batches = coordinates_micro_batches(split, config, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
+    micro_batches = assigned_micro_batches(split, config, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
     if config.data.reader == "synthetic":
         return SyntheticLoader(micro_batches, config, pixels, device)
     return DaliLoader(split, micro_batches, config, pixels, device)
 
 
-def coordinates_micro_batches(split: Split, config: Config, *, start_step: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
+def assigned_micro_batches(split: Split, config: Config, *, start_step: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
     """The micro-batches of one data-parallel coordinate, across steps without end."""
     micro_batches = MicroBatches(split.rows, config)
 
     def places() -> Iterator[tuple[int, int]]:
-        return coordinates_places(micro_batches.num_per_step, start_step, dp_rank, dp_size)
+        return assigned_places(micro_batches.num_per_step, start_step, dp_rank, dp_size)
 
     chosen = (micro_batches(step, k) for step, k in places())
     if config.data.reader == "synthetic" or config.data.read_ahead_mb == 0:
         return chosen
-    num_bytes = sum(shard.num_bytes for shard in split.manifest.splits[split.name].shards)
+    num_bytes = sum(shard.num_bytes for shard in split.shards)
     # More than an epoch ahead there is nothing that has not been read.
     images = min(config.data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // dp_size)
     return ReadAhead(split, micro_batches, chosen, places(), num_ahead=max(1, images // config.batch.micro_batch))
 
 
-def coordinates_places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
+def assigned_places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
     """(step, k) of each of those micro-batches."""
     for step in itertools.count(start_step):
         for k in range(dp_rank, num_per_step, dp_size):

@@ -31,7 +31,7 @@ from crc32c import crc32c
 from dali_train.config import Config
 from dali_train.data.index import Split
 from dali_train.data.indexing import map_shards
-from dali_train.data.manifest import SPLITS, DatasetError, Manifest
+from dali_train.data.manifest import SPLITS, DatasetError, Manifest, index_path, text_index_path
 from dali_train.launch import Launch, host_group
 from dali_train.progress import Progress
 
@@ -60,7 +60,7 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
     group = host_group(launch, config, timeout=_NO_LIMIT)
     copy, failure = None, ""
     try:
-        copy = make_copy(Path(config.data.root), Path(config.data.local_copy), speak=launch.local_rank == 0)
+        copy = make_copy(Path(config.data.root), Path(config.data.local_copy), verbose=launch.local_rank == 0)
     except (DatasetError, OSError) as error:
         failure = f"{error} (on {platform.node()})"
     if group is not None:
@@ -73,11 +73,11 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
     return copy
 
 
-def make_copy(source: Path, directory: Path, *, speak: bool) -> DatasetRoot:
+def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
     """Copy the dataset to a directory below `directory`, or wait for the process that does, or find it done.
 
     Args:
-        speak: tell on stderr when this process waits.
+        verbose: tell on stderr when this process waits.
 
     Raises:
         DatasetError: `source` is no whole dataset, it changes meanwhile, or the disk is too small.
@@ -87,14 +87,14 @@ def make_copy(source: Path, directory: Path, *, speak: bool) -> DatasetRoot:
     family = f"{source.name}-{_digest(str(source).encode())}"
     content = [(source / "dataset.json").read_bytes()]
     for name in manifest.splits:
-        index = source / "index" / f"{name}.npy"
+        index = index_path(source, name)
         if index.exists():  # else opening it will say what is wrong
             content.append(f"{index.stat().st_size} {index.stat().st_mtime_ns}".encode())
     root = directory / f"{family}-{_digest(*content)}"
     directory.mkdir(parents=True, exist_ok=True)
     in_use = _lock_of(root, "in-use").open("ab")
     fcntl.flock(in_use, fcntl.LOCK_SH)
-    with _alone(root, f"the copy of {source} to {root}" if speak else None):
+    with _alone(root, f"the copy of {source} to {root}" if verbose else None):
         if not _is_whole(root, manifest):
             _remove_older(directory, family, keep=root)
             _copy(source, root, manifest)
@@ -107,12 +107,12 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
         if name not in manifest.splits:
             continue
         split = Split(source, name)  # whole, and no shard newer than the index
-        for path, shard in zip(split.paths, split.manifest.splits[name].shards, strict=True):
+        for path, shard in zip(split.paths, split.shards, strict=True):
             checksums[path] = shard.crc32c
-            text_index = source / "idx_files" / name / f"{path.name}.idx"
+            text_index = text_index_path(source, name, path.name)
             if text_index.exists():
                 checksums[text_index] = None
-        checksums[source / "index" / f"{name}.npy"] = None
+        checksums[index_path(source, name)] = None
     for leftover in root.rglob(".*.partial"):
         leftover.unlink()
     needed = {path: path.stat().st_size for path in checksums if not _is_copied(path, root / path.relative_to(source))}
@@ -168,7 +168,7 @@ def _is_copied(path: Path, target: Path) -> bool:
 
 def _is_whole(root: Path, manifest: Manifest) -> bool:
     """Whether all files are there, without a look at the source."""
-    needed = {root / "dataset.json": None} | {root / "index" / f"{name}.npy": None for name in manifest.splits}
+    needed = {root / "dataset.json": None} | {index_path(root, name): None for name in manifest.splits}
     sizes = {root / name / shard.name: shard.num_bytes for name, split in manifest.splits.items() for shard in split.shards}
     return all(path.exists() and size in (None, path.stat().st_size) for path, size in (needed | sizes).items())
 

@@ -70,6 +70,16 @@ class Manifest:
         write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
+def index_path(root: Path, split: str) -> Path:
+    """The columnar index of a split."""
+    return root / "index" / f"{split}.npy"
+
+
+def text_index_path(root: Path, split: str, shard_name: str) -> Path:
+    """DALI's index of a shard: a line "offset size" a record, framing included."""
+    return root / "idx_files" / split / f"{shard_name}.idx"
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Put a file in place whole and flushed, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,11 @@ class MicroBatch(MicroBatchDraws):
     boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
     flips: NDArray[np.int32]  # 1: mirrored
 
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """(n, 2): the class of each image and of its Mixup partner."""
+        return np.stack([self.labels, self.labels[self.partners]], axis=-1)
+
 
 class MicroBatches:
     """``micro_batches(step, k)`` for one dataset and config.

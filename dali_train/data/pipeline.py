@@ -82,7 +82,7 @@ class GpuTrainingPipeline:
         with record_function("data: choose and read"):
             batch = self._next()
             self._in_flight.append(batch)
-            fed = (_stored(self._split, batch.images), *_corners(batch), batch.flips, _targets(batch), batch.lambdas)
+            fed = (_stored(self._split, batch.images), *_corners(batch), batch.flips, batch.targets, batch.lambdas)
             return (*fed, batch.partners) if self._mix else fed
 
     def _explain(self, error: RuntimeError) -> Exception:
@@ -127,7 +127,7 @@ class CpuTrainingPipeline:
     def _produce(self) -> Produced:
         crops, batch = self._cut() if self._pipe is None else self._decode(self._pipe)
         images = self._transform(crops, batch.flips, (batch.partners, batch.lambdas) if self._mix else None)
-        return images, torch.from_numpy(_targets(batch)), torch.from_numpy(batch.lambdas), batch
+        return images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch
 
     def _cut(self) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
         batch = self._next()
@@ -211,10 +211,6 @@ def central_regions(
 def _corners(batch: MicroBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(anchors, shapes) of the boxes, each (n, 2)."""
     return np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
-
-
-def _targets(batch: MicroBatch) -> NDArray[np.int64]:
-    return np.stack([batch.labels, batch.labels[batch.partners]], axis=-1)
 
 
 def _stored(split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:

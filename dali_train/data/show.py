@@ -21,12 +21,11 @@ def describe(manifest: Manifest, splits: Sequence[Split]) -> list[str]:
     """Lines of text: what the splits hold, and histograms of the images' sizes."""
     lines = []
     for split in splits:
-        shards = manifest.splits[split.name].shards
-        total = sum(shard.num_bytes for shard in shards)
+        total = sum(shard.num_bytes for shard in split.shards)
         counts = np.bincount(split.rows["label"], minlength=manifest.num_classes)
         lines += [
-            f"{split.name}: {len(split):,} images, {manifest.num_classes:,} classes, {len(shards):,} shards, {total / 1e6:,.1f} MB"
-            + (" (bare RGB pixels)" if manifest.encoding == "raw" else ""),
+            f"{split.name}: {len(split):,} images, {manifest.num_classes:,} classes, {len(split.shards):,} shards, "
+            f"{total / 1e6:,.1f} MB" + (" (bare RGB pixels)" if manifest.encoding == "raw" else ""),
             f"  images a class: {counts.min():,} ({manifest.class_names[int(counts.argmin())]}), median {np.median(counts):,.0f}, "
             f"{counts.max():,} ({manifest.class_names[int(counts.argmax())]})",
             *_histogram("shorter side, pixels", np.minimum(split.rows["height"], split.rows["width"])),

@@ -29,7 +29,7 @@ from dali_train.config import Config, ConfigError, DataConfig
 from dali_train.data.draws import Purpose, philox_generator
 from dali_train.data.index import Split, map_file
 from dali_train.data.indexing import index_record
-from dali_train.data.manifest import DatasetError, Shard
+from dali_train.data.manifest import DatasetError, Shard, text_index_path
 from dali_train.data.micro_batch import MicroBatchDraws
 from dali_train.data.pipeline import augmented, mixed_decoder, run_graph
 from dali_train.data.pixels import PixelFormat
@@ -127,12 +127,12 @@ class StreamPipeline:
 def shard_urls(split: Split, data: DataConfig) -> list[str]:
     """Where DALI opens the shards: URLs or paths, in the manifest's order."""
     place = (data.stream_url or data.root).rstrip("/")
-    return [f"{place}/{split.name}/{shard.name}" for shard in _shards(split)]
+    return [f"{place}/{split.name}/{shard.name}" for shard in split.shards]
 
 
 def position_basis(split: Split, config: Config, pixels: PixelFormat, num_ranks: int) -> dict[str, Any]:
     """What a position holds for, as plain values by name. DALI takes one from another place, too, and reads wrong data."""
-    shards = json.dumps([(shard.name, shard.num_records) for shard in _shards(split)])
+    shards = json.dumps([(shard.name, shard.num_records) for shard in split.shards])
     return {
         "ranks": num_ranks,
         "batch.micro_batch": config.batch.micro_batch,
@@ -166,8 +166,8 @@ def check_shards(split: Split, data: DataConfig, num_ranks: int) -> None:
             f"data.reader is stream, but {split.root} has {len(split)} {split.name} images for {num_ranks} ranks: each needs at "
             f"least one of its own; use at most {len(split)} ranks, or data.reader index"
         )
-    for shard in _shards(split):
-        _check_text_index(_text_index(split, shard), shard, split.root)
+    for shard in split.shards:
+        _check_text_index(text_index_path(split.root, split.name, shard.name), shard, split.root)
     first = shard_urls(split, data)[0]
     if "://" not in first:
         _check_first_record(split, Path(first))
@@ -207,14 +207,6 @@ def _check_first_record(split: Split, path: Path) -> None:
         )
 
 
-def _shards(split: Split) -> tuple[Shard, ...]:
-    return split.manifest.splits[split.name].shards
-
-
-def _text_index(split: Split, shard: Shard) -> Path:
-    return split.root / "idx_files" / split.name / f"{shard.name}.idx"
-
-
 @pipeline_def
 def _stream_graph(
     feed: Callable[[int], tuple[Any, Any]],
@@ -237,7 +229,7 @@ def _stream_graph(
     features: Any = fn.readers.tfrecord(
         name="reader",
         path=shard_urls(split, data),
-        index_path=[str(_text_index(split, shard)) for shard in _shards(split)],
+        index_path=[str(text_index_path(split.root, split.name, shard.name)) for shard in split.shards],
         # Of variable length, so that a label that is missing or of another type has another shape. Of fixed length it would
         # be whatever the memory held.
         features={_IMAGE: tfrecord.FixedLenFeature([], tfrecord.string, ""), _LABEL: tfrecord.VarLenFeature(tfrecord.int64, 0)},

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dali_train.data.draws import shuffled
 from dali_train.data.index import Split, map_file
 from dali_train.data.indexing import IndexedShard, index_record, index_shard, map_shards
-from dali_train.data.manifest import SPLITS, DatasetError, Manifest, SplitManifest, SplitName
+from dali_train.data.manifest import SPLITS, DatasetError, Manifest, SplitManifest, SplitName, text_index_path
 from dali_train.data.tfrecord import TFRecordError, walk_records
 from dali_train.progress import Progress
 
@@ -128,7 +128,7 @@ def _check_all(split: Split, workers: int, findings: Findings) -> NDArray[np.uin
             findings.problems += problems
             if len(images) == end - first:
                 checksums[first:end] = images
-            progress.update(end - first, num_bytes=split.manifest.splits[split.name].shards[shards[path]].num_bytes)
+            progress.update(end - first, num_bytes=split.shards[shards[path]].num_bytes)
     return checksums
 
 
@@ -137,7 +137,7 @@ def _check_shard(
 ) -> tuple[list[str], NDArray[np.uint32]]:
     """What is wrong with one shard, and the checksums of its images."""
     number = shards[path]
-    expected = split.manifest.splits[split.name].shards[number]
+    expected = split.shards[number]
     rows = split.rows[slice(*bounds[number])]
     try:
         found = index_shard(path, check_crc=True)
@@ -148,7 +148,7 @@ def _check_shard(
         problems.append(f"{path}: has CRC32C {found.shard.crc32c}, dataset.json says {expected.crc32c}")
     if found.encoding != split.manifest.encoding:
         problems.append(f"{path}: holds {found.encoding} records, dataset.json says {split.manifest.encoding}")
-    text_index = split.root / "idx_files" / split.name / f"{path.name}.idx"
+    text_index = text_index_path(split.root, split.name, path.name)
     if not text_index.is_file() or text_index.read_text() != found.text_index():
         problems.append(f"{text_index}: is missing or does not fit its shard")
     problems += _compare_rows(path, rows, found, label_base=split.manifest.label_base)
@@ -182,7 +182,7 @@ def _check_sample(split: Split, sample: int, findings: Findings) -> None:
 
 
 def _check_records(split: Split, path: Path, first: int, images: list[int]) -> list[str]:
-    text_index = split.root / "idx_files" / split.name / f"{path.name}.idx"
+    text_index = text_index_path(split.root, split.name, path.name)
     try:
         lines = text_index.read_text().splitlines()
         offsets = {image: int(lines[image - first].split()[0]) for image in images}
@@ -260,7 +260,7 @@ def _called(split: Split, image: int) -> str:
 
 def _shard_bounds(split: Split) -> list[tuple[int, int]]:
     """(first image, one past the last) of each shard."""
-    ends = np.cumsum([0, *(shard.num_records for shard in split.manifest.splits[split.name].shards)]).tolist()
+    ends = np.cumsum([0, *(shard.num_records for shard in split.shards)]).tolist()
     return list(pairwise(ends))
 
 

@@ -33,25 +33,25 @@ def files(root: Path) -> dict[Path, int]:
 
 
 def test_copy_is_the_dataset_and_made_once(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = make_copy(source, tmp_path / "disk", speak=True).path
+    copy = make_copy(source, tmp_path / "disk", verbose=True).path
     assert same_images(source, copy)
     assert files(copy).keys() == files(source).keys()
     assert "copying" in capsys.readouterr().err
     before = files(copy)
-    assert make_copy(source, tmp_path / "disk", speak=True).path == copy
+    assert make_copy(source, tmp_path / "disk", verbose=True).path == copy
     assert files(copy) == before
     assert capsys.readouterr().err == ""
 
 
 def test_interrupted_copy_goes_on(source: Path, tmp_path: Path) -> None:
-    copy = make_copy(source, tmp_path / "disk", speak=True).path
+    copy = make_copy(source, tmp_path / "disk", verbose=True).path
     before = files(copy)
     # What a kill leaves: finished shards, one half written, no dataset.json.
     shard = Path("train") / "train-00001-of-00003"
     (copy / "dataset.json").unlink()
     (copy / shard).rename(copy / "train" / f".{shard.name}.partial")
     os.truncate(copy / "train" / f".{shard.name}.partial", 100)
-    assert make_copy(source, tmp_path / "disk", speak=True).path == copy
+    assert make_copy(source, tmp_path / "disk", verbose=True).path == copy
     assert same_images(source, copy)
     after = files(copy)
     assert after.keys() == before.keys()
@@ -59,24 +59,24 @@ def test_interrupted_copy_goes_on(source: Path, tmp_path: Path) -> None:
 
 
 def test_file_that_is_not_the_sources_is_copied_again(source: Path, tmp_path: Path) -> None:
-    copy = make_copy(source, tmp_path / "disk", speak=True).path
+    copy = make_copy(source, tmp_path / "disk", verbose=True).path
     os.truncate(copy / "train" / "train-00000-of-00003", 100)
-    make_copy(source, tmp_path / "disk", speak=True)
+    make_copy(source, tmp_path / "disk", verbose=True)
     assert same_images(source, copy)
 
 
 def test_changed_source_is_copied_again_and_a_version_in_use_stays(source: Path, tmp_path: Path) -> None:
-    first = make_copy(source, tmp_path / "disk", speak=True)
+    first = make_copy(source, tmp_path / "disk", verbose=True)
     shutil.copy(source / "train" / "train-00000-of-00003", source / "train" / "train-00001-of-00003")
     build_index(source)
-    second = make_copy(source, tmp_path / "disk", speak=True)
+    second = make_copy(source, tmp_path / "disk", verbose=True)
     assert second.path != first.path
     assert same_images(source, second.path)
     assert Split(first.path, "train").encoded(0).size, "still whole: somebody reads it"
     assert first.in_use is not None
     first.in_use.close()
     build_index(source)
-    third = make_copy(source, tmp_path / "disk", speak=True)
+    third = make_copy(source, tmp_path / "disk", verbose=True)
     assert not first.path.exists()
     assert second.path.exists() and third.path.exists()
 
@@ -84,7 +84,7 @@ def test_changed_source_is_copied_again_and_a_version_in_use_stays(source: Path,
 def make_copy_and_say(source: Path, directory: Path, log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 2)
-        copy = make_copy(source, directory, speak=False)
+        copy = make_copy(source, directory, verbose=False)
         assert same_images(source, copy.path)
 
 
@@ -109,9 +109,9 @@ def test_shard_that_is_not_what_was_indexed(source: Path, tmp_path: Path) -> Non
     with pytest.raises(
         DatasetError, match=r"train-00002-of-00003 has checksum \w+, dataset.json says \w+: run `python tools/verify"
     ):
-        make_copy(source, tmp_path / "disk", speak=True)
+        make_copy(source, tmp_path / "disk", verbose=True)
     with pytest.raises(DatasetError, match="there is no such directory"):
-        make_copy(tmp_path / "nothing", tmp_path / "disk", speak=True)
+        make_copy(tmp_path / "nothing", tmp_path / "disk", verbose=True)
 
 
 def test_small_disk_is_noticed_before_copying_by_all_ranks(source: Path, tmp_path: Path, train: Train) -> None:

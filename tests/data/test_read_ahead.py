@@ -18,7 +18,7 @@ import pytest
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from dali_train.data.index import INDEX_DTYPE, Split, allow_open_files
-from dali_train.data.loader import coordinates_micro_batches
+from dali_train.data.loader import assigned_micro_batches
 from dali_train.data.read_ahead import GAP_BYTES, REQUEST_BYTES, is_cached, requests
 
 from ..conftest import FORK, REPOSITORY
@@ -66,13 +66,13 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     if in_memory(split, np.arange(len(split))):
         pytest.skip("this file system keeps files in memory: nothing to read ahead")
     plain, ahead = (
-        coordinates_micro_batches(split, config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2) for mb in (0, 256)
+        assigned_micro_batches(split, config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2) for mb in (0, 256)
     )
     # This rank's share of an epoch is read before anything is asked for.
     first = np.concatenate([batch.images for batch in itertools.islice(plain, 6)])
     wait_until(lambda: in_memory(split, first))
     for a, b in zip(
-        itertools.islice(coordinates_micro_batches(split, config_of(dataset, shuffle, 0), start_step=3, dp_rank=1, dp_size=2), 60),
+        itertools.islice(assigned_micro_batches(split, config_of(dataset, shuffle, 0), start_step=3, dp_rank=1, dp_size=2), 60),
         ahead,
         strict=False,
     ):
@@ -89,10 +89,10 @@ def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.Lo
     split = Split(dataset, "train")
     split.paths = [dataset / "nowhere" for _ in split.paths]
     with caplog.at_level(logging.WARNING):
-        ahead = coordinates_micro_batches(split, config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1)
+        ahead = assigned_micro_batches(split, config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1)
         wait_until(lambda: not threads())
     assert [record.getMessage().startswith("reading ahead ends, images are read when") for record in caplog.records] == [True]
-    plain = coordinates_micro_batches(split, config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1)
+    plain = assigned_micro_batches(split, config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1)
     for a, b in itertools.islice(zip(plain, ahead, strict=True), 20):
         np.testing.assert_array_equal(a.images, b.images)
 

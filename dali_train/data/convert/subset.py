@@ -12,7 +12,7 @@ from dali_train.data.convert.image import StoredImage
 from dali_train.data.convert.sources import Source
 from dali_train.data.draws import shuffled
 from dali_train.data.index import Split, map_file
-from dali_train.data.manifest import SPLITS, Manifest, SplitName
+from dali_train.data.manifest import SPLITS, Manifest, SplitName, text_index_path
 from dali_train.data.tfrecord import parse_example, walk_records
 
 _CLASSES_STREAM, _IMAGES_STREAM = 0x434C_4153_5345_53, 0x494D_4147_4553
@@ -26,8 +26,7 @@ class DatasetImages:
         self._images = images
         self.labels = labels
         self.num_bytes = int(split.rows["size"][images].sum(dtype=np.int64))
-        shards = split.manifest.splits[split.name].shards
-        self._first = np.cumsum([0, *(shard.num_records for shard in shards)])  # image of each shard
+        self._first = np.cumsum([0, *(shard.num_records for shard in split.shards)])  # image of each shard
         self._record_offsets: dict[int, NDArray[np.uint64]] = {}  # of the shards that were asked for
 
     def read(self, image: int) -> StoredImage:
@@ -53,7 +52,7 @@ class DatasetImages:
         return str(self._split.paths[int(row["shard"])]), int(row["offset"])
 
     def identity(self) -> dict[str, Any]:
-        shards = [(shard.name, shard.crc32c) for shard in self._split.manifest.splits[self._split.name].shards]
+        shards = [(shard.name, shard.crc32c) for shard in self._split.shards]
         chosen = crc32c(self.labels.data, crc32c(self._images.data, crc32c(repr(shards).encode())))
         return {"name": self._split.root.name, "num_images": len(self.labels), "chosen_crc32c": f"{chosen:08x}"}
 
@@ -61,7 +60,7 @@ class DatasetImages:
         """Where the record of image `number` begins, from DALI's text index."""
         offsets = self._record_offsets.get(shard)
         if offsets is None:
-            path = self._split.root / "idx_files" / self._split.name / f"{self._split.paths[shard].name}.idx"
+            path = text_index_path(self._split.root, self._split.name, self._split.shards[shard].name)
             try:
                 offsets = np.array(path.read_text().split(), dtype=np.uint64)[::2]
             except (OSError, ValueError) as error:
