@@ -33,7 +33,6 @@ _WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}
 NEEDED = {"torch": (2, 11), "timm": (1, 0, 22), "numpy": (1, 26)}
 SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoint
 SKEW_S = 1.0  # beyond it, log lines and file times of several hosts no longer tell what came first
-_IMAGES = (b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF")  # how JPEG, PNG, BMP and WebP begin
 
 
 @dataclass(frozen=True)

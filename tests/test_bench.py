@@ -52,7 +52,7 @@ def test_an_index_of_full_size_points_at_images(bench: ModuleType, tmp_path: Pat
 
 
 def part(bench: ModuleType, code: str, limit_s: int = 60) -> object:
-    return bench.Part(name="a", title="something", words=["-c", code], limit_s=limit_s, rounds="--json")
+    return bench.Part(name="a", title="something", words=["-c", code], limit_s=limit_s, rounds=True)
 
 
 def test_a_part_of_the_report(bench: ModuleType, tmp_path: Path) -> None:

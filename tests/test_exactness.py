@@ -14,7 +14,7 @@ from dali_train.config import load_config
 from dali_train.data.index import Split
 from dali_train.data.micro_batch import MicroBatches
 
-from .conftest import REPOSITORY, StartTraining, Train, final_weights, launcher_command, relative_differences
+from .conftest import REPOSITORY, Ranks, StartTraining, Train, final_weights, launcher_command, relative_differences
 
 # Largest |difference| / |weight| of a tensor after 7 steps (4 epochs of 50 images in batches of 32), measured between 1
 # and 2 ranks: 5e-6 in float32, 1e-14 in float64. Float64 resolves 2**29 = 5e8 times finer and the difference shrinks
@@ -119,6 +119,14 @@ def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None
     assert largest_difference(tmp_path / "accumulated", tmp_path / "whole") < FLOAT64_BOUND
 
 
+def kill_after_step_4(doomed: Ranks, checkpoints: Path) -> None:
+    while not (checkpoints / "step-00000004").exists():
+        assert doomed.running(), doomed.log.read_text()
+        time.sleep(0.001)
+    doomed.kill()
+    assert not (checkpoints / "step-00000019").exists(), "the kill came too late to test anything"
+
+
 @pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ()), (4, ()), (1, FAST), (4, (*FAST_UNCOMPILED, *BF16_EXCHANGE))])
 def test_killed_run_ends_with_the_same_bits(
     start_training: StartTraining, train: Train, tmp_path: Path, ranks: int, options: tuple[str, ...]
@@ -126,12 +134,7 @@ def test_killed_run_ends_with_the_same_bits(
     overrides = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", *options)
     train("undisturbed", *overrides, ranks=ranks)
     doomed = start_training("killed", *overrides, ranks=ranks)
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    while not (checkpoints / "step-00000004").exists():
-        assert doomed.running(), doomed.log.read_text()
-        time.sleep(0.001)
-    doomed.kill()
-    assert not (checkpoints / "step-00000019").exists(), "the kill came too late to test anything"
+    kill_after_step_4(doomed, tmp_path / "killed" / "checkpoints")
     assert "going on from step" in train("killed", *overrides, ranks=ranks)
     assert largest_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
     assert samples(tmp_path / "killed") == samples(tmp_path / "undisturbed")
@@ -144,12 +147,7 @@ def test_block_order_read_ahead_and_local_copy_keep_the_bits(start_training: Sta
     train("plain", *block, *often, "--data.read_ahead_mb", "0", ranks=2)
     copied = (*block, *often, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
     doomed = start_training("killed", *copied, ranks=2)
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    while not (checkpoints / "step-00000004").exists():
-        assert doomed.running(), doomed.log.read_text()
-        time.sleep(0.001)
-    doomed.kill()
-    assert not (checkpoints / "step-00000019").exists(), "the kill came too late to test anything"
+    kill_after_step_4(doomed, tmp_path / "killed" / "checkpoints")
     output = train("killed", *copied, ranks=2)
     assert "going on from step" in output and output.count("copying") == 1
     assert largest_difference(tmp_path / "plain", tmp_path / "killed") == 0

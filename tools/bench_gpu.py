@@ -64,7 +64,7 @@ class Part:
     title: str
     words: list[str]  # after "python"
     limit_s: int
-    rounds: str | None = None  # the option by which the tool writes its rounds as JSON lines
+    rounds: bool = False  # the tool writes its rounds as JSON lines with --json FILE
 
 
 def main() -> int:
@@ -162,7 +162,7 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
                    *([] if quick else ["--batch.global_batch", "1024"])],
         ),
         Part(
-            name="data", title="the data path alone", limit_s=420, rounds="--json",
+            name="data", title="the data path alone", limit_s=420, rounds=True,
             words=["tools/bench_gpu_data.py", "--device", options.device, *(few if quick else []),
                    "--data", *(f"{name}={path}" for name, path in sets.items())],
         ),
@@ -174,7 +174,7 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
     def step(name: str, title: str, config: str, root: Path, *words: str, limit_s: int) -> None:
         parts.append(
             Part(
-                name=f"step-{name}", title=title, limit_s=limit_s, rounds="--json",
+                name=f"step-{name}", title=title, limit_s=limit_s, rounds=True,
                 words=["tools/bench_step.py", *recipe(config, quick, work), "--data.root", str(root), *scale, *words],
             )
         )  # fmt: skip
@@ -192,9 +192,7 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
         step(f"b32-{name}", title, "vit-b32", root, *words, limit_s=180)
     startup = ["--rounds", "1"] if quick else ["--rounds", "2", "--model", "vit_base_patch16_224"]
     parts.append(
-        Part(
-            name="startup", title="command to first step", limit_s=150, words=["tools/bench_startup.py", *startup], rounds="--json"
-        )
+        Part(name="startup", title="command to first step", limit_s=150, words=["tools/bench_startup.py", *startup], rounds=True)
     )
     return parts
 
@@ -215,7 +213,7 @@ def recipe(name: str, quick: bool, work: Path) -> list[str]:
 def run_part(part: Part, work: Path) -> dict[str, Any]:
     """Run it and whatever it starts until its limit; what it printed, and its rounds."""
     rounds = work / f"{part.name}.jsonl"
-    words = [*part.words, *([part.rounds, str(rounds)] if part.rounds else [])]
+    words = [*part.words, *(["--json", str(rounds)] if part.rounds else [])]
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     begin = time.monotonic()
     with (work / f"{part.name}.out").open("w+") as out, (work / f"{part.name}.err").open("w+") as errors:
