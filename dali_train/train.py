@@ -303,7 +303,7 @@ def describe_run(
     """Write config.json and environment.json, so that the run directory tells what made it."""
     environment: dict[str, Any] = {
         "command": list(command),
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "timm": timm.__version__,
@@ -323,7 +323,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
-def _git_commit() -> str | None:
-    source = Path(__file__).parent
-    commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+def git_commit(source: Path) -> str | None:
+    """The commit that is checked out in a directory; None if it is no checkout, or where there is no git."""
+    try:
+        commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
     return commit.stdout.strip() or None

@@ -16,8 +16,9 @@ from dali_train.metrics import NonFiniteError, TrainingMetrics
 from dali_train.mixup import first_target_correct, mixup_loss
 from dali_train.optim import make_optimizer
 from dali_train.precision import Precision
+from dali_train.train import git_commit
 
-from .conftest import Train, final_weights
+from .conftest import REPOSITORY, Train, final_weights
 
 CPU = torch.device("cpu")
 
@@ -189,3 +190,9 @@ def test_fp64_is_for_the_cpu(tiny_config: Path) -> None:
     config = load_config(tiny_config)
     with pytest.raises(ValueError, match=r"fp64 is for checks on the CPU: set run.device cpu"):
         replace(config, precision=PrecisionConfig(dtype="fp64"), run=replace(config.run, device="cuda"))
+
+
+def test_a_run_needs_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert git_commit(tmp_path) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_commit(REPOSITORY) is None

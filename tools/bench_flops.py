@@ -16,8 +16,8 @@ _PEAKS: list[tuple[str, dict[str, float]]] = [
     ("H100 PCIe", {"matrix": 756.5, "tf32": 378.0, "fp32": 51.0}),
     ("H100 NVL", {"matrix": 835.5, "tf32": 417.5, "fp32": 60.0}),
     ("H200 NVL", {"matrix": 835.5, "tf32": 417.5, "fp32": 60.0}),
-    ("H200", {"matrix": 989.4, "tf32": 494.7, "fp32": 66.9}),
-    ("H100", {"matrix": 989.4, "tf32": 494.7, "fp32": 66.9}),  # SXM: its name says "HBM3"
+    ("H200", {"matrix": 989.4, "tf32": 494.7, "fp32": 67.0}),
+    ("H100", {"matrix": 989.4, "tf32": 494.7, "fp32": 67.0}),  # SXM: its name says "HBM3"
     ("A100", {"matrix": 312.0, "tf32": 156.0, "fp32": 19.5}),
 ]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

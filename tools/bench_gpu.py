@@ -33,6 +33,8 @@ import torch
 from bench_images import generated_jpeg
 from bench_report import describe_machine, write_lines
 
+from dali_train.train import git_commit
+
 REPOSITORY = Path(__file__).parent.parent
 # How each dataset is made from the one archive; ImageNet's photographs have 468 x 401 pixels on average.
 SETS = {
@@ -149,11 +151,13 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[dict[str, Path], d
 def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list[Part]:
     quick, one = options.quick, next(iter(sets.values()))
     original, small = sets.get("original", one), sets.get("stored-256", one)
-    short = ["--hooks.log_every_steps", "5", "--run.max_steps", "20", "--run.dir", str(work / "run")]
+    # One checkpoint: each step of so large a batch is several epochs of a small dataset.
+    short = ["--hooks.log_every_steps", "5", "--run.max_steps", "20", "--run.checkpoint_every_steps", "20"]
+    short += ["--run.dir", str(work / "run")]
     few = ["--loads", "0.65", "--batch", "8", "--batches", "4", "--rounds", "1"]
     parts = [
         Part(
-            name="parity", title="tests of the GPU's data path and of resuming", limit_s=240,
+            name="parity", title="tests of the GPU's data path and of resuming", limit_s=300,
             words=["-m", "pytest", "-p", "no:cacheprovider", "-rs", "-o", "addopts=-q", "tests/test_gpu.py"],
         ),
         Part(
@@ -162,7 +166,7 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
                    *([] if quick else ["--batch.global_batch", "1024"])],
         ),
         Part(
-            name="data", title="the data path alone", limit_s=420, rounds=True,
+            name="data", title="the data path alone", limit_s=540, rounds=True,
             words=["tools/bench_gpu_data.py", "--device", options.device, *(few if quick else []),
                    "--data", *(f"{name}={path}" for name, path in sets.items())],
         ),
@@ -181,18 +185,18 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
 
     for dtype in ("bf16", "fp16"):
         title = f"ViT-B/16, {dtype}, micro-batches of 256, 32 accumulated; time by class of kernel"
-        step(f"b16-{dtype}", title, "vit-b16", original, "--precision.dtype", dtype, "--profile", limit_s=240)
+        step(f"b16-{dtype}", title, "vit-b16", original, "--precision.dtype", dtype, "--profile", limit_s=400)
     for compiled in ("blocks", "model"):
         title = f"ViT-B/16, bf16, model.compile {compiled}, 32 accumulated; time by class of kernel"
         words = ["--precision.dtype", "bf16", "--model.compile", compiled, "--profile", "--only", "trainer", "bare"]
-        step(f"b16-compile-{compiled}", title, "vit-b16", original, *words, limit_s=300)
+        step(f"b16-compile-{compiled}", title, "vit-b16", original, *words, limit_s=400)
     for name, root in (("original", original), ("stored-256", small)):
         title = f"ViT-B/32, bf16, model.compile blocks, images from {name}"
         words = ["--precision.dtype", "bf16", "--model.compile", "blocks", "--only", "trainer"]
-        step(f"b32-{name}", title, "vit-b32", root, *words, limit_s=180)
+        step(f"b32-{name}", title, "vit-b32", root, *words, limit_s=240)
     startup = ["--rounds", "1"] if quick else ["--rounds", "2", "--model", "vit_base_patch16_224"]
     parts.append(
-        Part(name="startup", title="command to first step", limit_s=150, words=["tools/bench_startup.py", *startup], rounds=True)
+        Part(name="startup", title="command to first step", limit_s=240, words=["tools/bench_startup.py", *startup], rounds=True)
     )
     return parts
 
@@ -277,8 +281,7 @@ def describe(options: argparse.Namespace) -> str:
         except (OSError, subprocess.CalledProcessError) as error:
             facts += f"\nnvidia-smi says nothing: {error}"
         facts += f"\nCUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.device_count()} GPUs"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return facts + f"\ncommit {commit.stdout.strip() or 'unknown'}{', with --quick: no measurement' if options.quick else ''}"
+    return facts + f"\ncommit {git_commit(REPOSITORY) or 'unknown'}{', with --quick: no measurement' if options.quick else ''}"
 
 
 def device_name(options: argparse.Namespace) -> str:

@@ -83,8 +83,7 @@ class Meter:
         self._profile_next = False
 
     def ready(self) -> None:
-        self._pipe.send("ready")
-        self._profile_next = self._pipe.recv()
+        self._answer("ready")
 
     def begin(self) -> None:
         """After a step that warms up: what was prefetched while others worked is used up by then."""
@@ -104,7 +103,7 @@ class Meter:
             self._profiler.stop()
             kernels = time_by_class(self._profiler, self._on_gpu)
             self._profiler = None
-        self._pipe.send(
+        self._answer(
             Round(
                 seconds / self.steps,
                 self._memory_gb(),
@@ -112,8 +111,11 @@ class Meter:
                 {name: time / self.steps for name, time in kernels.items()},
             )
         )
+
+    def _answer(self, answer: Round | str) -> None:
         if self._on_gpu:
             torch.cuda.empty_cache()  # the others need the memory now
+        self._pipe.send(answer)
         self._profile_next = self._pipe.recv()
 
     def _synchronise(self) -> None:

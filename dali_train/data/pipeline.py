@@ -287,9 +287,9 @@ def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pix
 
 
 def mixed_decoder(data: DataConfig, split: Split) -> dict[str, Any]:
-    """Arguments of a decoder for training on a GPU, with room for the sizes that one image in a hundred exceeds. DALI makes
-    it for as many at once as it decodes in hardware: for the largest image, some tens of megapixels in ImageNet, that would
-    be gigabytes."""
+    """Arguments of a decoder for training on a GPU, with room for the sizes that one image in a hundred exceeds. DALI has the
+    hardware decoder make it for a whole micro-batch: for the largest image, some tens of megapixels in ImageNet, that would
+    be tens of gigabytes."""
     height, width = (int(np.percentile(split.rows[side], 99)) for side in ("height", "width"))
     return {
         "device": "mixed", "hw_decoder_load": data.hw_decoder_load,

@@ -31,14 +31,15 @@ class SystemFacts(Hook):
                 "gpu_clock_mhz": lambda: float(torch.cuda.clock_rate()),
                 "gpu_temperature_c": lambda: float(torch.cuda.temperature()),
             }
-            try:
-                for read in nvml.values():
+            for name, read in nvml.items():
+                try:
                     read()
-                self._gpu |= nvml
-            except (ModuleNotFoundError, ImportError):
-                logger.warning("no GPU utilisation, power and clocks: pip install 'dali-train[nvml]' for nvidia-ml-py")
-            except RuntimeError as error:
-                logger.warning("no GPU utilisation, power and clocks: NVML says %s; check `nvidia-smi` on this host", error)
+                    self._gpu[name] = read
+                except ImportError:
+                    logger.warning("no GPU utilisation, power and clocks: pip install 'dali-train[nvml]' for nvidia-ml-py")
+                    break
+                except Exception as error:  # NVML's have no base but this; a part of a GPU (MIG) has no utilisation, but power
+                    logger.warning("no %s: NVML says %s; check `nvidia-smi` on this host", name, error)
 
     def measure(self) -> Mapping[str, float]:
         now, read = time.perf_counter(), self._read_bytes()
