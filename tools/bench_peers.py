@@ -79,6 +79,12 @@ def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     return iter(loader.next, None)
 
 
+def _stream(task: Task) -> Iterator[Any]:
+    if Split(task.dataset, "train").manifest.encoding == "raw":
+        raise NotImplementedError("it streams encoded images, the dataset has raw pixels")
+    return _loader(task, reader="stream")
+
+
 def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     """The first stages of this project's data path only, without the thread that hands batches over."""
     import torch
@@ -330,7 +336,7 @@ CONTENDERS: dict[str, Contender] = {
     "dali_train": _loader,
     "dali_train antialiased": lambda task: _loader(task, antialias=True),
     "dali_train antialiased, Mixup": lambda task: _loader(task, antialias=True, mixup=0.2),
-    "dali_train stream": lambda task: _loader(task, reader="stream"),
+    "dali_train stream": _stream,
     "ladder: read": lambda task: _stage(task, stage="read"),
     "ladder: read, decode": lambda task: _stage(task, stage="decode"),
     "ladder: read, decode, resize": lambda task: _stage(task, stage="resize"),
