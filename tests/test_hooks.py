@@ -65,6 +65,17 @@ class Broken(Hook):
 config = replace(config, hooks=replace(config.hooks, user=(Broken,)))
 """
 
+TAKEN_NAMES_HOOK = """
+from dataclasses import replace
+from dali_train.hooks import Hook
+
+class Loss(Hook):
+    def measure(self):
+        return {"loss": -1.0, "host_memory_gb": -1.0, "own": 3.0}
+
+config = replace(config, hooks=replace(config.hooks, user=(Loss,)))
+"""
+
 WARNING_HOOK = """
 import logging
 import warnings
@@ -113,6 +124,13 @@ def test_a_broken_hook_does_not_end_the_run(train: Train, tiny_config: Path, tmp
     assert "hook Broken failed 5 times in all" in printed
     assert events(tmp_path / "run", "end")[0]["step"] == 7
     assert 'raise ZeroDivisionError("a user' in (tmp_path / "run" / "logs" / "rank0.log").read_text()
+
+
+def test_a_hook_cannot_replace_what_the_run_records(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    printed = train("run", config=extended(tiny_config, TAKEN_NAMES_HOOK))
+    assert "hook Loss failed at measure: ValueError: measure() gives host_memory_gb, loss, which the run records already" in printed
+    lines = events(tmp_path / "run", "train")
+    assert all(line["loss"] > 0 and line["host_memory_gb"] > 0 and "own" not in line for line in lines)
 
 
 def test_a_required_hook_ends_the_run(train: Train, tiny_config: Path, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 import errno
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord
+from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord, TrainRecord
 
 logger = logging.getLogger("dali_train")
 
@@ -81,7 +82,11 @@ class Observers:
 
 
 def _measure(hook: Hook, measured: dict[str, float]) -> None:
-    measured.update(hook.measure())
+    values = hook.measure()
+    taken = sorted(values.keys() & (measured.keys() | {field.name for field in fields(TrainRecord)}))
+    if taken:
+        raise ValueError(f"measure() gives {', '.join(taken)}, which the run records already: choose another name")
+    measured.update(values)
 
 
 class HookUnavailableError(RuntimeError):
