@@ -124,7 +124,7 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 def print_ratio(name: str, peer: str, ratio: float, details: str = "") -> None:
     """One of the last lines."""
-    print(f"{name:<24} {ratio:.{3 if details else 2}f} x {peer}{details}")
+    print(f"{name:<24} {ratio:.3f} x {peer}{details}")
 
 
 def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) -> None:
