@@ -86,7 +86,9 @@ def test_a_slow_source_is_waited_for_in_data(train: Train, tiny_config: Path, tm
     assert len(lines) == 6
     delay, waited = (sum(line[name] for line in lines) for name in ("slept_s", "data_wait_s"))
     assert delay >= 6 * 32 * 0.01
-    assert delay <= waited <= 3 * delay  # on a busy machine sleeping is not all of the wait
+    # The source sleeps in a thread of its own: what the rest of the step does not hide is waited for, nine tenths when
+    # nothing else runs here.
+    assert delay / 3 < waited
 
 
 def test_evaluation_and_checkpoints_are_outside_the_step() -> None:
