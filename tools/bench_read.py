@@ -8,10 +8,11 @@ mixing depends on the disk or file system. Warm measurements find everything in 
 """
 
 import argparse
-import gc
+import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,7 +44,9 @@ def main() -> None:
     measured: dict[Case, list[float]] = {case: [] for case in cases}
     for number in range(1, options.rounds + 1):  # interleaved, so that a busy moment of the disk hits all of them
         for case in cases:
-            measured[case].append(measure(case, options))
+            # In a process of its own: pages that one has mapped stay, and a loader's threads map them until they end.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                measured[case].append(process.submit(measure, case, options).result())
         print(f"  round {number} of {options.rounds}", file=sys.stderr, flush=True)
     print(f"\n{'order':<7}{'read ahead':>13}{'cache':>7}{'images/s':>10}{'low':>9}{'high':>9}")
     for case, speeds in measured.items():
@@ -85,7 +88,6 @@ def measure(case: Case, options: argparse.Namespace) -> float:
     config = loading_config(data, micro_batch=options.micro_batch, global_batch=options.global_batch)
     split = Split(options.dataset, "train")
     if case.cold:
-        gc.collect()  # mapped pages stay, and the pipeline before this one may still map them
         drop_pages(split)
     start = time.perf_counter()
     loader = make_loader(split, config, torch.device("cpu"), start_step=0, dp_rank=0, dp_size=1, num_threads=options.threads)
