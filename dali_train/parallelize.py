@@ -62,7 +62,7 @@ def warm_up(
     accumulate (pytorch/pytorch#187732), and orders its buckets only in the second, so then there are two.
 
     Args:
-        images: a micro-batch as the loader gives it, so that a compiled model is compiled for it.
+        images: blank, in the form in which the loader gives them, so that a compiled model is compiled for it.
         keep_gradients: leave gradients of zero behind instead of none.
     """
     model = parallel.model
@@ -72,7 +72,7 @@ def warm_up(
     buffers = [buffer.clone() for buffer in model.buffers()]
     for _ in range(2 if parallel.static_graph else 1):
         with autocast:
-            output = model(torch.zeros_like(images))
+            output = model(images)
         (output.float().sum() * 0).backward()
         model.zero_grad(set_to_none=not keep_gradients)
     with torch.no_grad():

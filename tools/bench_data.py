@@ -148,9 +148,7 @@ def print_ratios(rates: dict[str, Spread], split: Split) -> None:
     for name, peer, words, goals in RATIOS:
         peers = [rate.median for other, rate in rates.items() if other.startswith(peer)]
         if name in rates and peers:
-            ratio, goal = rates[name].median / max(peers), goals[kind]
-            verdict = f"  (goal {goal:g}: {'met' if ratio >= goal else 'not met'})" if goal is not None else ""
-            print_ratio(name, words, ratio, verdict)
+            print_ratio(name, words, rates[name].median / max(peers), goal=goals[kind])
 
 
 if __name__ == "__main__":

@@ -122,9 +122,12 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def print_ratio(name: str, peer: str, ratio: float, details: str = "") -> None:
+def print_ratio(name: str, peer: str, ratio: float, *, goal: float | None = None, rounds: Spread | None = None) -> None:
     """One of the last lines."""
-    print(f"{name:<24} {ratio:.3f} x {peer}{details}")
+    details = [f"rounds {rounds.low:.3f} to {rounds.high:.3f}"] if rounds is not None else []
+    if goal is not None:
+        details.append(f"goal {goal:g}: {'met' if ratio >= goal else 'not met'}")
+    print(f"{name:<24} {ratio:.3f} x {peer}" + (f"  ({'; '.join(details)})" if details else ""))
 
 
 def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) -> None:

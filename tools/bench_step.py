@@ -82,8 +82,7 @@ def main() -> None:
             # Round by round, since what slows the machine down for a while slows neighbours down alike.
             pairs = zip(rounds[name], rounds[peer], strict=True)
             ratio = Spread.of(theirs.step_s / ours.step_s for ours, theirs in pairs)
-            met = "met" if ratio.median >= goal else "not met"
-            print_ratio(name, peer, ratio.median, f"  (rounds {ratio.low:.3f} to {ratio.high:.3f}; goal {goal:g}: {met})")
+            print_ratio(name, peer, ratio.median, goal=goal, rounds=ratio)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

@@ -45,6 +45,11 @@ class MicroBatch(MicroBatchDraws):
     flips: NDArray[np.int32]  # 1: mirrored
 
     @property
+    def corners(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(anchors, shapes) of the boxes, each (n, 2), as a decoder takes them."""
+        return np.ascontiguousarray(self.boxes[:, :2]), np.ascontiguousarray(self.boxes[:, 2:])
+
+    @property
     def targets(self) -> NDArray[np.int64]:
         """(n, 2): the class of each image and of its Mixup partner."""
         return np.stack([self.labels, self.labels[self.partners]], axis=-1)

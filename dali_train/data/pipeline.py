@@ -50,7 +50,26 @@ def training_pipeline(
     return kind(split, next_micro_batch, data, pixels, size=size, mix=mix)
 
 
-class GpuTrainingPipeline:
+class _Feed:
+    """What both pipelines keep about the micro-batches that DALI was fed."""
+
+    def __init__(self, split: Split, next_micro_batch: Callable[[], MicroBatch], *, mix: bool) -> None:
+        self._split = split
+        self._next = next_micro_batch
+        self._mix = mix
+        # Fed to DALI and not given back yet, oldest first.
+        self._in_flight: deque[MicroBatch] = deque()
+
+    def _take(self) -> MicroBatch:
+        batch = self._next()
+        self._in_flight.append(batch)
+        return batch
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        return _find_undecodable(self._split, np.concatenate([batch.images for batch in self._in_flight]), error)
+
+
+class GpuTrainingPipeline(_Feed):
     """One graph does everything, `data.prefetch` micro-batches ahead."""
 
     def __init__(
@@ -63,11 +82,7 @@ class GpuTrainingPipeline:
         size: int,
         mix: bool,
     ) -> None:
-        self._split = split
-        self._next = next_micro_batch
-        self._mix = mix
-        # Fed to DALI and not given back yet, oldest first.
-        self._in_flight: deque[MicroBatch] = deque()
+        super().__init__(split, next_micro_batch, mix=mix)
         self._pipe = _training_graph(
             self._feed, data, pixels, split, mix,
             batch_size=size, num_threads=pixels.num_threads, device_id=pixels.device_id, prefetch_queue_depth=data.prefetch,
@@ -80,16 +95,12 @@ class GpuTrainingPipeline:
 
     def _feed(self) -> tuple[Any, ...]:
         with record_function("data: choose and read"):
-            batch = self._next()
-            self._in_flight.append(batch)
-            fed = (_stored(self._split, batch.images), *_corners(batch), batch.flips, batch.targets, batch.lambdas)
+            batch = self._take()
+            fed = (_stored(self._split, batch.images), *batch.corners, batch.flips, batch.targets, batch.lambdas)
             return (*fed, batch.partners) if self._mix else fed
 
-    def _explain(self, error: RuntimeError) -> Exception:
-        return _find_undecodable(self._split, np.concatenate([batch.images for batch in self._in_flight]), error)
 
-
-class CpuTrainingPipeline:
+class CpuTrainingPipeline(_Feed):
     """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `data.prefetch` micro-batches ready."""
 
     def __init__(
@@ -102,19 +113,11 @@ class CpuTrainingPipeline:
         size: int,
         mix: bool,
     ) -> None:
-        self._split = split
-        self._next = next_micro_batch
-        self._mix = mix
+        super().__init__(split, next_micro_batch, mix=mix)
         self._transform = CpuTransform(data, pixels, size=size)
-        self._in_flight: deque[MicroBatch] = deque()
         self._pipe: Pipeline | None = None
         if split.manifest.encoding == "image":
-            # The older executor writes into the same memory again and again, which is a tenth faster. What `run`
-            # gave is gone with the next `run`: by then it is resized.
-            self._pipe = _crop_graph(
-                self._feed, batch_size=size, num_threads=pixels.num_threads, device_id=None, exec_dynamic=False
-            )
-            self._pipe.build()
+            self._pipe = crop_graph(self._feed, size=size, num_threads=pixels.num_threads)
         self._producer = ThreadPoolExecutor(1, "data")
         self._ready: deque[Future[Produced]] = deque(self._producer.submit(self._produce) for _ in range(data.prefetch))
 
@@ -138,14 +141,12 @@ class CpuTrainingPipeline:
         try:
             (crops,) = pipe.run()
         except RuntimeError as error:
-            images = np.concatenate([batch.images for batch in self._in_flight])
-            raise _find_undecodable(self._split, images, error) from error
-        return [np.asarray(crops[i]) for i in range(len(crops))], self._in_flight.popleft()
+            raise self._explain(error) from error
+        return [np.asarray(crop) for crop in crops], self._in_flight.popleft()
 
     def _feed(self) -> tuple[Any, ...]:
-        batch = self._next()
-        self._in_flight.append(batch)
-        return _stored(self._split, batch.images), *_corners(batch)
+        batch = self._take()
+        return _stored(self._split, batch.images), *batch.corners
 
 
 class EvaluationPipeline:
@@ -208,11 +209,6 @@ def central_regions(
     return np.stack(starts, axis=-1).astype(np.float32), np.stack(ends, axis=-1).astype(np.float32)
 
 
-def _corners(batch: MicroBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(anchors, shapes) of the boxes, each (n, 2)."""
-    return np.ascontiguousarray(batch.boxes[:, :2]), np.ascontiguousarray(batch.boxes[:, 2:])
-
-
 def _stored(split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
     """What is on disk of each image: a file's bytes, (size,), or with raw records its pixels, (height, width, 3)."""
     contents = [split.encoded(image) for image in images]
@@ -226,6 +222,17 @@ _CROP = {
     "axis_names": "HW", "normalized_anchor": False, "normalized_shape": False,
     "output_type": types.RGB, "adjust_orientation": False,
 }  # fmt: skip
+
+
+def crop_graph(feed: Callable[[], tuple[Any, ...]], *, size: int, num_threads: int) -> Pipeline:
+    """Built; ``run()`` decodes on the CPU the boxes of `size` images that `feed` gives as (encoded, anchors, shapes).
+
+    The older executor writes into the same memory again and again, which is a tenth faster: what ``run()`` gave is gone
+    with the next one.
+    """
+    pipe: Pipeline = _crop_graph(feed, batch_size=size, num_threads=num_threads, device_id=None, exec_dynamic=False)
+    pipe.build()
+    return pipe
 
 
 @pipeline_def
