@@ -1,16 +1,18 @@
 # make quickstart   train a small ViT on real images, from raw files to a table of results, in a few minutes
 # make test         everything that must hold, on this machine
+# make test-fast    the tests that start no trainers
+# make test-oldest  what depends on versions, with the oldest Python and libraries that pyproject.toml allows
 # make check        format, lint, types and the rule which room may import which
 # make check-ratios whether something has become much slower, in a minute and a half: ratios, no times
 # make bench-gpu    everything that is to be measured on a GPU, into docs/measurements; see below
 #
-# Each target sets up what it needs: an environment in .venv, from PYTHON (3.11 or later).
+# Each target sets up what it needs: an environment in .venv, from PYTHON (3.11 or later). test-oldest has its own.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart test check check-ratios bench-gpu clean
+.PHONY: quickstart test test-fast test-oldest check check-ratios bench-gpu clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -18,6 +20,28 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(RUN) -m pytest
+
+test-fast: $(VENV)/.installed
+	$(RUN) -m pytest -m "not slow"
+
+# Debian 12's own Python is 3.11.2, which differs from later ones in what it pickles; without it, PYTHON.
+OLDEST := .venv-oldest
+OLDEST_PYTHON ?= $(shell /usr/bin/python3.11 -c 'import ensurepip; print("/usr/bin/python3.11")' 2>/dev/null || echo $(PYTHON))
+# What touches serialisation, DALI, DDP and timm. The rest does not depend on versions, or `make test` sees it fail as well.
+OLDEST_TESTS := $(addprefix tests/test_,checkpoint.py optimizers.py pipeline.py stream.py augment.py training.py export.py)
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS)
+
+# Each lower bound of a dependency becomes the version.
+$(OLDEST)/.installed: pyproject.toml
+	@echo "setting up $(OLDEST) from $(OLDEST_PYTHON): about 6 GB, a few minutes on a fast connection"
+	$(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+		| sed 's/>=/==/' >$(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(OLDEST)/constraints.txt \
+		--editable . 'pytest>=8' 'pytest-xdist>=3.5'
+	@touch $@
 
 check: $(VENV)/.installed
 	$(RUN) -m ruff format --check .
@@ -27,11 +51,13 @@ check: $(VENV)/.installed
 
 # Also where python3 has torch, timm and DALI but no package index can be reached: then nothing is installed.
 #   make bench-gpu DATA_ARCHIVE=ILSVRC2012.tar            make bench-gpu DATA_ORIGINAL=DATASET DATA_256=DATASET
-# REPORT: where the report goes. PARTS: only these, for a sitting that is too short for all; the report grows.
+# REPORT: where the report goes. WORK: where datasets are kept for the next call. PARTS: only these. MINUTES: begin nothing that
+# would not end in this time; the same command continues. On a CPU, as a rehearsal: BENCH_OPTIONS='--device cpu --quick'.
 REPORT := docs/measurements
-BENCH_GPU := tools/bench_gpu.py --out $(REPORT) $(if $(DATA_ARCHIVE),--archive $(DATA_ARCHIVE)) \
-	$(if $(DATA_ORIGINAL),--original $(DATA_ORIGINAL)) $(if $(DATA_400),--stored-400 $(DATA_400)) \
-	$(if $(DATA_256),--stored-256 $(DATA_256)) $(if $(DATA_RAW),--raw-256 $(DATA_RAW)) $(if $(PARTS),--parts $(PARTS))
+BENCH_GPU := -m tools.bench.gpu --out $(REPORT) $(if $(DATA_ARCHIVE),--archive $(DATA_ARCHIVE)) \
+	$(if $(DATA_ORIGINAL),--original $(DATA_ORIGINAL)) \
+	$(if $(DATA_256),--stored-256 $(DATA_256)) $(if $(DATA_RAW),--raw-256 $(DATA_RAW)) $(if $(PARTS),--parts $(PARTS)) \
+	$(if $(MINUTES),--minutes $(MINUTES)) $(if $(WORK),--work $(WORK)) $(BENCH_OPTIONS)
 
 bench-gpu:
 	@if $(PYTHON) -c 'import torch, timm, nvidia.dali, tyro, crc32c, tqdm, psutil, pytest' 2>/dev/null; \
@@ -39,7 +65,7 @@ bench-gpu:
 	else $(MAKE) $(VENV)/.installed && $(RUN) $(BENCH_GPU); fi
 
 check-ratios: $(VENV)/.installed
-	$(RUN) tools/check_ratios.py
+	$(RUN) -m tools.bench.check_ratios
 
 # Nearly all of the download is torch with CUDA; it runs without a GPU as well.
 $(VENV)/.installed: pyproject.toml
@@ -50,4 +76,4 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(OLDEST) build *.egg-info

@@ -6,14 +6,9 @@ The published loss curve peaks at epoch 150, so the published run is vit-b16.py.
 published for this reading.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from dali_train.config import load_config
 
 base = load_config(Path(__file__).with_name("vit-b16.py"))
-config = replace(
-    base,
-    schedule=replace(base.schedule, warmup_epochs=50),
-    run=replace(base.run, dir="runs/vit-b16-warmup50", published_top1=None),
-)
+config = base.replace({"schedule.warmup_epochs": 50, "run.dir": "runs/vit-b16-warmup50", "run.published_top1": None})

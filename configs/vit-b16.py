@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 4 -m dali_train train --config configs/vit-b16.py --data.root DATASET
 
-Published: 78.58 h on 4 A100 (340 images/s a GPU); top-1 only as a plot, about 72.7 % near epoch 296, with a dip to
+Published: 78.58 h on 4 A100 (340 images/s per GPU); top-1 only as a plot, about 72.7 % near epoch 296, with a dip to
 about 49 % near epoch 147. Source: ColossalAI-Examples at 7e6ee00, image/vision_transformer/data_parallel, and the
 post about it.
 
 The source's code has 50 epochs of warmup, its published loss curve peaks at 150: this is the published run,
-vit-b16-warmup50.py is the code. The rate moves once an epoch, as in the source; vit-b16-per-step.py moves it at
+vit-b16-warmup50.py is the code. The rate moves once per epoch, as in the source; vit-b16-per-step.py moves it at
 every step. "Dropout 0.1" is timm's pos_drop_rate and proj_drop_rate today (drop_rate was all of them in early 2022
 and is the head's alone now).
 """
@@ -31,8 +31,7 @@ config = Config(
         crop_area=(0.08, 1.0),
         crop_aspect=(3 / 4, 4 / 3),
         horizontal_flip=0.5,
-        mean=(127.5, 127.5, 127.5),
-        std=(127.5, 127.5, 127.5),
+        normalise="inception",
     ),
     model=ModelConfig(name="vit_base_patch16_224", kwargs={"pos_drop_rate": 0.1, "proj_drop_rate": 0.1}),
     optimizer=OptimizerConfig(

@@ -1,1 +1,30 @@
-"""dali_train: large-batch ImageNet training whose samples do not depend on the number of ranks."""
+"""dali_train: large-batch ImageNet training whose samples do not depend on the number of ranks.
+
+import dali_train
+
+result = dali_train.run("configs/digits.py")
+model = dali_train.load_model(result.run_dir)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from dali_train.config import load_config
+
+if TYPE_CHECKING:
+    from dali_train.checkpoint.model import load_model
+    from dali_train.commands.train import RunResult, run
+    from dali_train.hooks import Hook
+
+__version__ = "0.1.0"
+__all__ = ["Hook", "RunResult", "load_config", "load_model", "run"]
+
+# torch takes seconds to import, and the command line must be able to print its help without it.
+_PLACES = {"Hook": "hooks", "RunResult": "commands.train", "load_model": "checkpoint.model", "run": "commands.train"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

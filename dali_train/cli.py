@@ -1,4 +1,4 @@
-"""The commands: train, eval, plan, status, doctor.
+"""The command line: a thin layer on the commands in dali_train/commands.
 
 Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving (start
 it again), anything else a failure.
@@ -6,73 +6,102 @@ it again), anything else a failure.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import tyro
-
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    load_config,
-)
-from dali_train.data.manifest import DatasetError
-from dali_train.status import (
+from dali_train import __version__
+from dali_train.commands.data import add_data_command
+from dali_train.config import Config
+from dali_train.config.override import config_with
+from dali_train.distributed.orphan import end_with_launcher
+from dali_train.distributed.status import (
     FINISHED,
     MISTAKE,
     START_AGAIN,
-    RunError,
+    describe,
     exit_status,
-    newest_step,
     read_status,
     stopped_before_restart,
 )
-from dali_train.stop import StopReason, StopRequests
+from dali_train.distributed.stop import StopReason, StopRequests
+from dali_train.errors import ConfigError, DatasetError, RunError
+
+Command = Callable[[argparse.Namespace, list[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    # torch.distributed.launch puts --local-rank before the command, the predecessor's scripts put such options behind it.
+    # torch.distributed.launch puts --local-rank before the command, ColossalAI's scripts put such options behind it.
     launch, argv = _launch_parser().parse_known_args(argv)
-    options, overrides = _parser().parse_known_args(argv)
+    words, settings = _split_settings(argv)
+    options, unknown = _parser().parse_known_args(words)
     options.launch = vars(launch)
+    overrides = [*unknown, *settings]
     try:
         return int(options.run(options, overrides))
     except (ConfigError, DatasetError) as error:
-        print(f"dali-train {options.command}: {error}", file=sys.stderr)
-        return MISTAKE
+        message, status = str(error), MISTAKE
     except RunError as error:
-        print(f"dali-train {options.command}: {error}", file=sys.stderr)
-        return 1
+        message, status = str(error), 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        message, status = f"{error.filename}: {error.strerror}", 1
+    except KeyboardInterrupt:
+        message, status = "ended without saving", 130
+    # In one piece, line break and all, since several ranks may have something to say at once.
+    sys.stderr.write(f"dali-train {options.command}: {message}\n")
+    return status
+
+
+def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(other words, ``--section.field`` with the values that follow): argparse would take such a value for RUN."""
+    words: list[str] = []
+    settings: list[str] = []
+    current = words
+    for word in argv:
+        if word.startswith("--"):
+            current = settings if "." in word.partition("=")[0] else words
+        current.append(word)
+    return words, settings
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dali-train", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Command, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name, parents=[_launch_parser()], help=summary, description=summary, allow_abbrev=False, add_help=False,
             epilog="Every setting of the config can be overridden: --section.field value. "
             f"`dali-train {name} --config FILE --help` lists them all.",
         )  # fmt: skip
         command.set_defaults(run=run, help=command.print_help)
-        command.add_argument("--config", metavar="FILE", help="a Python file that defines `config`; recipes are in configs/")
+        command.add_argument(
+            "--config", metavar="FILE", help="a Python file that defines `config` (recipes are in configs/), or a run's config.json"
+        )
         return command
 
-    add("train", _train, "Train a model, or go on with a run that was stopped.")
-    evaluate = add("eval", _evaluate, "Evaluate a checkpoint on the validation split.")
-    evaluate.add_argument("--checkpoint", metavar="PATH", required=True, help="a checkpoint directory, RUN/checkpoints/step-...")
+    train = add("train", _train, "Train a model, or resume a run that was stopped.")
+    train.add_argument(
+        "--num-processes",
+        metavar="N|auto",
+        help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
+    )
 
-    add("status", _status, "Say how far a run is; ends with the exit status that its trainer had, which torchrun does not hand on.")
+    evaluate = add("eval", _evaluate, "Evaluate a checkpoint on the validation split.")
+    evaluate.add_argument("directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own config is used")
+    evaluate.add_argument(
+        "--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest where nothing was evaluated)"
+    )
+
+    status = add(
+        "status", _status, "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on."
+    )
+    status.add_argument("directory", nargs="?", type=Path, metavar="RUN", help="a run.dir; or name the config that has it")
 
     add("doctor", _doctor, "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run.")
 
@@ -80,7 +109,30 @@ def _parser() -> argparse.ArgumentParser:
         "plan", _plan, "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data."
     )
     plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
-    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw learning rate and memory into this PNG file, too")
+    plan.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="memory of each rank's GPU: also report the largest micro-batch that fits"
+    )
+    plan.add_argument("--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file")
+
+    export = add("export", _export, "Write a run's model for other programs, and check what was written.")
+    export.add_argument("directory", type=Path, metavar="RUN", help="a run.dir")
+    export.add_argument("--format", choices=("timm", "onnx", "torch-export"), default="timm")
+    export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/export/FORMAT)")
+
+    predict = add("predict", _predict, "Classify images; without any, compare DALI's and PIL's decoding on the validation split.")
+    predict.add_argument("directory", type=Path, metavar="RUN", help="a run.dir")
+    predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file")
+    predict.add_argument("--decoder", choices=("dali", "pil"), default="dali", help="what decodes and resizes (default: dali)")
+    predict.add_argument("--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file")
+    for command in (export, predict):
+        command.add_argument("--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest)")
+        command.add_argument("--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one")
+
+    diff = add(
+        "diff", _diff, "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
+    )
+    diff.add_argument("directories", nargs=2, type=Path, metavar="RUN", help="a run.dir")
+    diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
 
     report = commands.add_parser(
         "report", help="Draw runs into one HTML page.", description="Draw runs into one HTML page, several runs over one another."
@@ -90,12 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--output", type=Path, metavar="DIR", help="where to write the page and PNGs (default: report/ in the first RUN)"
     )
+    add_data_command(commands)
     return parser
 
 
 def _launch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dali-train", add_help=False, allow_abbrev=False)
-    group = parser.add_argument_group("the predecessor's options, for where no launcher tells")
+    group = parser.add_argument_group("ColossalAI's options, where no launcher sets rank and world size in the environment")
     group.add_argument("--local_rank", "--local-rank", type=int, help="this process's number on its host")
     group.add_argument("--rank", type=int, help="this process's number")
     group.add_argument("--world_size", "--world-size", type=int, help="number of processes")
@@ -104,92 +157,128 @@ def _launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# torch takes seconds to import, so the commands that need it are imported where they run: --help should not wait.
+
+
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
+    end_with_launcher()
     config = _config(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
-    stop_requests = StopRequests(config.run.max_seconds)
-    # Imported here, not above: torch takes seconds, and --help should not.
-    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
-    from dali_train.train import train
+    stop_requests = StopRequests(config.run.max_seconds)  # before torch: a signal during its import would kill
+    from dali_train.commands.train import run, run_rank
+    from dali_train.distributed.launch import LaunchOptions
 
-    launch = discover(LaunchOptions(**options.launch))
-    with process_group(launch, config, choose_device(config.run, launch)) as launch:
-        stopped = train(config, launch, sys.argv, stop_requests)
-        stop_requests.ignore_further()
-    if stopped == StopReason.NONE:
+    if options.num_processes is not None:
+        stop_requests.close()  # the processes have their own
+        result = run(config, num_processes=_num_processes(options.num_processes))
+        return FINISHED if result.stopped == StopReason.NONE else START_AGAIN
+    result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
+    stop_requests.ignore_further()
+    if result.stopped == StopReason.NONE:
         return FINISHED
-    if launch.rank == 0:
-        print(f"stopped after saving: {stopped.describe()}. Start me again to go on", file=sys.stderr)
     return START_AGAIN
 
 
-def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    config = _config(options, overrides)
-    from dali_train import checkpoint
-    from dali_train.data.index import Split
-    from dali_train.evaluate import Evaluator
-    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
-    from dali_train.model import build_model
-    from dali_train.precision import Precision
-    from dali_train.train import configure_torch
+def _num_processes(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ConfigError(f"--num-processes is {text}: use a number from 1 on, or auto for one per GPU")
+    return int(text)
 
-    launch = discover(LaunchOptions(**options.launch))
-    device = choose_device(config.run, launch)
-    with process_group(launch, config, device):
-        num_threads = configure_torch(config, launch, device)
-        split = Split(config.data.root, "validation")
-        loaded = checkpoint.load(Path(options.checkpoint))
-        model = build_model(config, split.num_classes, device)
-        model.load_state_dict(loaded.state["model"])
-        evaluator = Evaluator(split, config, device, dp_rank=launch.rank, dp_size=launch.world_size, num_threads=num_threads)
-        result = evaluator.run(model, Precision(config.precision, device).autocast())
-    if launch.rank == 0:
-        accuracy = f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
-        print(f"step {loaded.step}: {accuracy}  ({result.num_images} images)")
-    return 0
+
+def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.directory is not None and options.config is None:
+        options.config = options.directory / "config.json"
+    config = _config(options, overrides)
+    from dali_train.commands.evaluate import evaluate
+    from dali_train.distributed.launch import LaunchOptions
+
+    evaluate(config, options.directory, options.checkpoint, LaunchOptions(**options.launch))
+    return FINISHED
 
 
 def _status(options: argparse.Namespace, overrides: list[str]) -> int:
-    directory = Path(_config(options, overrides).run.dir)
-    status = read_status(directory)
-    reason = f" ({status.reason})" if status is not None and status.reason else ""
-    print(
-        f"{directory}: {status.state if status is not None else 'not started'}{reason}, newest checkpoint {newest_step(directory)}"
-    )
-    return exit_status(status)
+    if options.directory is not None and options.config is None:
+        options.config = options.directory / "config.json"
+    directory = options.directory or Path(_config(options, overrides).run.dir)
+    if options.directory is not None and not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; name the run.dir of a run")
+    print(describe(directory))
+    return exit_status(read_status(directory))
 
 
 def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
-    config = _config(options, overrides) if options.config is not None else None
-    from dali_train.doctor import examine
-    from dali_train.launch import LaunchOptions, choose_device, discover, process_group
+    if options.config is None and overrides and not {"-h", "--help"} & set(overrides):
+        raise ConfigError(f"{' '.join(overrides)}: without --config FILE doctor takes no further arguments")
+    config = _config(options, overrides) if options.config is not None or overrides else None
+    from dali_train.commands.doctor import examine
+    from dali_train.distributed.device import choose_device
+    from dali_train.distributed.launch import LaunchOptions, discover
+    from dali_train.distributed.process_group import process_group
 
     launch = discover(LaunchOptions(**options.launch))
-    settings = config or Config(  # only for meeting the other ranks
-        data=DataConfig(root=""), model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1), run=RunConfig(dir="", epochs=1),
-        schedule=ScheduleConfig(warmup_epochs=0), batch=BatchConfig(global_batch=1, micro_batch=1),
-    )  # fmt: skip
-    device = choose_device(settings.run, launch)
-    with process_group(launch, settings, device) as launch:
-        return 0 if examine(launch, device, config) else 1
+    device = choose_device(config.run.device if config is not None else "auto", launch)
+    settings = (config.run.backend, config.parallel.timeout_s) if config is not None else ()
+    with process_group(launch, device, *settings) as launch:
+        return FINISHED if examine(launch, device, config) else 1
 
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
-    from dali_train.plan import print_plan
+    from dali_train.commands.plan import print_plan
 
-    print_plan(config, world_size=options.launch["world_size"] or 1, num_images=options.num_images, picture=options.picture)
-    return 0
+    print_plan(
+        config, world_size=options.launch["world_size"], num_images=options.num_images, picture=options.picture,
+        gpu_memory_gb=options.gpu_memory,
+    )  # fmt: skip
+    return FINISHED
+
+
+def _export(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse_settings(options, overrides)
+    from dali_train.commands.export import export
+
+    export(options.directory, options.format, options.output, options.checkpoint, options.weights)
+    return FINISHED
+
+
+def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse_settings(options, overrides)
+    from dali_train.commands.predict import predict
+
+    predict(
+        options.directory, options.images, decoder=options.decoder, picture=options.picture, checkpoint=options.checkpoint,
+        weights=options.weights,
+    )  # fmt: skip
+    return FINISHED
+
+
+def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse_settings(options, overrides)
+    from dali_train.commands.diff import diff
+
+    return FINISHED if diff(*options.directories, steps=options.steps) else 1
+
+
+def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
+    """For commands that take the settings of a run as they are."""
+    if {"-h", "--help"} & set(overrides):
+        options.help()
+        raise SystemExit(0)
+    if overrides or options.config is not None:
+        words = overrides or ["--config"]
+        raise ConfigError(f"{' '.join(words)}: {options.command} takes a run's own settings and no others; see --help")
 
 
 def _report(options: argparse.Namespace, overrides: list[str]) -> int:
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: report takes only --output; `dali-train report --help` explains")
     from dali_train.report import write_report
 
-    if overrides:
-        raise ConfigError(f"{' '.join(overrides)}: report knows only --output; `dali-train report --help` explains")
     print(write_report(options.runs, options.output or options.runs[0] / "report"))
-    return 0
+    return FINISHED
 
 
 def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
@@ -205,41 +294,3 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
             raise SystemExit(0)
         raise ConfigError("--config FILE is missing; the recipes are in configs/")
     return config_with(options.config, overrides, f"dali-train {options.command}")
-
-
-def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
-    """The config of a file with the changes of a `command`'s line, ``--section.field value``.
-
-    Raises:
-        ConfigError: no such file, or a value that does not fit.
-        SystemExit: a setting that does not exist (status 2), or --help (status 0).
-    """
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_boolean)
-    with registry:
-        return tyro.cli(
-            Config,
-            prog=f"{command} --config {path}",
-            default=load_config(path),
-            args=overrides,
-            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        )
-
-
-def _boolean(type_info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[bool] | None:
-    """Booleans as ``true`` and ``false`` in any case; tyro itself knows only Python's spelling."""
-    if type_info.type is not bool:
-        return None
-
-    def parse(words: list[str]) -> bool:
-        if words[0].lower() not in ("true", "false"):
-            raise ValueError(f"{words[0]!r} is neither true nor false")
-        return words[0].lower() == "true"
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{true,false}",
-        instance_from_str=parse,
-        is_instance=lambda value: isinstance(value, bool),
-        str_from_instance=lambda value: [str(value).lower()],
-    )

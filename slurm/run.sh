@@ -1,22 +1,35 @@
 #!/bin/bash
-# Runs the trainer on all tasks of this job and requeues the job when the trainer asks for it. Called by the .sbatch files.
+# Runs the trainer on all tasks of this job and requeues the job when the trainer asks for it. Called by train.sbatch.
 #
 # The trainer stops after saving on USR1 (sent before the time limit), on TERM (preemption, scontrol requeue) and when
-# run.max_seconds is over; it then ends with status 75. After a failure the job is requeued only if this attempt has
-# saved something new: a job that fails at once would otherwise go round for ever.
+# run.max_seconds is over; it then ends with status 75. After a failure the job is requeued only if this job has saved
+# something new: one that fails at once would otherwise be requeued for ever, also while another job trains in the same run.dir.
 set -u
 if (($# == 0)); then
     echo "usage: sbatch slurm/train.sbatch CONFIG [--section.field value ...]" >&2
     exit 2
 fi
-newest() { python -m dali_train status --config "$@" | sed 's/.*newest checkpoint //'; }
+if ! command -v srun >/dev/null || [[ -z ${SLURM_JOB_ID:-} ]]; then
+    echo "slurm/run.sh is not in a Slurm job: submit it with sbatch slurm/train.sbatch CONFIG" >&2
+    exit 2
+fi
+if ! python -c 'import dali_train' 2>/dev/null; then
+    echo "$(command -v python || echo 'python (not found)') on $(hostname) has no dali_train: activate its environment" \
+        "before sbatch, or set DALI_TRAIN_ENV (slurm/train.sbatch)" >&2
+    exit 2
+fi
+state() { python -m dali_train status --config "$@"; }
+newest() { sed -n 's/.*newest checkpoint \([0-9A-Za-z]*\).*/\1/p' <<<"$1"; }
 
 trap : TERM # bash stays until srun, whose tasks get the signal too, has ended
-before=$(newest "$@")
+# Since Slurm 22.05 srun does not take the job's value by itself, and a task would have one core.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
+before=$(newest "$(state "$@")")
 # A rank that fails ends the others by itself, with a report; srun is not to kill them before, nor while others still save.
 srun --kill-on-bad-exit=0 --wait=120 python -u -m dali_train train --config "$@"
 status=$?
-after=$(newest "$@")
+state=$(state "$@")
+after=$(newest "$state")
 
 case $status in
     0 | 2) exit $status ;;
@@ -24,6 +37,9 @@ case $status in
     *)
         if [[ $after == "$before" ]]; then
             echo "job $SLURM_JOB_ID: failed with status $status and no checkpoint after step $before; not requeued" >&2
+            exit $status
+        elif [[ $state != *"Slurm job $SLURM_JOB_ID" ]]; then
+            echo "job $SLURM_JOB_ID: failed with status $status; the checkpoint of step $after is another job's; not requeued" >&2
             exit $status
         fi
         echo "job $SLURM_JOB_ID: failed with status $status, but has come from step $before to $after; requeued" >&2

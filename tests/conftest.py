@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from dali_train import checkpoint
-from dali_train.data.indexing import build_index
-from dali_train.data.tfrecord import write_records
+from dali_train.checkpoint.load import load_newest
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.tfrecord import write_records
 
 REPOSITORY = Path(__file__).parent.parent
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for every process the tests start: ranks share few cores
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["dali_train.train", "dali_train.cli"])
+FORK.set_forkserver_preload(["dali_train.commands.train", "dali_train.cli"])
 
 # A ViT and a recipe with everything on that could depend on ranks: dropout, stochastic depth, Mixup, clipping.
 TINY_CONFIG = """
@@ -45,9 +45,26 @@ config = Config(
 """
 
 
+_STARTS_RUNS = {"start_training", "run_command", "cluster", "finished"}  # fixtures that start trainers
+# Files whose tests start trainers or benchmarks on their own.
+_SLOW_FILES = {
+    "test_api.py", "test_bench.py", "test_bench_step.py", "test_exactness.py", "test_export.py", "test_extending.py",
+    "test_hang.py", "test_local_launch.py", "test_no_waiting.py", "test_notebook.py", "test_own_loop.py",
+    "test_quickstart.py", "test_run_lock.py", "test_torture.py", "test_workflow.py",
+}  # fmt: skip
+
+
+# Many processes each, which leave nothing of two cores; and the file that judges by seconds of silence. One after the other.
+_CROWDED_FILES = {"test_parallel.py", "test_tensor_parallel.py", "test_hang.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file that takes longest begins first, so that the others run beside it."""
-    items.sort(key=lambda item: item.path.name != "test_slurm.py")
+    """The files that take longest begin first, so that the others run beside them. Whatever starts trainers is slow."""
+    items.sort(key=lambda item: (item.path.name != "test_slurm.py", item.path.name not in _CROWDED_FILES))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("crowded" if item.path.name in _CROWDED_FILES else item.path.name))
+        if item.path.name in _SLOW_FILES or _STARTS_RUNS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 def photograph(seed: int, height: int, width: int) -> Image.Image:
@@ -206,7 +223,7 @@ def run_command(tiny_config: Path, tmp_path: Path) -> Train:
 
 
 def final_weights(directory: Path) -> dict[str, torch.Tensor]:
-    newest, warnings = checkpoint.newest(directory / "checkpoints")
+    newest, warnings = load_newest(directory / "checkpoints")
     assert newest is not None and not warnings
     return newest.state["model"]
 

@@ -3,32 +3,29 @@
 import argparse
 import io
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
-from dali_train.data.index import Split
+from dali_train.data.dataset.index import Split
+from tools.bench import gpu, startup
+from tools.bench.check_ratios import Bound, report
+from tools.bench.generated import generated_jpeg, write_dataset
+from tools.bench.goals import goal_table
 
 from .conftest import REPOSITORY
+from .data.files import tool
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """tools/bench_gpu.py; the modules beside it can be imported too."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
-    import bench_gpu
-
-    return bench_gpu
-
-
-def test_a_generated_dataset_is_always_the_same(bench: ModuleType, tmp_path: Path) -> None:
-    from bench_images import generated_jpeg, write_dataset
-
+def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
     write_dataset(tmp_path, num_train=5, num_validation=3, num_classes=4)
     train, validation = Split(tmp_path, "train"), Split(tmp_path, "validation")
     assert train.rows["label"].tolist() == [0, 1, 2, 3, 0] and validation.rows["label"].tolist() == [1, 2, 3]
@@ -36,11 +33,9 @@ def test_a_generated_dataset_is_always_the_same(bench: ModuleType, tmp_path: Pat
     assert 0.4 < np.mean(train.rows["size"] / (train.rows["height"].astype(float) * train.rows["width"])) < 0.8  # bytes a pixel
 
 
-def test_an_index_of_full_size_points_at_images(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_startup
-
-    monkeypatch.setattr(bench_startup, "FULL_SIZE", {"train": (1003, 5), "validation": (70, 2)})
-    bench_startup.write_dataset_of_full_size(tmp_path)
+def test_an_index_of_full_size_points_at_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "FULL_SIZE", {"train": (1003, 5), "validation": (70, 2)})
+    startup.write_dataset_of_full_size(tmp_path)
     split = Split(tmp_path, "train")
     assert len(split) == 1003 and split.num_classes == 1000 and len(Split(tmp_path, "validation")) == 70
     assert np.bincount(split.rows["shard"]).tolist() == [201, 201, 201, 200, 200]
@@ -51,18 +46,18 @@ def test_an_index_of_full_size_points_at_images(bench: ModuleType, tmp_path: Pat
         )
 
 
-def part(bench: ModuleType, code: str, limit_s: int = 60) -> object:
-    return bench.Part(name="a", title="something", words=["-c", code], limit_s=limit_s, rounds=True)
+def part(code: str, limit_s: int = 60) -> object:
+    return gpu.Part(name="a", title="something", words=["-c", code], limit_s=limit_s, rounds=True)
 
 
-def test_a_part_of_the_report(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_part_of_the_report(tmp_path: Path) -> None:
     code = "import sys; print('in', sys.argv[2]); open(sys.argv[2], 'w').write('{\"images\": 7}\\n')"
-    result = bench.run_part(part(bench, code), tmp_path)
+    result = gpu.run_part(part(code), tmp_path)
     assert (result["state"], result["output"], result["rounds"]) == ("done", "in a.jsonl", [{"images": 7}])
 
 
-def test_a_part_that_fails_says_why(bench: ModuleType, tmp_path: Path) -> None:
-    result = bench.run_part(part(bench, "print('so far'); raise SystemExit('no more')"), tmp_path)
+def test_a_part_that_fails_says_why(tmp_path: Path) -> None:
+    result = gpu.run_part(part("print('so far'); raise SystemExit('no more')"), tmp_path)
     assert result["state"] == "FAILED with status 1" and "so far" in result["output"] and "no more" in result["output"]
 
 
@@ -78,28 +73,108 @@ def wait_for_end(pid: int) -> bool:
     return False
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_started(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     code = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); import time; time.sleep(60)"
-    result = bench.run_part(part(bench, code, limit_s=1), tmp_path)
+    result = gpu.run_part(part(code, limit_s=1), tmp_path)
     assert result["state"] == "FAILED: not done after 1 s"
     assert wait_for_end(int(result["output"]))
 
 
-def test_a_report_grows(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_report_grows(tmp_path: Path) -> None:
     options = argparse.Namespace(out=tmp_path, device="cpu", quick=True)
     first = {"part": "one", "title": "first", "command": "do it", "state": "done", "seconds": 1.0, "output": "42", "rounds": []}
-    bench.write(options, {"one": first})
+    gpu.write(options, {"one": first})
     (lines,) = tmp_path.glob("*.jsonl")
-    assert bench.earlier(lines) == [first]
-    bench.write(options, {"one": first, "two": {**first, "part": "two", "state": "FAILED with status 1"}})
+    assert gpu.earlier(lines) == [first]
+    gpu.write(options, {"one": first, "two": {**first, "part": "two", "state": "FAILED with status 1"}})
     text = lines.with_suffix(".md").read_text()
     assert "| one | first | done | 1 |" in text and "| two | first | FAILED with status 1 | 1 |" in text and "    42" in text
     assert os.fspath(tmp_path) not in text
 
 
-def test_a_ratio_beyond_its_bound_fails(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    from check_ratios import Bound, report
+def measured(real_s: float, synthetic_s: float | None = None) -> dict[str, Any]:
+    """A part as tools/bench_step.py leaves it: 1,000 images per step, 1 GFLOP per image, a peak of 10 TFLOP/s."""
+    start = {"event": "start", "global_batch": 1000, "flops_per_image": 1e9, "peak_flops_per_second": 1e13}
+    rounds = [{"contender": "trainer, real data", "step_s": real_s, "kernels": {}}] * 2
+    rounds += [{"contender": "trainer, real data", "step_s": 100 * real_s, "kernels": {"attention": 1.0}}]  # with the profiler
+    rounds += [{"contender": "trainer, synthetic data", "step_s": synthetic_s}] if synthetic_s is not None else []
+    return {"rounds": [start, *rounds]}
 
+
+def test_goals_beside_what_was_seen() -> None:
+    results = {"step-b16-blocks": measured(0.25), "step-b16-fast": measured(0.125), "step-b32-original": measured(0.2, 0.1)}
+    table = goal_table({**results, "data-original": {"rounds": [{"contender": "x", "images_per_second": 7}]}})
+    assert table[2:] == [
+        "| ViT-B/16, share of the dense peak (MFU) | 50.0% | 80.0% | met |",
+        "| ViT-B/32, images/s from 256 px | 15,000 |  | not measured |",
+        "| ViT-B/32, images/s from originals | 8,000 | 5,000 | not met |",
+        "| ResNet-50, images/s from originals | 7,950 |  | not measured |",
+        "| step with real / synthetic data, the lowest | 0.980 | 0.500 | not met |",
+    ]
+
+
+def test_a_part_that_is_cut_short_keeps_its_rounds(tmp_path: Path) -> None:
+    code = "import sys, time; open(sys.argv[2], 'w').write('{\"round\": 0}\\n'); time.sleep(60)"
+    result = gpu.run_part(part(code, limit_s=2), tmp_path)
+    assert (result["state"], result["rounds"]) == ("cut short", [{"round": 0}])
+
+
+def test_a_part_that_crashes_takes_no_other(tmp_path: Path) -> None:
+    result = gpu.run_part(part("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), tmp_path)
+    assert result["state"] == "FAILED by SIGSEGV"
+
+
+def test_every_part_ends_within_eight_minutes(tmp_path: Path) -> None:
+    options = argparse.Namespace(device="cuda", quick=False)
+    parts = gpu.plan(options, {name: tmp_path / name for name in gpu.SETS}, tmp_path)
+    assert [part.name for part in parts][:4] == ["smoke-whole", "smoke-box-0", "smoke-box-65", "smoke-box-100"]
+    assert len({part.name for part in parts}) == len(parts) and all(part.limit_s <= 480 for part in parts)
+
+
+def test_a_second_call_continues(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tools.bench.gpu", "--device", "cpu", "--quick", "--parts", "smoke-whole", "smoke-box-0"]
+    words += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    begun = []
+    for more, status in ((["--minutes", "0.0001"], 75), (["--parts", "smoke-whole"], 0), ([], 0), ([], 0)):
+        done = subprocess.run([*words, *more], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=200)
+        assert done.returncode == status, done.stdout + done.stderr
+        begun.append([line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("[")])
+    assert begun == [[], ["smoke-whole"], ["smoke-box-0"], []]
+    (report,) = (tmp_path / "out").glob("*.md")
+    assert "| smoke-box-0 | decoding boxes, 0% to the hardware decoder | done |" in report.read_text()
+
+
+def test_orders_and_scale_of_small_datasets(tmp_path: Path) -> None:
+    write_dataset(tmp_path, num_train=12, num_classes=3)
+    scale = ["-m", "tools.bench.simulate_scale", "--ranks", "2", "--global-batch", "8", "--images", "5"]
+    for words in (["tools/compare_orders.py", str(tmp_path)], ["tools/compare_orders.py", "--images", "9"], scale):
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=100)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_short_campaign_of_damaged_files(tmp_path: Path) -> None:
+    """That faults are found and reported separately; which readers have faults is what tools/fuzz.py itself is for."""
+    fuzz = tool("fuzz")
+    (tmp_path / "samples" / "status").mkdir(parents=True)
+    (tmp_path / "samples" / "status" / "status.json").write_text('{"step": 12}')
+    faults = {
+        "raises": lambda directory, damaged: 1 // 0,
+        "crashes": lambda directory, damaged: os.kill(os.getpid(), signal.SIGSEGV),
+        "eats": lambda directory, damaged: bytearray(3 << 30),
+        "is fine": lambda directory, damaged: damaged.read_bytes(),
+    }
+    found = {}
+    for name, read in faults.items():
+        fuzz.TARGETS[name] = fuzz.Target("status/*.json", "status", read)
+        tally = fuzz.Tally()
+        fuzz.run_batch(name, 0, 0, tmp_path / "samples", tmp_path / "work", tally, tmp_path / "kept")
+        found[name] = [what.split(":")[0] for _, what, _ in tally.faults.values()]
+    assert found["is fine"] == [] and found["raises"][0].startswith("ZeroDivisionError at ")
+    assert found["crashes"] == ["the process was ended by SIGSEGV"] and found["eats"][0].startswith("MemoryError")
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+
+
+def test_a_ratio_beyond_its_bound_fails(capsys: pytest.CaptureFixture[str]) -> None:
     speed, time = Bound(name="speed", usual=1.0, least=0.5), Bound(name="time", usual=1.0, most=2.0)
     assert report([(speed, 0.5), (time, 2.0)]) == 0
     assert report([(speed, 0.49), (time, 1.0)]) == 1

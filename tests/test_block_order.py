@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from dali_train.data.block_order import BlockOrder, Blocks
-from dali_train.data.order import SampleOrder
+from dali_train.data.sampling.block_order import BlockOrder, Blocks
+from dali_train.data.sampling.order import SampleOrder
 
 from .conftest import REPOSITORY
 

@@ -1,29 +1,45 @@
-"""Checkpoints: whole or not there, never read wrong, never running what a file asks for."""
+"""Checkpoints: complete or not there, never read wrong, never running what a file asks for."""
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 import threading
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from dali_train import checkpoint, snapshot
-from dali_train.checkpoint import CheckpointError, CheckpointWriter
+from dali_train.checkpoint.directory import resolve_checkpoint
+from dali_train.checkpoint.load import find_checkpoint, load_checkpoint, load_newest
+from dali_train.checkpoint.recipe import recipe
+from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.checkpoint.storage import CheckpointError
 from dali_train.config import load_config
-from dali_train.data.index import Split
-from dali_train.data.indexing import build_index
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.distributed.status import newest_step
+from dali_train.errors import ConfigError
 
-from .conftest import Train, final_weights, jpeg, photograph, relative_differences, write_shard
-from .test_exactness import FLOAT32_BOUND, samples
+from .conftest import FORK, REPOSITORY, Train, final_weights, jpeg, photograph, relative_differences, write_shard
+from .helpers import FLOAT32_BOUND, samples
+
+OLD_RUN = REPOSITORY / "tests" / "fixtures" / "old-run"  # written in the older format by 2 ranks, 4 of 7 steps
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def make_writer(directory: Path, *, keep: int = 100, keep_best: int = 1, start_step: int = 0) -> CheckpointWriter:
@@ -40,7 +56,9 @@ def state(step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 def save(writer: CheckpointWriter, *steps: int, top1: float | None = None) -> None:
     for step in steps:
-        writer.save(step, state(step), {"group_steps": [step, None], "scaler": {}}, top1)
+        writer.save(step, state(step), {"group_steps": [step, None], "scaler": {}})
+        if top1 is not None:
+            writer.record_top1(step, top1)
         writer.wait()
 
 
@@ -57,7 +75,7 @@ def names(directory: Path) -> list[str]:
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     save(make_writer(tmp_path), 3)
-    loaded = checkpoint.load(tmp_path / "step-00000003")
+    loaded = load_checkpoint(tmp_path / "step-00000003")
     assert loaded.step == 3
     assert loaded.values == {"group_steps": [3, None], "scaler": {}}
     assert same(loaded.state, state(3))
@@ -65,11 +83,12 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_other_programs_can_read_it(tmp_path: Path) -> None:
-    """DCP's own loader, by the names a model has; sha256sum; and a stable name for the newest."""
+    """DCP's own loader, by the names a model has; safetensors; sha256sum; and a stable name for the newest."""
     save(make_writer(tmp_path), 3, 4)
     weights = {"model": {"head.weight": torch.zeros(7, 5)}}
-    dcp.load(weights, checkpoint_id=tmp_path / "newest", no_dist=True)
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "newest")), no_dist=True)
     assert torch.equal(weights["model"]["head.weight"], state(4)["model"]["head.weight"])
+    assert torch.equal(load_file(tmp_path / "newest" / TENSORS)["model.head.weight"], state(4)["model"]["head.weight"])
     path = (tmp_path / "newest").resolve()
     assert path.name == "step-00000004"
     subprocess.run(["sha256sum", "--quiet", "-c", "manifest.json.sha256"], cwd=path, check=True)
@@ -92,23 +111,23 @@ def test_saving_waits_only_for_the_copy(tmp_path: Path, monkeypatch: pytest.Monk
         assert disk.wait(60)
         return really_save(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint.dcp, "save", slow)
+    monkeypatch.setattr(dcp, "save", slow)
     writer, live = make_writer(tmp_path), state(1)
-    writer.save(1, live, {}, None)
+    writer.save(1, live, {})
     live["model"]["head.weight"].zero_()  # the next step changes the weights while the disk is still at it
     assert not (tmp_path / "step-00000001").exists()
     disk.set()
     writer.wait()
-    assert same(checkpoint.load(tmp_path / "step-00000001").state, state(1))
+    assert same(load_checkpoint(tmp_path / "step-00000001").state, state(1))
 
 
 def test_a_failed_save_is_an_error_at_the_next(tmp_path: Path) -> None:
     writer = make_writer(tmp_path)
     (tmp_path / ".step-00000001.partial").write_text("in the way")
-    writer.save(1, state(1), {}, None)
+    writer.save(1, state(1), {})
     with pytest.raises(CheckpointError, match=r"could not save a checkpoint in .*\.partial"):
-        writer.save(2, state(2), {}, None)
-    assert checkpoint.newest(tmp_path) == (None, [])
+        writer.save(2, state(2), {})
+    assert load_newest(tmp_path) == (None, [])
 
 
 def test_what_a_kill_left_half_done_is_removed_and_the_abandoned_set_aside(tmp_path: Path) -> None:
@@ -138,41 +157,55 @@ def damaged(path: Path, files: list[Path], rng: random.Random, how: str) -> Path
 @pytest.mark.parametrize("how", ["truncated", "flipped"])
 def test_damage_is_never_loaded(tmp_path: Path, how: str) -> None:
     save(make_writer(tmp_path), 1, 2)
-    path, whole = tmp_path / "step-00000002", tmp_path / "whole"
-    path.rename(whole)
+    path, complete = tmp_path / "step-00000002", tmp_path / "complete"
+    path.rename(complete)
     rng = random.Random(how)
     hit: dict[str, int] = {}
     for number in range(100):
-        shutil.copytree(whole, path)
+        shutil.copytree(complete, path)
         files = sorted(file for file in path.iterdir())
         # Every kind of file in turn: the tensors are most of the bytes, the others most of the trouble.
         file = damaged(path, [files[number % len(files)]] if number % 2 else files, rng, how)
         hit[file.name] = hit.get(file.name, 0) + 1
         with pytest.raises(CheckpointError, match="step-00000002"):
-            checkpoint.load(path)
-        found, (warning,) = checkpoint.newest(tmp_path)
+            load_checkpoint(path)
+        found, (warning,) = load_newest(tmp_path)
         assert found is not None and same(found.state, state(1))
-        assert "step-00000002" in warning and warning.endswith(f"going on from {tmp_path / 'step-00000001'} instead")
+        assert "step-00000002" in warning and warning.endswith(f"resuming from {tmp_path / 'step-00000001'} instead")
         shutil.rmtree(path)
-    assert set(hit) == {".metadata", "__0_0.distcp", "manifest.json", "manifest.json.sha256"}, hit
+    assert set(hit) == {TENSORS, "manifest.json", "manifest.json.sha256"}, hit
 
 
-def test_missing_files_and_nothing_whole(tmp_path: Path) -> None:
+def test_missing_files_and_nothing_complete(tmp_path: Path) -> None:
     save(make_writer(tmp_path), 1)
     for file in list((tmp_path / "step-00000001").iterdir()):
         file.unlink()
-        with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*step-00000001.* to start at step 0"):
-            checkpoint.newest(tmp_path)
+        with pytest.raises(CheckpointError, match=r"is complete: .*step-00000001.* choose another run.dir to start") as error:
+            load_newest(tmp_path)
+        assert "remove" not in str(error.value).lower(), "no message advises to delete checkpoints"
+
+
+def rewrite_manifest(path: Path, **fields: Any) -> None:
+    """Change fields of a manifest and make its checksum fit, as whoever crafts a checkpoint would."""
+    text = json.dumps(json.loads((path / "manifest.json").read_text()) | fields).encode()
+    (path / "manifest.json").write_bytes(text)
+    (path / "manifest.json.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
+
+
+def digests(path: Path, *names: str) -> dict[str, str]:
+    return {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in names}
+
+
+@pytest.fixture
+def old_checkpoint(tmp_path: Path) -> Path:
+    """A copy that may be changed."""
+    return Path(shutil.copytree(OLD_RUN / "checkpoints" / "step-00000004", tmp_path / "old" / "step-00000004"))
 
 
 def rewrite_metadata(path: Path, content: bytes) -> None:
-    """Replace DCP's metadata and make all checksums fit, as whoever crafts a checkpoint would."""
+    """Replace the pickle in a checkpoint of the older format."""
     (path / ".metadata").write_bytes(content)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][".metadata"] = hashlib.sha256(content).hexdigest()
-    text = json.dumps(manifest).encode()
-    (path / "manifest.json").write_bytes(text)
-    (path / "manifest.json.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
+    rewrite_manifest(path, files=digests(path, ".metadata", "__0_0.distcp", "__1_0.distcp"))
 
 
 class Bomb:
@@ -183,36 +216,275 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-def test_a_crafted_checkpoint_runs_nothing(tmp_path: Path) -> None:
-    save(make_writer(tmp_path), 1)
-    path, mark = tmp_path / "step-00000001", tmp_path / "it ran"
+def unpickled_metadata() -> Any:
+    """The old run's, through torch's own classes; skips the test where torch is older than the one that wrote them."""
+    try:
+        return pickle.loads((OLD_RUN / "checkpoints" / "step-00000004" / ".metadata").read_bytes())
+    except ValueError as error:
+        pytest.skip(f"torch {torch.__version__} cannot read what a later version wrote ({error}); the project can")
+
+
+def test_the_older_format_is_read(old_checkpoint: Path) -> None:
+    """As DCP reads it, which wrote it; also as Python 3.11.2 wrote it, where an enum's value is a getattr."""
+    unpickled_metadata()
+    reader = dcp.FileSystemReader(old_checkpoint)
+    metadata = reader.read_metadata()
+    expected = {name: torch.empty(entry.size) for name, entry in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
+    dcp.load(expected, storage_reader=reader, no_dist=True)
+
+    class Pickler311(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+    buffer = io.BytesIO()
+    Pickler311(buffer, protocol=4).dump(metadata)
+    assert b"getattr" in buffer.getvalue()
+    for content in (None, buffer.getvalue()):
+        if content is not None:
+            rewrite_metadata(old_checkpoint, content)
+        loaded = load_checkpoint(old_checkpoint)
+        assert loaded.step == 4 and loaded.values["optimizer"]["groups"] == [{"step": 4}, {"step": 4}]
+        flat = {f"{section}.{name}": tensor for section in loaded.state for name, tensor in loaded.state[section].items()}
+        assert flat.keys() == expected.keys() and all(torch.equal(flat[name], expected[name]) for name in flat)
+
+
+def test_a_run_resumes_from_the_older_format(train: Train, tmp_path: Path) -> None:
+    shutil.copytree(OLD_RUN, tmp_path / "run")
+    words = ["--model.kwargs.embed_dim", "16", "--model.kwargs.depth", "1"]
+    assert "resuming from step 4" in train("run", *words, ranks=2)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert load_checkpoint(checkpoints / "newest").step == 7
+    assert not list((checkpoints / "step-00000007").glob(".*")), "the newer format has no pickle"
+
+
+def test_a_crafted_pickle_runs_nothing(old_checkpoint: Path, tmp_path: Path) -> None:
+    content, mark = (old_checkpoint / ".metadata").read_bytes(), tmp_path / "it ran"
     bomb = pickle.dumps(Bomb(mark))
-    rewrite_metadata(path, bomb)
-    with pytest.raises(CheckpointError, match=r"asks for posix.mkdir.*nothing was run"):
-        checkpoint.load(path)
-    assert not mark.exists()
-    # The same file through the unpickler that DCP would use: the test's bomb is a real one.
+    rewrite_metadata(old_checkpoint, bomb)
+    with pytest.raises(CheckpointError, match="is not the metadata of a checkpoint"):
+        load_checkpoint(old_checkpoint)
+    # BUILD with a slot state sets attributes of whatever is on the stack, such as a class that is allowed.
+    attribute = b"}X\x08\x00\x00\x00poisonedI1\ns\x86b0"
+    for name in ("TensorStorageMetadata", "Metadata", "_MEM_FORMAT_ENCODING"):
+        build = b"ctorch.distributed.checkpoint.metadata\n" + name.encode() + b"\nN" + attribute
+        rewrite_metadata(old_checkpoint, content[:2] + build + content[2:])
+        with pytest.raises(CheckpointError, match="step-00000004 is not a complete checkpoint"):
+            load_checkpoint(old_checkpoint)
+    assert not mark.exists() and not hasattr(TensorStorageMetadata, "poisoned")
+    # The same through the unpickler that DCP would use: the test's attacks are real ones.
     pickle.loads(bomb)
-    assert mark.exists()
+    pickle.loads(b"\x80\x04ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\nN" + attribute + b"N.")
+    assert mark.exists() and hasattr(TensorStorageMetadata, "poisoned")
+    del TensorStorageMetadata.poisoned
 
 
-def test_only_tensors_are_read_from_dcp_files(tmp_path: Path) -> None:
+def test_only_tensors_are_read_from_the_older_format(old_checkpoint: Path, tmp_path: Path) -> None:
     """DCP unpickles other objects without any restriction."""
-    save(make_writer(tmp_path), 1)
-    path, mark = tmp_path / "step-00000001", tmp_path / "it ran"
+    mark = tmp_path / "it ran"
     dcp.save({"model": {"bomb": Bomb(mark)}}, checkpoint_id=tmp_path / "crafted", no_dist=True)
     metadata = pickle.loads((tmp_path / "crafted" / ".metadata").read_bytes())
-    metadata.storage_meta = None
-    rewrite_metadata(path, pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"model.bomb is no tensor"):
-        checkpoint.load(path)
+    rewrite_metadata(old_checkpoint, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"model.bomb is not a tensor"):
+        load_checkpoint(old_checkpoint)
+    shutil.copy(tmp_path / "crafted" / "__0_0.distcp", old_checkpoint)
+    tensor_entry = unpickled_metadata().state_dict_metadata
+    metadata.state_dict_metadata["model.bomb"] = tensor_entry["model.patch_embed.proj.weight"]
+    rewrite_metadata(old_checkpoint, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):  # torch.load(weights_only=True) refuses
+        load_checkpoint(old_checkpoint)
     assert not mark.exists()
-    metadata.state_dict_metadata.clear()
     for place in metadata.storage_data.values():
         object.__setattr__(place, "relative_path", "../../elsewhere")
-    rewrite_metadata(path, pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"names \.\./\.\./elsewhere, which manifest.json does not"):
-        checkpoint.load(path)
+    rewrite_metadata(old_checkpoint, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"names \.\./\.\./elsewhere, which the manifest does not"):
+        load_checkpoint(old_checkpoint)
+
+
+def test_a_mutated_pickle_is_an_error_or_harmless(old_checkpoint: Path) -> None:
+    content, rng = (old_checkpoint / ".metadata").read_bytes(), random.Random(0)
+    refused = 0
+    for _ in range(100):
+        changed = bytearray(content)
+        for _ in range(rng.randrange(1, 4)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        rewrite_metadata(old_checkpoint, bytes(changed))
+        try:
+            load_checkpoint(old_checkpoint)
+        except CheckpointError:
+            refused += 1
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"files": {"/dev/zero": "0" * 64}}, "plain file name"),
+        ({"files": {"../elsewhere": "0" * 64}}, "plain file name"),
+        ({"files": {"fifo": "0" * 64}}, "fifo is not a regular file"),
+        ({"files": {"link": "0" * 64}}, "link is not a regular file"),
+        ({"files": {"manifest.json": 7}}, "not a SHA-256"),
+        ({"files": []}, "files is not"),
+        ({"files": {}}, "files is not"),
+        ({"step": "1"}, "step is not"),
+        ({"step": True}, "step is not"),
+        ({"step": 10**30}, "step is not"),
+        ({"step": 5}, "checkpoint of step 5 under another name"),
+        ({"top1": "good"}, "top1 is not"),
+        ({"top1": float("nan")}, "top1 is not"),
+        ({"values": 3}, "values is not"),
+        ({"values": {"optimizer": []}}, "values.optimizer is not"),
+        ({"values": {"optimizer": {"class": "Lamb", "groups": [{"step": "x"}], "numbers": {}}}}, "values.optimizer is not"),
+        ({"values": {"scaler": [1]}}, "values.scaler is not"),
+        ({"values": {"recipe": None}}, "values.recipe is not"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_crafted_manifest_is_one_sentence(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    save(make_writer(tmp_path), 1)
+    path = tmp_path / "step-00000001"
+    os.mkfifo(path / "fifo")
+    (path / "link").symlink_to("/dev/zero")
+    rewrite_manifest(path, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(path)
+    make_writer(tmp_path, start_step=1)  # which looks for the best accuracy
+
+
+def test_a_manifest_of_another_kind(tmp_path: Path) -> None:
+    save(make_writer(tmp_path), 1)
+    path = tmp_path / "step-00000001"
+    for text in (b"[]", b"null", b"[" * 100_000, b"\xff", b'{"step": 1}'):
+        (path / "manifest.json").write_bytes(text)
+        rest = hashlib.sha256(text).hexdigest()
+        (path / "manifest.json.sha256").write_text(f"{rest}  manifest.json\n")
+        with pytest.raises(CheckpointError, match=r"manifest\.json is not the manifest of a checkpoint"):
+            load_checkpoint(path)
+
+
+def test_tensor_files_of_others_are_not_read(tmp_path: Path) -> None:
+    save(make_writer(tmp_path), 1)
+    path = tmp_path / "step-00000001"
+    shutil.copy(path / TENSORS, path / "shard-00009-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"shard-00009.* does not belong to this checkpoint"):
+        load_checkpoint(path)
+
+
+def save_shards(rank: int, directory: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = state(1)["model"]["head.weight"]
+    tensors = {
+        "rows": distribute_tensor(whole, mesh, [Shard(0)]),
+        "columns": distribute_tensor(whole, mesh, [Shard(1)]),
+        "all": whole,
+    }
+    writer = CheckpointWriter(directory / "checkpoints", dist.group.WORLD, keep=2, keep_best=1)
+    writer.prepare(0)
+    writer.save(1, {"model": tensors}, {})
+    writer.wait()
+    dist.destroy_process_group()
+
+
+def test_shards_are_saved_by_their_ranks_and_read_as_one(tmp_path: Path) -> None:
+    processes = [FORK.Process(target=save_shards, args=(rank, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    weights = load_checkpoint(tmp_path / "checkpoints" / "step-00000001").state["model"]
+    assert weights.keys() == {"rows", "columns", "all"}
+    assert all(torch.equal(weight, state(1)["model"]["head.weight"]) for weight in weights.values())
+
+
+def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
+    elsewhere, directory = tmp_path / "elsewhere", tmp_path / "checkpoints"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("mine")
+    save(make_writer(directory), 1, 2)
+    shutil.copytree(directory / "step-00000002", directory / "step-00000002.bak")
+    (directory / "step-best").mkdir()
+    for name in ("step-00000003", "step-00000009", ".step-00000004.partial", ".step-00000001.removed"):
+        (directory / name).symlink_to(elsewhere)
+    (directory / ".step-00000005.partial").write_text("mine")
+    for name in ("newest", "best"):
+        (directory / name).unlink(missing_ok=True)
+        shutil.copytree(directory / "step-00000001", directory / name)
+    found, warnings = load_newest(directory)
+    assert found is not None and found.step == 2 and not warnings
+    writer = make_writer(directory, start_step=2, keep=1)
+    save(writer, 3, 4, 5, top1=0.5)
+    assert newest_step(tmp_path) == 5
+    assert load_checkpoint(directory / "newest").step == 5 and (directory / "best").is_symlink()
+    assert (elsewhere / "precious").read_text() == "mine"
+    assert names(directory) == [
+        "best", "newest", "set-aside-1-.step-00000001.removed", "set-aside-1-.step-00000004.partial",
+        "set-aside-1-.step-00000005.partial", "set-aside-1-best", "set-aside-1-newest", "set-aside-1-step-00000003",
+        "step-00000002.bak", "step-00000005", "step-00000009", "step-best",
+    ]  # fmt: skip
+
+
+def test_a_renamed_checkpoint_is_not_believed(tmp_path: Path) -> None:
+    save(make_writer(tmp_path), 1, 2)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")
+    found, (warning,) = load_newest(tmp_path)
+    assert found is not None and found.step == 1 and "checkpoint of step 2 under another name" in warning
+    shutil.copytree(tmp_path / "step-00000009", tmp_path / "my-favourite")
+    assert load_checkpoint(tmp_path / "my-favourite").step == 2
+
+
+@pytest.mark.parametrize(("kind", "message"), [("link", "which does not exist: make it available"), ("file", "cannot be listed")])
+def test_checkpoints_that_cannot_be_seen_are_not_none(train: Train, tmp_path: Path, kind: str, message: str) -> None:
+    (tmp_path / "run").mkdir()
+    if kind == "link":
+        (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "not mounted")
+    else:
+        (tmp_path / "run" / "checkpoints").write_text("")
+    output = train("run", status=2, ranks=2)
+    assert message in output and "Traceback" not in output
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    writer = make_writer(tmp_path)
+    save(writer, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # the largest file that this process may write
+    try:
+        writer.save(2, state(2), {})
+        with pytest.raises(CheckpointError, match=r"File too large.* needs 0.0 MB and [\d,.]+ MB are free.* same command again"):
+            writer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["newest", "step-00000001"], "what was half written is gone"
+    save(make_writer(tmp_path, start_step=1), 2)
+    assert load_newest(tmp_path)[0] is not None
+
+
+def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(make_writer(run / "checkpoints"), 1)
+    for path, message in (
+        (run, "did you mean .*run/checkpoints/newest"),
+        (run / "checkpoints", "did you mean .*run/checkpoints/newest"),
+        (run / "checkpoints" / "step-00000002", "step-00000002: no such directory"),
+        (run / "checkpoints" / "newest" / "manifest.json", "is not a directory"),
+    ):
+        for read in (
+            load_checkpoint,
+            lambda path: resolve_checkpoint(run, str(path)),
+            lambda path: find_checkpoint(str(path), run),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                read(path)
+        with pytest.raises(ConfigError, match=message):  # a typing mistake counts although there are checkpoints
+            find_checkpoint(str(path), run / "checkpoints")
+    step = run / "checkpoints" / "step-00000001"
+    assert [resolve_checkpoint(run, which) for which in ("newest", "step-00000001", str(step))] == [step] * 3
+    with pytest.raises(ConfigError, match="has no best checkpoint: no evaluation was saved"):
+        resolve_checkpoint(run, "best")
+    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+        resolve_checkpoint(tmp_path / "nowhere", "newest")
 
 
 def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> None:
@@ -222,7 +494,7 @@ def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> 
     assert "batch.micro_batch 4 -> 8; optimizer.lr 0.01 -> 0.02" in output
     assert "set run.accept_changed_recipe true" in output
     output = train("run", *changed, "--run.max_steps", "3", "--run.accept_changed_recipe", "true")
-    assert "going on with the change" in output and "going on from step 2" in output
+    assert "resuming with the change" in output and "resuming from step 2" in output
     # What is computed is the same, whoever computes it and wherever it is kept.
     free = ("--parallel.bucket_mb", "1", "--data.num_threads", "2", "--data.read_ahead_mb", "0", "--data.block_images", "7")
     train("run", *changed, *free, ranks=2)
@@ -230,9 +502,9 @@ def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> 
 
 def test_blocks_belong_to_the_recipe_of_a_block_order_alone(tiny_config: Path, dataset: Path) -> None:
     config, split = load_config(tiny_config), Split(dataset, "train")
-    block = snapshot.recipe(replace(config, data=replace(config.data, shuffle="block")), split)
+    block = recipe(replace(config, data=replace(config.data, shuffle="block")), split)
     assert (block["data.block_images"], block["data.window_blocks"]) == (128, 8)
-    assert block.keys() - snapshot.recipe(config, split).keys() == {"data.block_images", "data.window_blocks"}
+    assert block.keys() - recipe(config, split).keys() == {"data.block_images", "data.window_blocks"}
 
 
 def test_other_data_is_refused(train: Train, tmp_path: Path, dataset: Path) -> None:
@@ -249,8 +521,8 @@ def test_a_run_may_change_its_number_of_ranks(train: Train, tmp_path: Path) -> N
     for ranks in (1, 2, 4):
         train(f"on-{ranks}", ranks=ranks)
     train("moving", "--run.max_steps", "2", ranks=4)
-    assert "going on from step 2" in train("moving", "--run.max_steps", "4", ranks=1)
-    assert "going on from step 4" in train("moving", ranks=2)
+    assert "resuming from step 2" in train("moving", "--run.max_steps", "4", ranks=1)
+    assert "resuming from step 4" in train("moving", ranks=2)
     reference = final_weights(tmp_path / "on-1")
     for name in ("on-2", "on-4", "moving"):
         assert samples(tmp_path / name) == samples(tmp_path / "on-1")
@@ -261,15 +533,15 @@ def test_a_run_may_change_its_number_of_ranks(train: Train, tmp_path: Path) -> N
 def test_begins_at_another_runs_checkpoint_only_once(train: Train, tmp_path: Path) -> None:
     train("first", "--run.max_steps", "2")
     resume = ("--run.resume", str(tmp_path / "first" / "checkpoints" / "newest"))
-    assert "going on from step 2" in train("second", *resume, "--run.max_steps", "3")
-    assert "going on from step 3" in train("second", *resume, "--run.max_steps", "5")
+    assert "resuming from step 2" in train("second", *resume, "--run.max_steps", "3")
+    assert "resuming from step 3" in train("second", *resume, "--run.max_steps", "5")
     # Its own earlier checkpoint is gone back to, and what came after it is set aside.
     back = tmp_path / "second" / "checkpoints" / "step-00000003"
-    assert "going on from step 3" in train("second", "--run.resume", str(back), "--run.max_steps", "4")
+    assert "resuming from step 3" in train("second", "--run.resume", str(back), "--run.max_steps", "4")
     assert (tmp_path / "second" / "checkpoints" / "set-aside-1-step-00000005").is_dir()
     assert (tmp_path / "second" / "checkpoints" / "newest").resolve().name == "step-00000004"
-    output = train("third", "--run.resume", str(tmp_path / "nowhere"), status=1)
-    assert f"{tmp_path / 'nowhere'} is not a whole checkpoint" in output and "Traceback" not in output
+    output = train("third", "--run.resume", str(tmp_path / "nowhere"), status=2)
+    assert f"{tmp_path / 'nowhere'}: no such directory" in output and "Traceback" not in output
     output = train("second", "--run.resume", "never", status=2)
     assert "run.resume is never, but" in output
 
@@ -277,8 +549,20 @@ def test_begins_at_another_runs_checkpoint_only_once(train: Train, tmp_path: Pat
 def test_all_ranks_fall_back_together(train: Train, tmp_path: Path) -> None:
     train("run", "--run.max_steps", "4", "--run.checkpoint_every_steps", "2", ranks=2)
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
-    damaged(newest, sorted(newest.glob("*.distcp")), random.Random(0), "flipped")
+    damaged(newest, sorted(newest.glob("*.safetensors")), random.Random(0), "flipped")
     output = train("run", ranks=2)
-    assert f"{newest}/__" in output and "is damaged: its SHA-256" in output
-    assert f"going on from {newest.with_name('step-00000002')} instead" in output
-    assert "going on from step 2" in output
+    assert f"{newest}/shard-" in output and "is damaged: its SHA-256" in output
+    assert f"resuming from {newest.with_name('step-00000002')} instead" in output
+    assert "resuming from step 2" in output
+
+
+def test_a_changed_recipe_takes_over_what_fits(train: Train, tmp_path: Path) -> None:
+    train("run", "--run.max_steps", "1")
+    accept = ("--run.accept_changed_recipe", "true")
+    train("run", *accept, "--run.max_steps", "2", "--precision.dtype", "fp16")
+    train("run", *accept, "--run.max_steps", "3", "--optimizer.exclude_vectors", "false")
+    train("run", *accept, "--run.max_steps", "4", "--optimizer.name", "adamw")
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "newest").values["optimizer"]["class"] == "AdamW"
+    output = train("run", *accept, "--model.kwargs.embed_dim", "16", status=2)
+    assert "do not fit the model of this config: blocks.0.attn.proj.bias [32] there, [16] here; " in output
+    assert "Traceback" not in output

@@ -2,29 +2,37 @@
 
 import re
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from dali_train import doctor
-from dali_train.doctor import Finding, table
-from dali_train.launch import LaunchOptions, discover
+from dali_train.commands import doctor, doctor_run
+from dali_train.commands.doctor import Finding, table
+from dali_train.config import load_config
+from dali_train.data.dataset.build_index import build_index
+from dali_train.distributed.launch import LaunchOptions, discover
 
-from .conftest import Ranks, Train
+from .conftest import Ranks, Train, jpeg, photograph, write_shard
 
 
 def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
     output = run_command("doctor", "--config", str(tiny_config), "--run.dir", str(tmp_path / "run"))
     lines = {line[6:21].strip(): line[:4].strip() for line in output.splitlines() if re.match(r"(pass|warn|fail) ", line)}
-    expected = {"torch", "timm", "numpy", "dali", "gpu", "decode on CPU", "data train", "data validation", "run directory"}
+    expected = {
+        "torch", "timm", "numpy", "dali", "gpu", "decode on CPU", "batch", "model", "data train", "data validation",
+        "decode a batch", "run directory", "free space",
+    }  # fmt: skip
     if torch.cuda.is_available():
-        expected.add("decode on GPU")
+        expected |= {"decode on GPU", "matrix product", "memory"}
     assert set(lines) == expected, output
     assert {name for name, verdict in lines.items() if verdict != "pass"} <= {"gpu", "run directory"}, output
     assert "50 images in 5 classes, index fits its shards" in output
-    assert not list((tmp_path / "run").iterdir())
+    assert re.search(r"decode a batch  4 images of 32 px as float32 on the [CG]PU, mean -?[\d.]+", output), output
+    assert not (tmp_path / "run").exists(), "it leaves nothing behind, not even the directory"
 
 
 def test_on_several_ranks(tiny_config: Path, tmp_path: Path) -> None:
@@ -34,6 +42,69 @@ def test_on_several_ranks(tiny_config: Path, tmp_path: Path) -> None:
     assert re.search(r"pass  all-reduce +(gloo|nccl), 2 ranks, \d+ MB in [\d.]+ ms, [\d.]+ GB/s", output), output
     assert "pass  clocks          all within 1 s" in output
     assert output.count("decode on CPU") == 1
+
+
+def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
+    words = ["--parallel.pipeline", "2", "--parallel.shard", "full", "--run.dir", str(tmp_path / "run")]
+    ranks = Ranks(["doctor", "--config", str(tiny_config), *words], 4, tmp_path / "log")
+    assert ranks.wait() == [0] * 4, (tmp_path / "log").read_text()
+    output = (tmp_path / "log").read_text()
+    assert "pass  layout          4 ranks = pipeline 2 x data 2, state divided among 2 data-parallel ranks" in output
+    for name in ("pipeline", "shard"):
+        assert re.search(rf"pass  {name} +(gloo|nccl), 2 ranks, \d+ MB in [\d.]+ ms, [\d.]+ GB/s", output), output
+    assert "32 images per step: 4 x 4 on each rank" in output
+
+
+def test_what_training_would_refuse(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
+    words = ["--data.eval_size", "28", "--batch.global_batch", "28", "--run.dir", str(tmp_path / "run")]
+    ranks = Ranks(["doctor", "--config", str(tiny_config), *words], 2, tmp_path / "log")
+    assert ranks.wait() == [1, 1]
+    output = (tmp_path / "log").read_text()
+    assert "batch.global_batch 28 is not divisible by batch.micro_batch 4 x 2 ranks = 8" in output
+    assert re.search(r"fail  model +data.eval_size is 28, but model.name vit_tiny_patch16_224 takes images of 32 pixels", output), (
+        output
+    )
+    assert "set data.eval_size 32" in output
+
+
+def test_a_model_with_other_images_than_the_configs(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
+    words = ["--data.normalise", "123,116,103", "127.5,127.5,127.5", "--run.dir", str(tmp_path / "run")]
+    output = run_command("doctor", "--config", str(tiny_config), *words)
+    assert "timm's vit_tiny_patch16_224 has mean (127.5, 127.5, 127.5), data.mean is (123.0, 116.0, 103.0)" in output
+    assert "fine for weights drawn anew, wrong for pretrained ones" in output
+
+
+def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashing = tmp_path / "python"
+    crashing.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    crashing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(crashing))
+    (finding,) = doctor_run.decoding_a_batch(load_config(tiny_config), torch.device("cpu"))
+    assert finding.verdict == "fail" and finding.found == "the process was ended by SIGSEGV while decoding on the CPU"
+    assert finding.remedy == "a fault of the decoder: install another version of DALI, or set data.device cpu"
+
+
+def test_an_image_that_cannot_be_decoded(tiny_config: Path, tmp_path: Path) -> None:
+    write_shard(tmp_path / "train" / "train-00000-of-00001", [(jpeg(photograph(i, 40, 40))[:-200], 1) for i in range(8)])
+    build_index(tmp_path)
+    config = load_config(tiny_config)
+    config = replace(config, data=replace(config.data, root=str(tmp_path)))
+    (finding,) = doctor_run.decoding_a_batch(config, torch.device("cpu"))
+    assert finding.verdict == "fail" and "cannot be decoded" in finding.found
+
+
+def test_too_little_space(tiny_config: Path, tmp_path: Path) -> None:
+    run = replace(load_config(tiny_config).run, dir=str(tmp_path / "run"))
+    findings = {finding.check: finding for finding in doctor_run.run_directory(run, discover(LaunchOptions(), {}), 10**18)}
+    assert findings["free space"].verdict == "fail" and "102 checkpoints take" in findings["free space"].found
+    assert findings["run directory"].verdict != "fail" and not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_nobody_may_write_to(tiny_config: Path) -> None:
+    run = replace(load_config(tiny_config).run, dir="/sys/dali_train")
+    (finding,) = doctor_run.run_directory(run, discover(LaunchOptions(), {}), 0)
+    assert finding.verdict == "fail"
+    assert re.search("mounted read-only: mount it writable|this user may not write there: change its permissions", finding.remedy)
 
 
 def test_without_a_config(run_command: Train) -> None:
@@ -54,7 +125,7 @@ def test_an_unusable_run_directory(run_command: Train, tiny_config: Path, tmp_pa
     (tmp_path / "file").write_text("")
     output = run_command("doctor", "--config", str(tiny_config), "--run.dir", str(tmp_path / "file" / "run"), status=1)
     assert re.search(r"fail  run directory .*file/run'", output), output
-    assert "-> set run.dir to a directory that this user may write to" in output
+    assert "-> a part of the path is a file: set run.dir to a directory that this user may write to" in output
 
 
 def test_old_versions_and_a_wrong_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

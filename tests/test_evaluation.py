@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from dali_train.config import load_config
-from dali_train.data.index import Split
-from dali_train.data.loader import pixel_format
-from dali_train.data.pipeline import EvaluationPipeline
-from dali_train.evaluate import Evaluator
-from dali_train.precision import Precision
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.pipeline import EvaluationPipeline
+from dali_train.training.evaluation import Evaluator
+from dali_train.training.precision import Precision
 
 from .conftest import Train
 

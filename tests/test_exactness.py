@@ -1,53 +1,38 @@
 """The invariant through the real trainer: the number of ranks decides only who computes a micro-batch."""
 
-import json
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dali_train import checkpoint
+from dali_train.checkpoint.load import load_newest
 from dali_train.config import load_config
-from dali_train.data.index import Split
-from dali_train.data.micro_batch import MicroBatches
+from dali_train.data.dataset.index import Split
+from dali_train.data.sampling.micro_batch import MicroBatches
 
-from .conftest import REPOSITORY, Ranks, StartTraining, Train, final_weights, launcher_command, relative_differences
-
-# Largest |difference| / |weight| of a tensor after 7 steps (4 epochs of 50 images in batches of 32), measured between 1
-# and 2 ranks: 5e-6 in float32, 1e-14 in float64. Float64 resolves 2**29 = 5e8 times finer and the difference shrinks
-# as much, so it is the rounding of sums made in another order and nothing else. The largest is always the bias of
-# queries, keys and values: attention does not depend on the keys' bias, so its gradient is rounding alone, and LAMB
-# scales even that to a full step. All other tensors stay below 5e-7. The bounds leave a factor of ten.
-FLOAT32_BOUND, FLOAT64_BOUND = 3e-5, 1e-13
-
-# Every option of the step that works on a CPU, at once; without the compiler, which takes seconds a process.
-FAST_UNCOMPILED = (
-    "--model.activation_checkpointing", "true", "--model.channels_last", "true", "--parallel.static_graph", "true",
-)  # fmt: skip
-FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
-BF16_EXCHANGE = ("--parallel.exchange_dtype", "bf16")
+from .conftest import REPOSITORY, StartTraining, Train, final_weights, launcher_command, relative_differences
+from .helpers import (
+    BF16_EXCHANGE,
+    FAST,
+    FAST_UNCOMPILED,
+    FLOAT32_BOUND,
+    FLOAT64_BOUND,
+    kill_after_step_4,
+    largest_difference,
+    losses,
+    samples,
+)
 
 
-def samples(directory: Path) -> dict[tuple[int, int], list[int]]:
-    """(step, k) -> images, from all ranks' traces."""
-    lines = [json.loads(line) for path in directory.glob("samples.rank*.jsonl") for line in path.read_text().splitlines()]
-    traced = {(line["step"], line["k"]): line["images"] for line in lines}
-    assert len(traced) == len(lines), "a micro-batch was computed twice"
-    return traced
-
-
-def losses(directory: Path) -> list[float]:
-    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] == "train"]
-
-
-def largest_difference(a: Path, b: Path) -> float:
-    differences = relative_differences(final_weights(a), final_weights(b))
-    print("\n".join(f"{difference:.1e}  {name}" for name, difference in differences.items()))
-    return max(differences.values())
+def average_difference(a: Path, b: Path) -> float:
+    """As `largest_difference`, of the moving averages; 0 where there are none."""
+    averages = [
+        newest.state.get("ema", {}) for newest, _ in (load_newest(run / "checkpoints") for run in (a, b)) if newest is not None
+    ]
+    assert len(averages) == 2
+    return max(relative_differences(*averages).values(), default=0.0)
 
 
 def test_ranks_and_launchers_agree(tiny_config: Path, tmp_path: Path) -> None:
@@ -79,7 +64,7 @@ def test_nor_do_the_options_for_speed_depend_on_ranks(train: Train, tmp_path: Pa
 
 def first_moments(directory: Path) -> torch.Tensor:
     """LAMB's, of all weights; after one step a tenth of the gradient."""
-    newest, _ = checkpoint.newest(directory / "checkpoints")
+    newest, _ = load_newest(directory / "checkpoints")
     assert newest is not None
     return torch.cat([t.flatten() for name, t in sorted(newest.state["optimizer"].items()) if name.endswith("exp_avg")])
 
@@ -119,37 +104,70 @@ def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None
     assert largest_difference(tmp_path / "accumulated", tmp_path / "whole") < FLOAT64_BOUND
 
 
-def kill_after_step_4(doomed: Ranks, checkpoints: Path) -> None:
-    while not (checkpoints / "step-00000004").exists():
-        assert doomed.running(), doomed.log.read_text()
-        time.sleep(0.001)
-    doomed.kill()
-    assert not (checkpoints / "step-00000019").exists(), "the kill came too late to test anything"
-
-
 @pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ()), (4, ()), (1, FAST), (4, (*FAST_UNCOMPILED, *BF16_EXCHANGE))])
 def test_killed_run_ends_with_the_same_bits(
-    start_training: StartTraining, train: Train, tmp_path: Path, ranks: int, options: tuple[str, ...]
+    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:
     overrides = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", *options)
     train("undisturbed", *overrides, ranks=ranks)
-    doomed = start_training("killed", *overrides, ranks=ranks)
-    kill_after_step_4(doomed, tmp_path / "killed" / "checkpoints")
-    assert "going on from step" in train("killed", *overrides, ranks=ranks)
+    kill_after_step_4(start_training, tiny_config, "killed", *overrides, ranks=ranks)
+    assert "resuming from step" in train("killed", *overrides, ranks=ranks)
     assert largest_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
     assert samples(tmp_path / "killed") == samples(tmp_path / "undisturbed")
     assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
 
 
-def test_block_order_read_ahead_and_local_copy_keep_the_bits(start_training: StartTraining, train: Train, tmp_path: Path) -> None:
+# Options of the recipe, those that have nothing to do with each other in one run.
+AUGMENTED = (
+    "--data.augment", "rand-m9-mstd0.5-inc1", "--data.color_jitter", "0.3", "--data.random_erasing", "0.5",
+    "--data.random_erasing_fill", "noise", "--mixup.cutmix_alpha", "1", "--mixup.prob", "0.9", "--mixup.per_image", "true",
+    "--loss.label_smoothing", "0.1", "--optimizer.name", "adamw", "--optimizer.lr", "1e-3", "--schedule.name", "cosine",
+    "--ema.decay", "0.9",
+)  # fmt: skip
+REPEATED = (
+    "--data.repeats", "2", "--data.crop_side", "30", "--data.crop_padding", "4", "--data.interpolation", "bicubic",
+    "--mixup.alpha", "0", "--mixup.cutmix_alpha", "1", "--loss.name", "binary-cross-entropy", "--loss.target_threshold", "0.2",
+    "--optimizer.layer_decay", "0.7", "--schedule.name", "polynomial", "--schedule.power", "2",
+)  # fmt: skip
+IN_BLOCKS = (
+    "--data.repeats", "2", "--data.shuffle", "block", "--data.block_images", "4", "--data.window_blocks", "2",
+    "--data.crop", "inception", "--data.augment", "big-vision",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [AUGMENTED, REPEATED, IN_BLOCKS], ids=["augmented", "repeated", "in-blocks"])
+def test_a_recipes_options_do_not_depend_on_ranks(train: Train, tmp_path: Path, options: tuple[str, ...]) -> None:
+    words = (*options, "--run.max_steps", "3", "--precision.dtype", "fp64", "--run.eval_every_epochs", "none")
+    train("one", *words)
+    train("two", *words, ranks=2)
+    assert samples(tmp_path / "one") == samples(tmp_path / "two") and len(samples(tmp_path / "one")) == 3 * 8
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
+    assert average_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
+
+
+def test_a_killed_run_with_a_recipes_options_ends_with_the_same_bits(
+    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
+) -> None:
+    often = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", "--data.repeats", "2")
+    train("undisturbed", *AUGMENTED, *often, ranks=2)
+    kill_after_step_4(start_training, tiny_config, "killed", *AUGMENTED, *often, ranks=2)
+    assert "from step" in train("killed", *AUGMENTED, *often, ranks=2)
+    assert largest_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
+    assert average_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+
+
+def test_block_order_read_ahead_and_local_copy_keep_the_bits(
+    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
+) -> None:
     block = ("--data.shuffle", "block", "--data.block_images", "4", "--data.window_blocks", "2")
     often = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2")
     train("plain", *block, *often, "--data.read_ahead_mb", "0", ranks=2)
     copied = (*block, *often, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
-    doomed = start_training("killed", *copied, ranks=2)
-    kill_after_step_4(doomed, tmp_path / "killed" / "checkpoints")
+    kill_after_step_4(start_training, tiny_config, "killed", *copied, ranks=2)
     output = train("killed", *copied, ranks=2)
-    assert "going on from step" in output and output.count("copying") == 1
+    assert "resuming from step" in output and output.count("copying") == 1
     assert largest_difference(tmp_path / "plain", tmp_path / "killed") == 0
     assert samples(tmp_path / "killed") == samples(tmp_path / "plain")
     # One process alone, asked for the same steps, names the same images: in each epoch every one once.

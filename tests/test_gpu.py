@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from dali_train.config import Config, MixupConfig, load_config
-from dali_train.data.index import Split
-from dali_train.data.indexing import build_index
-from dali_train.data.loader import Batch, make_loader, pixel_format
-from dali_train.data.pipeline import EvaluationPipeline
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import Batch, make_loader, pixel_format
+from dali_train.data.loading.pipeline import EvaluationPipeline
 
 from .conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
 
@@ -42,7 +42,7 @@ def smooth_dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         if request.param == "JPEG":
             images = [smooth_image(i, 150 + 11 * (i % 9), 210 - 13 * (i % 11)) for i in range(24)]
             write_shard(path, [(jpeg(image), 1 + i % 5) for i, image in enumerate(images)])
-        else:  # all of one size, which the features of the whole shard tell
+        else:  # all of one size, which the features of the entire shard show
             images = [smooth_image(i, 150, 200) for i in range(24)]
             records = [(np.asarray(image).tobytes(), 1 + i % 5) for i, image in enumerate(images)]
             write_shard(path, records, **{"image/format": "RAW", "image/height": 150, "image/width": 200})

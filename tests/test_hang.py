@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from dali_train.watchdog import Beat, name_missing
+from dali_train.distributed.watchdog import Beat, name_missing
 
 from .conftest import FORK, StartTraining, free_port
-from .test_stop import LONG, wait_for_steps
+from .helpers import LONG, wait_for_steps
 
 HOST = platform.node()
 TIMEOUT = ("--parallel.timeout_s", "12")
@@ -44,6 +44,35 @@ def test_a_frozen_rank_is_named(start_training: StartTraining, tmp_path: Path) -
         assert "in train" in report and "train.py" in report, report
 
 
+def test_a_frozen_rank_0_is_named_by_the_others(start_training: StartTraining, tmp_path: Path) -> None:
+    """It holds the store, so nobody gets an answer."""
+    ranks = start_training("run", *LONG, *THREE, *TIMEOUT, ranks=3)
+    wait_for_steps(ranks, tmp_path / "run", 3)
+    frozen = ranks.pids()[0]
+    os.kill(frozen, signal.SIGSTOP)
+    while any(ranks.alive()[1:]):
+        time.sleep(0.1)
+    os.kill(frozen, signal.SIGKILL)
+    assert ranks.wait() == [-signal.SIGKILL, 1, 1]
+    output = ranks.log.read_text()
+    named = [line for line in output.splitlines() if "no answer from the store of rank 0" in line]
+    assert named and named[0].startswith("rank 1: "), output
+    assert f"Missing or late: rank 0 on {HOST} (pid {frozen}): silent for" in named[0], output
+    assert "ends after" in output[output.index("no answer from the store") :]
+
+
+def test_a_rank_lost_before_the_first_step_is_named(start_training: StartTraining, tmp_path: Path) -> None:
+    ranks = start_training("run", *LONG, *THREE, *TIMEOUT, ranks=3)
+    while not (tmp_path / "run" / "run.lock").exists():  # then all have met
+        time.sleep(0.01)
+    lost = ranks.pids()[1]
+    os.kill(lost, signal.SIGSTOP)
+    while f"Missing or late: rank 1 on {HOST} (pid {lost}): silent for" not in ranks.log.read_text():
+        assert all(ranks.alive()), ranks.log.read_text()
+        time.sleep(0.1)
+    ranks.kill()
+
+
 def test_a_killed_rank_is_named(start_training: StartTraining, tmp_path: Path) -> None:
     ranks = start_training("run", *LONG, *THREE, ranks=3)
     wait_for_steps(ranks, tmp_path / "run", 3)
@@ -63,18 +92,18 @@ def _rank_whose_data_stops(arguments: list[str], environment: dict[str, str], lo
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     from dali_train.cli import main
-    from dali_train.data.index import Split
+    from dali_train.data.loading.storage import MappedFiles
 
-    encoded, reads = Split.encoded, []
+    quick, reads = MappedFiles.read, []
 
-    def stop_after_60(self: Split, image: int) -> object:
-        reads.append(image)
+    def stop_after_60(self: MappedFiles, shard: int, offset: int, size: int) -> object:
+        reads.append(offset)
         if len(reads) > 60:
             time.sleep(3600)  # like a read from a file server that is gone
-        return encoded(self, image)
+        return quick(self, shard, offset, size)
 
     if int(environment["RANK"]) == int(environment["WORLD_SIZE"]) - 1:
-        Split.encoded = stop_after_60  # type: ignore[assignment,method-assign]
+        MappedFiles.read = stop_after_60  # type: ignore[assignment,method-assign]
     sys.argv = ["dali-train", *arguments]
     sys.exit(main())
 
@@ -132,6 +161,6 @@ def test_names_those_that_the_others_wait_for() -> None:
     assert name_missing([(beat(0), 0.0), victim, (beat(2), 30.0)], 3).startswith(
         "Missing or late: rank 2 on n2 (pid 102): silent for 30 s"
     )
-    assert name_missing(waiting, 3) == "Missing or late: rank 2: never came as far as the first step"
+    assert name_missing(waiting, 3) == "Missing or late: rank 2: not heard of since the ranks met"
     stalled = [(beat(rank, phase="data"), 1.0) for rank in (0, 1)]
     assert name_missing(stalled, 2).startswith("All ranks wait for images, a data stall: rank 0 on n0")

@@ -14,24 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dali_train import launch
-from dali_train.config import ConfigError, RunConfig, load_config
-from dali_train.launch import (
-    Launch,
-    LaunchError,
-    LaunchOptions,
-    choose_device,
-    discover,
-    first_host,
-    near_cores,
-    process_group,
-    tasks_on_node,
-)
-from dali_train.status import read_status
+from dali_train.distributed import process_group as meeting
+from dali_train.distributed.device import choose_device, numa_node_cores
+from dali_train.distributed.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
+from dali_train.distributed.layout import Layout
+from dali_train.distributed.process_group import LaunchError, process_group
+from dali_train.distributed.status import read_status
+from dali_train.errors import ConfigError
 
 from .conftest import REPOSITORY, free_port
-from .test_exactness import samples
-from .test_stop import LONG
+from .helpers import LONG, samples
 
 NOTHING = LaunchOptions()
 TORCHRUN = {
@@ -51,7 +43,7 @@ def place(found: Launch) -> tuple[int, int, int, int, str]:
 def test_torchrun_and_srun() -> None:
     assert place(discover(NOTHING, TORCHRUN)) == (3, 4, 1, 2, "n1")
     assert place(discover(NOTHING, SRUN)) == (3, 4, 1, 2, "n1")
-    # One torchrun a node, started by srun; torchrun knows better.
+    # One torchrun per node, started by srun; torchrun knows better.
     assert place(discover(NOTHING, {**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", **TORCHRUN})) == (3, 4, 1, 2, "n1")
 
 
@@ -60,7 +52,7 @@ def test_plain_python_and_a_batch_scripts_own_shell() -> None:
     assert place(discover(NOTHING, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})) == (0, 1, 0, 1, "localhost")
 
 
-def test_the_predecessors_options() -> None:
+def test_colossalai_options() -> None:
     """There --local_rank is the global rank; an empty --host is the step's first host."""
     options = LaunchOptions(local_rank=3, world_size=4, host="", port=29500)
     assert place(discover(options, SRUN)) == (3, 4, 1, 2, "n1")
@@ -112,19 +104,19 @@ def test_slurm_notation() -> None:
 
 def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose_device(RunConfig(dir="run", epochs=1), discover(NOTHING, SRUN)) == torch.device("cuda", 0)
+    assert choose_device("auto", discover(NOTHING, SRUN)) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert choose_device(RunConfig(dir="run", epochs=1), discover(NOTHING, SRUN)) == torch.device("cuda", 1)
+    assert choose_device("auto", discover(NOTHING, SRUN)) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(("rank", "host"), [(1, "localhost"), (1, "no-such-host.invalid"), (0, "localhost")])
-def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, tiny_config: Path, rank: int, host: str) -> None:
-    monkeypatch.setattr(launch, "MEETING_TIMEOUT", timedelta(seconds=2))  # 55 in earnest
+def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host: str) -> None:
+    monkeypatch.setattr(meeting, "MEETING_TIMEOUT", timedelta(seconds=2))  # 50 in earnest
     alone = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, host=host, port=free_port(), launcher="srun")
     found = rf"rank {rank} of 2 \(srun\) did not reach all others through {host}:{alone.port} within 2 s .*every rank was started"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # put back afterwards
-    with pytest.raises(LaunchError, match=r"(?s)" + found), process_group(alone, load_config(tiny_config), torch.device("cpu")):
+    with pytest.raises(LaunchError, match=r"(?s)" + found), process_group(alone, torch.device("cpu")):
         pass
 
 
@@ -150,7 +142,7 @@ def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Pat
     finally:
         agent.kill()
     output = (tmp_path / "log").read_text()
-    assert "going on from step" in output, output
+    assert "resuming from step" in output, output
     status = read_status(run)
     assert status is not None and (status.state, status.step) == ("finished", 200)
     assert sorted(samples(run)) == [(step, k) for step in range(200) for k in range(8)]
@@ -160,4 +152,20 @@ def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Pat
 def test_cores_next_to_a_device(tmp_path: Path, written: str | None, cores: set[int]) -> None:
     if written is not None:
         (tmp_path / "local_cpulist").write_text(written)
-    assert near_cores(tmp_path) == cores
+    assert numa_node_cores(tmp_path) == cores
+
+
+def test_a_layout_divides_the_ranks() -> None:
+    """Ranks with the same data coordinate compute the same micro-batches; the sizes' product is the number of ranks."""
+    launches = [
+        Launch(rank=r, world_size=16, local_rank=0, local_world_size=1, host="n", port=1, launcher="srun") for r in range(16)
+    ]
+    assert [(layout.data_rank, layout.data_size) for layout in map(Layout.of, launches)] == [(rank, 16) for rank in range(16)]
+    layouts = [Layout.of(launch, pipeline=2, shard=2, tensor=2) for launch in launches]
+    assert {(layout.replicas, layout.data_size, layout.world_size) for layout in layouts} == {(2, 4, 16)}
+    places = [(layout.pipeline_rank, layout.data_rank, layout.tensor_rank) for layout in layouts]
+    assert places == [(pipeline, data, tensor) for pipeline in range(2) for data in range(4) for tensor in range(2)]
+    with pytest.raises(ConfigError, match=r"16 ranks cannot be divided into pipeline 3 x shard 1 x tensor 2 = 6 ranks per copy"):
+        Layout.of(launches[0], pipeline=3, tensor=2)
+    with pytest.raises(ConfigError, match=r"parallel.tensor is 0: use at least 1"):
+        Layout.of(launches[0], tensor=0)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dali_train import train as trainer_module
 from dali_train.cli import main
+from dali_train.commands import trainer as trainer_module
 
-from .test_exactness import FAST
+from .helpers import FAST
 
 
 class ValuesRead(TorchDispatchMode):
@@ -45,7 +45,8 @@ def test_a_step_reads_no_value(
     monkeypatch.setattr(trainer_module, "Trainer", Watched)
     words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run"), "--run.max_steps", "3", *options]
     assert main(["train", *words]) == 0
-    assert steps == [[], [], []]
+    # With fp16 the step that makes the optimizer's state asks once whether it overflowed.
+    assert len(steps[0]) == ("fp16" in options) and steps[1:] == [[], []]
 
 
 def test_it_would_be_noticed() -> None:

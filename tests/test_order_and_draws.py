@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
-from dali_train.data.draws import Purpose, crop_boxes, flips, mixup, philox, philox_generator, shuffled, torch_seed
-from dali_train.data.index import INDEX_DTYPE
-from dali_train.data.loader import assigned_places
-from dali_train.data.micro_batch import MicroBatches
-from dali_train.data.order import SampleOrder
+from dali_train.data.dataset.index import INDEX_DTYPE
+from dali_train.data.loading.loader import assigned_places
+from dali_train.data.sampling.draws import Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
+from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.data.sampling.order import SampleOrder
+from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
 
 
 def words(*values: int) -> np.ndarray:
@@ -42,9 +43,9 @@ def cases(count: int) -> list[tuple[int, int, int, int, int]]:
 
 def config_of(global_batch: int, micro_batch: int, **data: Any) -> Config:
     return Config(
-        data=DataConfig(root="", seed=7, **data), model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1),
+        data=DataConfig(root="data", seed=7, **data), model=ModelConfig(name="vit"), optimizer=OptimizerConfig(lr=1),
         schedule=ScheduleConfig(warmup_epochs=0), batch=BatchConfig(global_batch=global_batch, micro_batch=micro_batch),
-        run=RunConfig(dir="", epochs=3), mixup=MixupConfig(alpha=0.2 if micro_batch > 1 else 0),
+        run=RunConfig(dir="run", epochs=3), mixup=MixupConfig(alpha=0.2 if micro_batch > 1 else 0),
     )  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(case
     micro_batches = MicroBatches(rows_of(num_images), config)
     single = {(s, k): micro_batches(s, k) for s in range(steps) for k in range(micro_batches.num_per_step)}
 
-    # Each image once an epoch, in a different order each time where there is more than one.
+    # Each image once per epoch, in a different order each time where there is more than one.
     stream = np.concatenate([batch.images for batch in single.values()])
     epochs = [stream[e * num_images : (e + 1) * num_images] for e in range(3)]
     for epoch in epochs:
@@ -73,7 +74,7 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(case
     if num_images > 20:
         assert not np.array_equal(epochs[0], epochs[1])
 
-    # All ranks together, stopped at one step and gone on with from there, have the same micro-batches.
+    # All ranks together, stopped at a step and resumed there, have the same micro-batches.
     together = {}
     for rank in range(world_size):
         for start, stop in ((0, resume_step), (resume_step, steps)):
@@ -116,7 +117,7 @@ def test_unshuffled_order_is_that_on_disk() -> None:
     assert epochs.tolist() == [0] * 5 + [1] * 5 + [2] * 2
 
 
-def test_crop_boxes_follow_inception() -> None:
+def test_crop_boxes_are_uniform_in_area() -> None:
     n = 20_000
     heights, widths = np.full(n, 300), np.full(n, 400)
     boxes = crop_boxes(
@@ -142,6 +143,34 @@ def test_crop_of_extreme_shapes_is_central(height: int, width: int, expected: tu
     assert tuple(boxes[0]) == expected
 
 
+def test_inception_boxes_are_uniform_in_height() -> None:
+    n = 20_000
+    numbers = {"epochs": np.zeros(n, int), "images": np.arange(n)}
+    square = np.full(n, 1000)
+    boxes = inception_boxes(1, **numbers, heights=square, widths=square, area=(0.05, 1.0), aspect=(1.0, 1.0)).astype(float)
+    top, left, height, width = boxes.T
+    assert (height == width).all() and (top + height <= 1000).all() and (left + width <= 1000).all()
+    quarters = np.quantile(height, [0, 0.25, 0.5, 0.75, 1])
+    lowest = 1000 * 0.05**0.5
+    assert np.allclose(quarters, np.linspace(lowest, 1000, 5), atol=12)
+    assert np.corrcoef(top / np.maximum(1, 1000 - height), left / np.maximum(1, 1000 - height))[0, 1] < 0.05
+    boxes = inception_boxes(1, **numbers, heights=square, widths=square, area=(0.05, 0.3), aspect=(0.75, 1.33)).astype(float)
+    aspect, fraction = boxes[:, 3] / boxes[:, 2], boxes[:, 2] * boxes[:, 3] / 1000**2
+    assert abs(aspect.mean() - (0.75 + 1.33) / 2) < 0.005 and fraction.min() >= 0.05 and fraction.max() <= 0.3
+
+
+def test_inception_boxes_fit_images_of_any_shape() -> None:
+    n = 5000
+    heights, widths = np.random.default_rng(0).integers(1, 60, (2, n))
+    boxes = inception_boxes(
+        0, epochs=np.zeros(n, int), images=np.arange(n), heights=heights, widths=widths, area=(0.3, 1.0), aspect=(0.75, 1.33)
+    )
+    assert (boxes[:, :2] >= 0).all() and (boxes[:, 2:] > 0).all()
+    assert (boxes[:, 0] + boxes[:, 2] <= heights).all() and (boxes[:, 1] + boxes[:, 3] <= widths).all()
+    long = widths > 10 * heights  # no allowed box covers enough of it
+    assert long.any() and np.array_equal(boxes[long, 2:], np.stack([heights, widths], axis=-1)[long])
+
+
 def test_draws_of_an_image_change_from_epoch_to_epoch() -> None:
     n = 2000
     first, second = (flips(0, epochs=np.full(n, epoch), images=np.arange(n), probability=0.5) for epoch in (0, 1))
@@ -150,16 +179,67 @@ def test_draws_of_an_image_change_from_epoch_to_epoch() -> None:
     assert not flips(0, epochs=np.zeros(n, int), images=np.arange(n), probability=0).any()
 
 
+def mixing(step: int = 0, k: int = 0, size: int = 64, side: int = 32, **settings: Any) -> Mixing:
+    return draw_mixing(MixupConfig(**settings), 0, step=step, k=k, size=size, side=side)
+
+
 def test_mixup_draws() -> None:
-    partners, lambdas = mixup(0, step=3, k=1, size=64, alpha=0.2, per_image=False)
-    assert sorted(partners.tolist()) == list(range(64)) and len(set(lambdas.tolist())) == 1
-    _, per_image = mixup(0, step=3, k=1, size=64, alpha=0.2, per_image=True)
-    assert len(set(per_image.tolist())) == 64
-    many = np.array([mixup(0, step=step, k=0, size=2, alpha=0.2, per_image=False)[1][0] for step in range(4000)])
+    one = mixing(step=3, k=1, alpha=0.2)
+    assert sorted(one.partners.tolist()) == list(range(64)) and len(set(one.lambdas.tolist())) == 1 and not one.cuts.any()
+    assert len(set(mixing(step=3, k=1, alpha=0.2, per_image=True).lambdas.tolist())) == 64
+    many = np.array([mixing(step=step, size=2, alpha=0.2).lambdas[0] for step in range(4000)])
     # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1))
     assert abs(many.mean() - 0.5) < 0.03 and abs(many.var() - 1 / (4 * 1.4)) < 0.01
-    partners, lambdas = mixup(0, step=0, k=0, size=3, alpha=0, per_image=False)
-    assert partners.tolist() == [0, 1, 2] and lambdas.tolist() == [1, 1, 1]
+    off = mixing(size=3)
+    assert off.partners.tolist() == [0, 1, 2] and off.lambdas.tolist() == [1, 1, 1] and not off.cuts.any()
+
+
+def test_mixup_draws_are_those_of_earlier_versions() -> None:
+    """Literal values: a run that began with an earlier version continues with the same mixtures."""
+    drawn = mixing(step=7, k=2, size=4, alpha=0.2, per_image=True)
+    assert drawn.partners.tolist() == [1, 3, 2, 0]
+    expected = [0.006625903304666281, 0.0003357390232849866, 0.2663339376449585, 2.6091282052220777e-05]
+    np.testing.assert_array_equal(drawn.lambdas, np.array(expected, dtype=np.float32))
+
+
+def test_cutmix_draws() -> None:
+    drawn = mixing(size=4000, side=64, alpha=0.8, cutmix_alpha=1.0, prob=0.9, switch_prob=0.4, per_image=True)
+    top, left, height, width = drawn.cuts.T
+    cut = height > 0
+    assert abs(cut.mean() - 0.9 * 0.4) < 0.03  # less the few boxes without a pixel
+    assert (top >= 0).all() and (left >= 0).all() and (top + height <= 64).all() and (left + width <= 64).all()
+    np.testing.assert_allclose(drawn.lambdas[cut], 1 - (height * width / 64**2)[cut], rtol=1e-6)
+    assert abs((drawn.lambdas == 1).mean() - 0.1) < 0.03
+    assert abs(np.sqrt(1 - drawn.lambdas[cut]).mean() - np.sqrt((height * width)[cut]).mean() / 64) < 1e-3
+    per_batch = mixing(cutmix_alpha=1.0)
+    assert (per_batch.cuts == per_batch.cuts[0]).all() and len(set(per_batch.lambdas.tolist())) == 1
+
+
+def test_padded_crops_are_uniform() -> None:
+    n = 12_000
+    boxes, offsets = padded_crops(
+        0, epochs=np.zeros(n, int), images=np.arange(n), heights=np.full(n, 32), widths=np.full(n, 40), side=32, padding=4
+    )
+    starts = boxes[:, :2] - offsets
+    assert starts.min(axis=0).tolist() == [-4, -4] and starts.max(axis=0).tolist() == [4, 12]
+    assert [len(np.unique(column)) for column in starts.T] == [9, 17]
+    assert (np.bincount(starts[:, 0] + 4) > 0.9 * n / 9).all()
+    assert (offsets + boxes[:, 2:] <= 32).all() and (boxes[:, :2] + boxes[:, 2:] <= (32, 40)).all() and (boxes[:, 2:] >= 28).all()
+
+
+@pytest.mark.parametrize(("shuffle", "micro_batch"), [("full", 6), ("full", 4), ("none", 6), ("block", 6)])
+def test_repeats_are_neighbours_with_draws_of_their_own(shuffle: str, micro_batch: int) -> None:
+    data = {"repeats": 3, "split_repeats": micro_batch % 3 != 0, "block_images": 2, "window_blocks": 2}
+    config = config_of(12, micro_batch, shuffle=shuffle, **data)
+    micro_batches = MicroBatches(rows_of(10), config)
+    drawn = [micro_batches(s, k) for s in range(5) for k in range(micro_batches.num_per_step)]
+    images = np.concatenate([batch.images for batch in drawn])  # 60: two passes over 10 images
+    groups = images.reshape(-1, 3)
+    assert (groups == groups[:, :1]).all()
+    boxes = np.concatenate([batch.boxes for batch in drawn])
+    assert len({(image, *box) for image, box in zip(images.tolist(), boxes.tolist(), strict=True)}) == 60
+    for start in (0, 10):
+        assert sorted(groups[start : start + 10, 0].tolist()) == list(range(10))
 
 
 def test_torch_seeds_differ() -> None:

@@ -11,13 +11,13 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dali_train.config import Config, MixupConfig, load_config
-from dali_train.data.index import Split
-from dali_train.data.indexing import build_index
-from dali_train.data.loader import Batch, make_loader, pixel_format
-from dali_train.data.manifest import DatasetError
-from dali_train.data.micro_batch import MicroBatches
-from dali_train.data.pipeline import EvaluationPipeline
-from dali_train.data.pixels import CpuTransform
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.cpu import CpuTransform
+from dali_train.data.loading.loader import Batch, make_loader, pixel_format
+from dali_train.data.loading.pipeline import EvaluationPipeline
+from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.errors import DatasetError
 
 from .conftest import TINY_CONFIG, jpeg, photograph, png, write_shard
 
@@ -48,21 +48,24 @@ def pil_image(split: Split, image: int) -> Image.Image:
     return Image.open(io.BytesIO(split.encoded(image).tobytes())).convert("RGB")
 
 
-def pil_crops(split: Split, batch: Batch, size: int) -> np.ndarray:
+def pil_crops(split: Split, batch: Batch, size: int, how: Image.Resampling = Image.Resampling.BILINEAR) -> np.ndarray:
     micro = batch.micro_batch
     crops = []
     for image, (top, left, height, width), flip in zip(micro.images, micro.boxes, micro.flips, strict=True):
         box = (left, top, left + width, top + height)
-        crop = np.asarray(pil_image(split, image).crop(box).resize((size, size), Image.Resampling.BILINEAR), dtype=np.float32)
+        crop = np.asarray(pil_image(split, image).crop(box).resize((size, size), how), dtype=np.float32)
         crops.append(crop[:, ::-1] if flip else crop)
     return np.stack(crops)
 
 
-def test_training_pixels_are_those_of_pil(unmixed: Config) -> None:
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_training_pixels_are_those_of_pil(unmixed: Config, interpolation: str) -> None:
+    unmixed = unmixed.replace({"data.interpolation": interpolation})
     split = Split(unmixed.data.root, "train")
     batches = first_batches(unmixed, 16)
     assert {int(flip) for batch in batches for flip in batch.micro_batch.flips} == {0, 1}
-    differences = [np.abs(grey_levels(b.images) - pil_crops(split, b, 32)).mean(axis=(1, 2, 3)) for b in batches]
+    how = Image.Resampling[interpolation.upper()]
+    differences = [np.abs(grey_levels(b.images) - pil_crops(split, b, 32, how)).mean(axis=(1, 2, 3)) for b in batches]
     assert np.concatenate(differences).mean() < 0.1
 
 
@@ -161,7 +164,7 @@ def test_undecodable_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(TINY_CONFIG.format(root=str(tmp_path)))
     config = load_config(tmp_path / "config.py")
     offset = Split(tmp_path, "train").rows["offset"][4]
-    with pytest.raises(DatasetError, match=rf"image 4 \({shard}, \d+ bytes at byte {offset}\) cannot be decoded: .*verify_dataset"):
+    with pytest.raises(DatasetError, match=rf"image 4 \({shard}, \d+ bytes at byte {offset}\) cannot be decoded: .*data verify"):
         first_batches(config, 8)
 
 
@@ -178,7 +181,7 @@ def test_micro_batch_is_a_pure_function(config: Config) -> None:
 
 
 def test_raw_records_give_the_pixels_of_their_images(config: Config, tmp_path: Path) -> None:
-    """The same images once as PNG and once as bare pixels."""
+    """The same images once as PNG and once as raw pixels."""
     images = [photograph(i, 44, 52) for i in range(24)]
     features: dict[str, str | int] = {"image/format": "RAW", "image/height": 44, "image/width": 52}
     for split in ("train", "validation"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dali_train.launch import Launch, LaunchOptions, discover
-from dali_train.status import RunStatus, newest_step, read_status
+from dali_train.distributed.launch import Launch, LaunchOptions, discover
+from dali_train.distributed.status import newest_step, read_status
 
 from .conftest import REPOSITORY, Train, final_weights
+from .helpers import samples
 from .slurm_cluster import Cluster, reason_against
-from .test_exactness import samples
 
 pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against())
 
@@ -84,13 +85,14 @@ def config(tiny_config: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_the_predecessors_line(cluster: Cluster, config: Path, tmp_path: Path) -> None:
+def test_colossalai_command_line(cluster: Cluster, config: Path, tmp_path: Path) -> None:
     (tmp_path / "end").write_text("2")
     options = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500"
     line = f"exec python -m dali_train train {options} --config={config}"
     output = cluster.run("srun", "-N2", "--ntasks-per-node=2", "bash", "-c", line, environment={**ENVIRONMENT, "HOST": ""})
     assert "2 accumulated x 4 ranks (srun)" in output
-    assert read_status(tmp_path / "run") == RunStatus(state="finished", step=2)
+    status = read_status(tmp_path / "run")
+    assert status is not None and (status.state, status.step) == ("finished", 2)
 
 
 class Job:
@@ -165,7 +167,7 @@ def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train
     cluster.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=8", "true")
     assert job.count("stopped after saving: signal TERM") == 2, job.text()
 
-    # One task dies. The others end by themselves and say which one; the job has saved something new, so it goes on.
+    # One task dies. The others end by themselves and say which one; the job has saved something new, so it is queued again.
     job.trains_on(4)
     os.kill(task_of_rank(3), signal.SIGKILL)
     job.until("the report of the loss", lambda: "Missing or late: rank 3 on n2 (pid " in job.text())
@@ -175,7 +177,7 @@ def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train
     job.until("the end", lambda: (status := read_status(run)) is not None and status.state == "finished")
     job.until("the end of the job", lambda: "COMPLETED" in cluster.run("scontrol", "show", "job", job.number))
     assert job.count("directory  ") == 5, job.text()
-    assert job.count("going on from step") == 4
+    assert job.count("resuming from step") == 4
     train("undisturbed", ranks=4, config=config)
     undisturbed = tmp_path / "undisturbed"
     assert samples(run) == samples(undisturbed)
@@ -183,17 +185,46 @@ def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_the_same_line_twice(cluster: Cluster, config: Path, tmp_path: Path) -> None:
+    """The second job refuses, and the first one's progress does not requeue it."""
+    words = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "slurm/train.sbatch", str(config))
+    first = Job(cluster, tmp_path / "run", *words)
+    first.trains_on(1)
+    (tmp_path / "second").mkdir()
+    second = Job(cluster, tmp_path / "second" / "run", "--nodelist=n2", *words)
+    second.until("the refusal", lambda: "FAILED" in cluster.run("scontrol", "show", "job", second.number))
+    assert re.search(rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {first.number} trains there", second.text()), second.text()
+    assert "requeued" not in second.text()
+    assert "is in use" not in first.text()
+    cluster.run("scancel", first.number)
+
+
 def test_a_job_that_fails_at_once_is_not_requeued(cluster: Cluster, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)  # empty: no checkpoint is whole
+    (tmp_path / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)  # empty: no checkpoint is complete
     job = Job(cluster, tmp_path / "run", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1",
-              "slurm/one-node.sbatch", str(config))  # fmt: skip
+              "slurm/train.sbatch", str(config))  # fmt: skip
     job.until("the failure", lambda: "FAILED" in cluster.run("scontrol", "show", "job", job.number))
-    assert "no checkpoint is whole" in job.text()
+    assert "is complete: " in job.text()
     assert "failed with status 1 and no checkpoint after step 3; not requeued" in job.text()
 
 
 def test_scripts_explain_themselves(cluster: Cluster) -> None:
     done = subprocess.run(["bash", "slurm/run.sh"], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert done.returncode == 2 and "usage: sbatch slurm/train.sbatch CONFIG" in done.stderr
+    environment = {name: text for name, text in os.environ.items() if name != "SLURM_JOB_ID"}
+    done = subprocess.run(
+        ["bash", "slurm/run.sh", "x.py"], capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment
+    )
+    assert done.returncode == 2 and "is not in a Slurm job: submit it with sbatch" in done.stderr
+    environment |= {"SLURM_JOB_ID": "1", "PATH": "/usr/sbin:/usr/bin:/bin"}  # without the environment of the project
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "slurm" / "run.sh"), "x.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+        env=environment,
+    )
+    assert done.returncode == 2 and re.search(r"python\S* .* has no dali_train: activate its environment", done.stderr), done.stderr
     for script in (REPOSITORY / "slurm").iterdir():
         subprocess.run(["bash", "-n", script], check=True)

@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import is_fast_norm
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.utils.flop_counter import FlopCounterMode
 
+from dali_train.cli import main
 from dali_train.config import ModelConfig, load_config
-from dali_train.model import build_model, repeated_blocks
+from dali_train.config.override import config_with
+from dali_train.errors import ConfigError
+from dali_train.training.flops import ModelFlops, data_sheet_peak, flops_per_image, model_flops
+from dali_train.training.half import compute_in
+from dali_train.training.memory import estimate_memory
+from dali_train.training.model import build_model, check_evaluation_size, check_training_size, compile_blocks, repeated_blocks
 
 CPU = torch.device("cpu")
 
@@ -57,9 +66,9 @@ def test_dropout_belongs_to_the_micro_batch(tiny_config: Path, fields: dict[str,
 
 def test_recomputed_activations_change_no_gradient(tiny_config: Path) -> None:
     images = torch.randn(4, 3, 32, 32)
-    kept = [0, 0]
+    kept = [0, 0, 0]
     found = []
-    for number, checkpointing in enumerate((False, True)):
+    for number, checkpointing in enumerate((False, "selective", True)):
 
         def keep(tensor: torch.Tensor, number: int = number) -> torch.Tensor:
             kept[number] += tensor.numel()
@@ -67,8 +76,26 @@ def test_recomputed_activations_change_no_gradient(tiny_config: Path) -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             found.append(gradients(model(tiny_config, activation_checkpointing=checkpointing), images, seed=1))
-    assert equal(*found)
-    assert kept[1] < kept[0] / 2
+    assert equal(found[0], found[1]) and equal(found[0], found[2])
+    assert kept[2] < kept[0] / 2 and kept[1] < kept[0] / 2  # selective keeps its results elsewhere: see the next test
+
+
+def test_selective_recomputation_lies_between(tiny_config: Path) -> None:
+    """Without products and attention to compute again it keeps more than full recomputation, less than none."""
+    config = load_config(tiny_config)
+    options: list[bool | str] = [False, "selective", True]
+    settings = [replace(config.model, activation_checkpointing=option) for option in options]
+    counts, bytes_kept = [], []
+    for setting in settings:
+        built = build_model(replace(config, model=setting), 5, CPU).train()
+        with FlopCounterMode(display=False) as counter:
+            gradients(built, torch.randn(4, 3, 32, 32), seed=1)
+        counts.append(counter.get_total_flops())
+        bytes_kept.append(estimate_memory(replace(config, model=setting), 5).activation_bytes)
+    assert counts[0] == counts[1] < counts[2]
+    assert bytes_kept[2] < bytes_kept[1] < 0.7 * bytes_kept[0]
+    with pytest.raises(ConfigError, match="selective, but vgg11 is not made of blocks that repeat: set it to true or false"):
+        build_model(replace(config, model=ModelConfig(name="vgg11", activation_checkpointing="selective")), 5, torch.device("meta"))
 
 
 @pytest.mark.parametrize(
@@ -86,3 +113,166 @@ def test_blocks_are_found_by_structure(name: str, block: str, count: int) -> Non
     with torch.device("meta"):
         blocks = repeated_blocks(timm.create_model(name))
     assert len(blocks) == count and {type(found).__name__ for found in blocks} <= {block}
+
+
+def test_auto_compiles_nothing_on_a_cpu(tiny_config: Path) -> None:
+    assert all(module._compiled_call_impl is None for module in model(tiny_config).modules())
+
+
+def test_without_the_compiler_where_it_fails(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What `auto` does on a GPU; here the compiler is one that the machine does not have."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    images = torch.randn(2, 3, 32, 32)
+    expected = model(tiny_config, kwargs=PLAIN)
+    broken = model(tiny_config, kwargs=PLAIN)
+    compile_blocks(repeated_blocks(broken), fall_back=True)
+    for _ in range(2):
+        assert torch.equal(broken(images), expected(images))
+    (warning,) = (record.getMessage() for record in caplog.records if record.name == "dali_train")
+    assert warning.startswith("model.compile auto: the compiler failed (") and "set model.compile none" in warning.lower()
+
+
+PLAIN = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def test_fast_norm_keeps_the_stream_in_half_precision(tiny_config: Path) -> None:
+    images = torch.randn(4, 3, 32, 32)
+    seen, outputs = [], []
+    for fast in (False, True):
+        built = model(tiny_config, kwargs=PLAIN, fast_norm=fast)
+        for block in repeated_blocks(built):
+            block.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(built(images).float())
+    assert seen == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert not torch.equal(*outputs) and (outputs[0] - outputs[1]).abs().max() < 0.1 * outputs[0].abs().max()
+    float32 = [model(tiny_config, kwargs=PLAIN, fast_norm=fast)(images) for fast in (False, True)]
+    assert torch.equal(*float32), "nothing changes without autocast"
+    config = load_config(tiny_config)
+    fast_config = replace(config, model=replace(config.model, fast_norm=True))
+    assert flops_per_image(fast_config, 5) == flops_per_image(config, 5) and estimate_memory(fast_config, 5), "on the meta device"
+    assert not is_fast_norm(), "nor for the next model"
+
+
+def test_the_order_of_attention_kernels(tiny_config: Path) -> None:
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    model(tiny_config, attention="efficient")
+    assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.EFFICIENT_ATTENTION
+    model(tiny_config, attention="torch")
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+    model(tiny_config)  # auto: torch's own, on a CPU
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def test_images_of_a_wrong_size_are_found_at_once(tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    wrong = replace(config, data=replace(config.data, eval_size=36))
+    for device in (CPU, torch.device("meta")):
+        built = build_model(config, 5, device).train()
+        check_evaluation_size(built, config)
+        check_training_size(built, config)
+        with pytest.raises(ConfigError, match=r"data.eval_size is 36, but .* takes images of 32 pixels .*: set data.eval_size 32"):
+            check_evaluation_size(built, wrong)
+        assert built.training
+    resnet = replace(wrong, model=ModelConfig(name="resnet18"))
+    check_evaluation_size(build_model(resnet, 5, torch.device("meta")), resnet)  # takes any
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", True, 989.4),
+        ("NVIDIA H100 PCIe", "fp16", True, 756.5),
+        ("NVIDIA H200", "fp32", True, 494.7),
+        ("NVIDIA A100-SXM4-80GB", "bf16", True, 312),
+        ("NVIDIA A100-SXM4-80GB", "fp32", False, 19.5),
+        ("NVIDIA L40S", "fp16", True, 362),
+        ("NVIDIA L40", "fp16", True, 181),
+        ("NVIDIA GeForce RTX 4090", "bf16", True, 165.2),
+        ("Tesla V100-SXM2-16GB", "fp16", True, 125),
+        ("Tesla V100-SXM2-16GB", "bf16", True, None),
+        ("NVIDIA B200", "bf16", True, 2250),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", True, None),
+        ("NVIDIA A1000", "bf16", True, None),
+        ("NVIDIA H200", "fp64", True, None),
+    ],
+)
+def test_dense_peaks(name: str, dtype: str, tf32: bool, teraflops: float | None) -> None:
+    peak = data_sheet_peak(name, dtype, tf32=tf32)
+    assert (peak.flops_per_second / 1e12 if peak is not None else None) == (pytest.approx(teraflops) if teraflops else None)
+
+
+def test_utilisation(tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    assert model_flops(config, 5, CPU, num_devices=1) is None
+    flops = flops_per_image(config, 5)
+    # 8 H200 at 1 % of their peak.
+    assert ModelFlops(flops, 8 * 989.4e12).utilisation(8 * 989.4e10 / flops) == pytest.approx(0.01)
+
+
+def test_memory_and_the_largest_micro_batch(tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    memory = estimate_memory(config, 5)
+    assert memory.optimizer_bytes == 2 * memory.weight_bytes == 2 * 4 * memory.num_parameters  # LAMB
+    doubled = estimate_memory(replace(config, batch=replace(config.batch, micro_batch=8)), 5)
+    assert doubled.activation_bytes == pytest.approx(2 * memory.activation_bytes, rel=0.01)
+    one_image = memory.activation_bytes / memory.micro_batch
+    room = (3e9 + memory.state_bytes + 100.5 * one_image) / 0.95
+    assert memory.largest_micro_batch(room, 8192) == 64 and memory.largest_micro_batch(room, 100) == 100
+    assert memory.largest_micro_batch(1e9, 8192) is None
+
+
+def test_a_plan_says_what_fits_and_what_the_model_refuses(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["plan", "--config", str(tiny_config)]
+    assert main([*config, "--gpu-memory", "16", "--world-size", "2"]) == 0
+    assert "micro-batch    about 16 is the largest that fits into 16 GB; batch.micro_batch is 4" in capsys.readouterr().out
+    assert main([*config, "--gpu-memory", "1"]) == 0
+    assert "not even one image fits into 1 GB" in capsys.readouterr().out
+    assert main([*config, "--data.normalise", "127.5,127.5,127.5", "50,50,50"]) == 0
+    printed = capsys.readouterr().out
+    assert "timm's vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.std is (50.0, 50.0, 50.0): fine for weights" in printed
+    assert main([*config, "--data.eval_size", "24"]) == 2
+    assert "data.eval_size is 24, but model.name vit_tiny_patch16_224 takes images of 32 pixels" in capsys.readouterr().err
+
+
+def test_pure_half_precision_has_no_exceptions(tiny_config: Path) -> None:
+    """Every layer takes and gives float16, the weights and their gradients are float32, also where activations are recomputed."""
+    images = torch.randn(4, 3, 32, 32)
+    kwargs = {**load_config(tiny_config).model.kwargs, "init_values": 0.1, "pos_drop_rate": 0.0, "proj_drop_rate": 0.0}
+    kwargs["drop_path_rate"] = 0.0
+    exact = gradients(model(tiny_config, kwargs=kwargs), images, seed=1)
+    for checkpointing in (False, True, "selective"):
+        pure = model(tiny_config, kwargs=kwargs, activation_checkpointing=checkpointing)
+        compute_in(pure, torch.float16)
+        dtypes: set[torch.dtype] = set()
+
+        def note(module: nn.Module, inputs: Any, output: Any, dtypes: set[torch.dtype] = dtypes) -> None:
+            dtypes.update((inputs[0].dtype, output.dtype))
+
+        for module in pure.children():
+            for layer in module.modules():
+                layer.register_forward_hook(note)
+        found = gradients(pure, images, seed=1)
+        assert dtypes == {torch.float16} and pure(images).dtype == torch.float32
+        assert {parameter.dtype for parameter in pure.parameters()} == {gradient.dtype for gradient in found} == {torch.float32}
+        largest = max(gradient.abs().max() for gradient in exact)
+        assert all((a - b).abs().max() < 0.02 * largest for a, b in zip(found, exact, strict=True))
+        with pytest.raises(RuntimeError):
+            pure(torch.randn(4, 7, 32, 32))
+        assert {parameter.dtype for parameter in pure.parameters()} == {torch.float32}, "also after an error"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--precision.dtype", "fp32"), "precision.pure is true with precision.dtype fp32: it is for fp16 and bf16"),
+        (("--precision.dtype", "bf16", "--model.compile", "blocks"), "precision.pure is true with model.compile blocks"),
+        (("--precision.dtype", "bf16", "--model.fast_norm", "true"), "precision.pure is true with model.fast_norm true"),
+    ],
+)
+def test_pure_half_precision_refuses(tiny_config: Path, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_with(tiny_config, ["--precision.pure", "true", *words], "train")

@@ -3,26 +3,20 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from dali_train.status import RunStatus, exit_status, newest_step, read_status, stopped_before_restart
-from dali_train.stop import StopReason, job_end
+from dali_train.distributed.status import RunStatus, exit_status, newest_step, read_status, stopped_before_restart
+from dali_train.distributed.stop import StopReason, job_end
+from dali_train.errors import ConfigError
 
-from .conftest import Ranks, StartTraining, Train, final_weights
-from .test_exactness import samples
-
-# So long that no test sees its end unless it asks for it.
-LONG = ("--run.epochs", "400", "--run.checkpoint_every_steps", "100000", "--run.eval_every_epochs", "None")
-
-
-def wait_for_steps(ranks: Ranks, directory: Path, count: int) -> None:
-    while not (directory / "metrics.jsonl").exists() or len((directory / "metrics.jsonl").read_text().splitlines()) < count:
-        assert ranks.running(), ranks.log.read_text()
-        time.sleep(0.005)
+from .conftest import REPOSITORY, Ranks, StartTraining, Train, final_weights
+from .helpers import LONG, samples, wait_for_steps
 
 
 def send(ranks: Ranks, rank: int, *signals: signal.Signals) -> None:
@@ -53,21 +47,22 @@ def test_any_rank_stops_all(
     wait_for_steps(ranks, run, 3)
     send(ranks, rank, *signals)
     assert ranks.wait() == [75] * 4, ranks.log.read_text()
-    assert f"stopped after saving: {reason}. Start me again to go on" in ranks.log.read_text()
+    assert f"stopped after saving: {reason}. Start the same command again to resume" in ranks.log.read_text()
     status = read_status(run)
     assert status is not None and (status.state, status.reason) == ("stopped", reason)
     assert exit_status(status) == 75
     # Nothing that was computed is lost: the one checkpoint is of the last step that any rank made.
     step = newest_step(run)
     assert step == status.step == max(step for step, _ in samples(run)) + 1 >= 3
-    # And the run goes on as if nothing had been.
+    # And the run resumes as if it had not been stopped.
     end = ("--run.max_steps", str(step + 2))
-    assert f"going on from step {step}" in train("run", *LONG, *end, ranks=4)
+    assert f"resuming from step {step}" in train("run", *LONG, *end, ranks=4)
     train("undisturbed", *LONG, *end, ranks=4)
     assert same_weights(run, tmp_path / "undisturbed")
     assert samples(run) == samples(tmp_path / "undisturbed")
     finished = read_status(run)
-    assert finished == RunStatus(state="finished", step=step + 2) and exit_status(finished) == 0
+    assert finished is not None and (finished.state, finished.step, finished.total_steps) == ("finished", step + 2, step + 2)
+    assert exit_status(finished) == 0
 
 
 def test_signals_during_the_save_do_not_hurt(start_training: StartTraining, tmp_path: Path) -> None:
@@ -96,7 +91,8 @@ def test_stops_after_max_seconds(train: Train, tmp_path: Path) -> None:
 
 def test_a_stop_at_the_last_step_is_the_end(train: Train, tmp_path: Path) -> None:
     train("run", "--run.max_steps", "1", "--run.max_seconds", "0.001")
-    assert read_status(tmp_path / "run") == RunStatus(state="finished", step=1)
+    status = read_status(tmp_path / "run")
+    assert status is not None and (status.state, status.step) == ("finished", 1)
 
 
 def test_the_end_of_a_slurm_job_is_seen_coming() -> None:
@@ -129,6 +125,79 @@ def test_status_tells_what_the_trainer_ended_with(train: Train, run_command: Tra
     arguments = ("status", "--config", str(tmp_path / "tiny-config.py"), "--run.dir", str(tmp_path / "run"))
     assert re.search(r"run: not started, newest checkpoint None", run_command(*arguments, status=1))
     train("run", *LONG, "--run.max_seconds", "0.001", status=75)
-    assert "run: stopped (run.max_seconds is over), newest checkpoint 1" in run_command(*arguments, status=75)
+    stopped = r"run: stopped \(run.max_seconds is over\), step 1 of \d+, newest checkpoint 1, last attempt pid \d+ on "
+    assert re.search(stopped, run_command(*arguments, status=75))
     train("run", *LONG, "--run.max_steps", "2")
-    assert "run: finished, newest checkpoint 2" in run_command(*arguments)
+    assert re.search(r"run: finished, step 2 of 2, best top-1 \d+\.\d\d%, newest checkpoint 2,", run_command(*arguments))
+
+
+def test_a_run_that_was_killed_is_not_called_running(start_training: StartTraining, run_command: Train, tmp_path: Path) -> None:
+    arguments = ("status", "--config", str(tmp_path / "tiny-config.py"), "--run.dir", str(tmp_path / "run"))
+    ranks = start_training("run", *LONG)
+    wait_for_steps(ranks, tmp_path / "run", 2)
+    running = run_command(*arguments, status=1)
+    assert re.search(rf"run: running, step 0 of \d+, newest checkpoint None, last attempt pid {ranks.pids()[0]} on ", running)
+    ranks.kill()
+    assert "run: killed (it ended without a word, as after SIGKILL or a power failure), step 0 of" in run_command(
+        *arguments, status=1
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b'{"state": "running"}', b'{"state": "odd", "step": 1}', b'{"state": "finished", "step": "2"}', b"\xff",
+     b'{"state": [], "step": 1}', b'{"state": "failed", "step": 1, "reason": 3}', b" " * 200_000],
+)  # fmt: skip
+def test_what_is_no_status_is_called_so(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "status.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"status.json is not the status of a run \(.*\): move it away"):
+        read_status(tmp_path)
+
+
+def test_names_beside_the_checkpoints_are_ignored(tmp_path: Path) -> None:
+    for name in ("step-00000002", "step-00000004.bak", "step-x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int) -> None:
+    """As while kernels are compiled: the second ends the process in seconds, the third at once, and no traceback is printed."""
+    script = """if True:
+        import ctypes
+        from dali_train.distributed.stop import StopRequests
+        StopRequests(None)
+        print("ready", flush=True)
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+        lock(mutex), lock(mutex)  # for ever
+    """
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == b"ready\n"
+    for _ in range(times):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert process.wait(60) == 130
+    expected = b"\nstopping after this step; Ctrl-C again ends at once, without saving\nended without saving\n"
+    assert process.stderr.read() == expected
+
+
+@pytest.mark.parametrize("under_torchrun", [True, False])
+def test_a_rank_ends_with_its_launcher(tmp_path: Path, under_torchrun: bool) -> None:
+    """torchrun that is killed leaves no rank behind; what a shell has started stays when the shell goes."""
+    rank = "from dali_train.distributed.orphan import end_with_launcher; import os, time; end_with_launcher(); "
+    rank += "print(os.getpid(), flush=True); time.sleep(6)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    environment |= {"TORCHELASTIC_RUN_ID": "none"} if under_torchrun else {}
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", launcher], stdout=subprocess.PIPE, stderr=file, cwd=REPOSITORY, env=environment
+        )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.wait()
+    process.stdout.read()  # until the rank has ended, too
+    assert (b"is gone, so this rank ends" in log.read_bytes()) == under_torchrun

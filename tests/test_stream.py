@@ -15,15 +15,14 @@ import pytest
 import torch
 from PIL import Image
 
-from dali_train.config import BatchConfig, Config, ConfigError, DataConfig, MixupConfig, load_config
-from dali_train.data.index import Split
-from dali_train.data.indexing import build_index
-from dali_train.data.loader import Batch, Loader, make_loader
-from dali_train.data.manifest import DatasetError
-from dali_train.data.micro_batch import MicroBatches
-from dali_train.data.stream import check_shards
-from dali_train.data.tfrecord import encode_example, frame_record
-from dali_train.status import RunError
+from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, load_config
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.tfrecord import encode_example, frame_record
+from dali_train.data.loading.loader import Batch, Loader, make_loader
+from dali_train.data.loading.stream import check_shards
+from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.errors import ConfigError, DatasetError, RunError
 
 from .conftest import TINY_CONFIG, StartTraining, Train, final_weights, free_port, jpeg, photograph, png, write_shard
 
@@ -69,7 +68,7 @@ def config(numbered: Path, tmp_path: Path) -> Config:
 
 
 def loader_of(config: Config, rank: int = 0, num_ranks: int = 1, *, size: int = 4, **going_on: Any) -> Loader:
-    """With one micro-batch a rank and step."""
+    """With one micro-batch per rank and step."""
     config = replace(config, batch=BatchConfig(global_batch=size * num_ranks, micro_batch=size))
     split = Split(config.data.root, "train", local=config.data.stream_url is None)
     return make_loader(
@@ -169,11 +168,11 @@ def test_the_position_is_that_of_the_last_batch(config: Config, dataset: Path, s
 def test_a_run_goes_on_bit_for_bit(train: Train, tmp_path: Path) -> None:
     two = {"ranks": 2}
     output = train("whole", *STREAM, "--run.max_steps", "5", **two)
-    assert "the samples depend on the number of ranks, 2, and the run can go on only with the same number" in output
+    assert "the samples depend on the number of ranks, 2, and the run can be resumed only with the same number" in output
     train("stopped", *STREAM, "--run.max_steps", "3", **two)
 
     refused = train("stopped", *STREAM, ranks=1, status=2)
-    assert "the checkpoint of step 3 cannot be gone on with: ranks 2 -> 1. Set it back; or set run.accept_changed_recipe" in refused
+    assert "the checkpoint of step 3 cannot be resumed: ranks 2 -> 1. Set it back; or set run.accept_changed_recipe" in refused
     bigger = train("stopped", *STREAM, "--data.shuffle_buffer", "9", status=2, **two)
     assert "data.shuffle_buffer 1024 -> 9" in bigger
 
@@ -287,7 +286,7 @@ def own(numbered: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda lines: lines[:-1], r"00001-of-00005.idx has 16 records, dataset.json says 17: run `python tools/make_index.py"),
+        (lambda lines: lines[:-1], r"00001-of-00005.idx has 16 records, dataset.json says 17: run `dali-train data index"),
         (lambda lines: [*lines[:3], "abc", *lines[3:]], r"is not a list of offsets and sizes \(.*'abc'"),
         (lambda lines: [lines[0], lines[0], *lines[2:]], "goes from byte 0 to .* with or without gaps"),
         (lambda lines: [*lines[:-1], "9 9"], "goes from byte 0 to 18 with or without gaps, its shard has"),
@@ -315,7 +314,7 @@ def test_raw_records_are_refused(tmp_path: Path) -> None:
     features: dict[str, str | int] = {"image/format": "RAW", "image/height": 8, "image/width": 8}
     write_shard(tmp_path / "train" / "train-00000-of-00001", [(bytes(8 * 8 * 3), 1)] * 4, **features)
     build_index(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds bare pixels: only encoded images can be streamed; set data.reader index"):
+    with pytest.raises(ConfigError, match=r"holds raw pixels: only encoded images can be streamed; set data.reader index"):
         check_shards(Split(tmp_path, "train"), DataConfig(root=str(tmp_path)), 1)
 
 
@@ -347,7 +346,7 @@ def test_a_record_without_its_label(config: Config, own: Path, features: Any, pl
     for place in places:
         with_record(own, place, features)
     data = replace(config.data, root=str(own), shuffle="none")
-    with pytest.raises(DatasetError, match=rf"{message}.*verify_dataset"):
+    with pytest.raises(DatasetError, match=rf"{message}.*data verify"):
         take(loader_of(replace(config, data=data)), 10)
 
 
@@ -373,7 +372,7 @@ def test_an_undecodable_image_is_named(config: Config, own: Path) -> None:
     with_record(own, 9, {"image/class/label": 1}, jpeg(photograph(0, 40, 40))[:-40])
     data = replace(config.data, root=str(own), crop_area=(1, 1), crop_aspect=(1, 1), shuffle="none")
     shard = own / "train" / "train-00001-of-00005"
-    with pytest.raises(DatasetError, match=rf"an image cannot be decoded \(.*{shard} at index \d+\). Run .*verify_dataset"):
+    with pytest.raises(DatasetError, match=rf"an image cannot be decoded \(.*{shard} at index \d+\). Run .*data verify"):
         take(loader_of(replace(config, data=data)), 10)
 
 
@@ -383,11 +382,11 @@ def test_settings_that_do_not_fit(config: Config) -> None:
     ):
         replace(config, hooks=replace(config.hooks, trace_samples=True))
     with pytest.raises(ConfigError, match=r"data.stream_url is s3://b, but data.reader is index.*: set data.reader stream"):
-        DataConfig(root="", stream_url="s3://b")
+        DataConfig(root="data", stream_url="s3://b")
     with pytest.raises(ConfigError, match=r"data.local_copy is /scratch, but data.reader is stream.*: set data.reader index"):
-        DataConfig(root="", reader="stream", local_copy="/scratch")
+        DataConfig(root="data", reader="stream", local_copy="/scratch")
     with pytest.raises(ConfigError, match=r"data.shuffle_buffer is 0: use at least 1"):
-        DataConfig(root="", shuffle_buffer=0)
+        DataConfig(root="data", shuffle_buffer=0)
 
 
 def test_doctor_reads_from_the_storage(run_command: Train, tiny_config: Path, away: tuple[Path, Path], tmp_path: Path) -> None:

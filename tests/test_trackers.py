@@ -12,6 +12,38 @@ mlflow = pytest.importorskip("mlflow")
 wandb = pytest.importorskip("wandb")
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
+# A tracker of one's own: one file with the class, one row in TRACKERS, here both in the config.
+OWN_TRACKER = """
+import json
+from pathlib import Path
+from dali_train.hooks import trackers
+
+class Lines(trackers.Tracker):
+    off = "nothing"
+
+    @classmethod
+    def wanted(cls, hooks):
+        return hooks.log_every_steps == 1
+
+    def start(self, record):
+        super().start(record)
+        self.file = (record.directory / "lines.jsonl").open("w")
+
+    def log_scalars(self, step, scalars):
+        self.file.write(json.dumps([step, scalars]) + "\\n")
+
+    def log_image(self, step, name, pixels):
+        self.file.write(json.dumps([step, {"image": pixels.shape[2]}]) + "\\n")
+
+    def log_histograms(self, step, values):
+        self.file.write(json.dumps([step, {"histograms": len(values)}]) + "\\n")
+
+    def end(self, record):
+        self.file.close()
+
+trackers.TRACKERS.append(Lines)
+"""
+
 Scalars = dict[tuple[str, int], float]
 
 
@@ -49,7 +81,7 @@ def wandb_records(path: Path) -> list[Any]:
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
         whole += data[position + header_size : position + header_size + length]
         position += header_size + length
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a complete record, or the last part of one
             record = wandb_internal_pb2.Record()
             record.ParseFromString(whole)
             records.append(record)
@@ -82,7 +114,7 @@ def scalars_of_mlflow(directory: Path, store: Path) -> Scalars:
 
 
 def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a resumed run: its second half goes on from step 4, and the first one had gone to step 7."""
+    """Over a resumed run: its second half resumes from step 4, and the first one had reached step 7."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for this test's own reading
     store = tmp_path / "mlruns"
     on = (
@@ -93,9 +125,10 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     run = tmp_path / "run"
     first = train("run", *on)
     ids = [json.loads((run / f"{name}-id.json").read_text())["id"] for name in ("wandb", "mlflow")]
-    (run / "checkpoints" / "step-00000007").rename(tmp_path / "lost")
+    for step in (5, 7):  # 5 was saved because it was evaluated
+        (run / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"lost-{step}")
     second = train("run", *on, ranks=2)
-    assert "going on from step 4" in second
+    assert "resuming from step 4" in second
     assert "warning: hook" not in first + second
     assert ids == [json.loads((run / f"{name}-id.json").read_text())["id"] for name in ("wandb", "mlflow")]
 
@@ -118,6 +151,9 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     assert begin.project == "ours" and begin.run_id == ids[0]
     settings = {item.key: json.loads(item.value_json) for item in begin.config.update}
     assert settings["optimizer"]["lr"] == 0.01
+    table = json.loads(max((run / "wandb").glob("offline-run-*/files/media/table/predictions_*.json")).read_text())
+    assert table["columns"][:4] == ["id", "image", "guess", "truth"] and len(table["columns"]) == 4 + 5
+    assert len(table["data"]) == 13 and all(sum(row[4:]) == pytest.approx(1, abs=1e-3) for row in table["data"])
     media = [path.name for path in (run / "wandb").glob("offline-run-*/files/media/**/*") if path.is_file()]
     assert any(name.startswith("samples") for name in media) and any(name.startswith("predictions") for name in media)
 
@@ -126,6 +162,17 @@ def extended(config: Path, text: str) -> Path:
     path = config.with_name("extended.py")
     path.write_text(config.read_text() + text)
     return path
+
+
+def test_a_tracker_is_one_file_and_one_row(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    on = ("--hooks.tensorboard", "true", "--hooks.gradient_histograms", "true", "--hooks.detail_every_steps", "3")
+    printed = train("run", *on, config=extended(tiny_config, OWN_TRACKER))
+    assert "warning: hook" not in printed
+    lines = [json.loads(line) for line in (tmp_path / "run" / "lines.jsonl").read_text().splitlines()]
+    scalars = {(name, step): value for step, values in lines for name, value in values.items() if "/" in name}
+    assert scalars == scalars_of_metrics(tmp_path / "run")
+    assert [line for line in lines if "image" in line[1]] == [[1, {"image": 3}]]
+    assert [step for step, values in lines if values.get("histograms")] == [3, 6]
 
 
 def test_missing_packages(train: Train, tiny_config: Path, tmp_path: Path) -> None:
@@ -137,7 +184,7 @@ def test_missing_packages(train: Train, tiny_config: Path, tmp_path: Path) -> No
             f"hook {hook} failed at start: hooks.{name} needs a package that is not there: pip install 'dali-train[{name}]', or"
         )
         assert printed.count(message) == 1
-    assert printed.count("Training goes on without it") == 3
+    assert printed.count("Training continues without it") == 3
     assert {step for _, step in scalars_of_metrics(tmp_path / "run")} == set(range(1, 8))
 
 
@@ -145,14 +192,13 @@ def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) ->
     """Port 9 (discard) refuses. The key must stay in the environment, whatever goes wrong."""
     key = "0123456789abcdef" * 2 + "01234567"
     nowhere = (
-        "import os\n"
+        "import os\nfrom dali_train.hooks.trackers import wandb\nwandb.REACH_TIMEOUT_S = 2\n"
         f"os.environ.update(WANDB_BASE_URL='http://127.0.0.1:9', WANDB_API_KEY='{key}', HOME={str(tmp_path)!r})\n"
-        "import dali_train.hooks.wandb\ndali_train.hooks.wandb.REACH_TIMEOUT_S = 2\n"
     )
     config = extended(tiny_config, nowhere)
     printed = train("run", "--hooks.wandb", "online", "--hooks.mlflow", "http://127.0.0.1:9", config=config)
     assert printed.count("warning: hooks.wandb online: ") == 1
-    assert f"Training goes on and records offline; `wandb sync {tmp_path}/run/wandb/offline-run-*` uploads it later" in printed
+    assert f"Training continues and records offline; `wandb sync {tmp_path}/run/wandb/offline-run-*` uploads it later" in printed
     assert printed.count("hook MLflow failed at start: hooks.mlflow http://127.0.0.1:9 cannot be used (") == 1
     metrics = scalars_of_metrics(tmp_path / "run")
     offline = scalars_of_wandb(tmp_path / "run")

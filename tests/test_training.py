@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dali_train.commands.environment import git_commit
 from dali_train.config import PrecisionConfig, load_config
-from dali_train.metrics import NonFiniteError, TrainingMetrics
-from dali_train.mixup import first_target_correct, mixup_loss
-from dali_train.optim import make_optimizer
-from dali_train.precision import Precision
-from dali_train.train import git_commit
+from dali_train.training.loss import first_target_correct, mixup_loss
+from dali_train.training.metrics import NonFiniteError, TrainingMetrics
+from dali_train.training.optim import make_optimizer
+from dali_train.training.precision import Precision
 
 from .conftest import REPOSITORY, Train, final_weights
 
@@ -37,10 +37,10 @@ def test_it_learns_what_the_images_show(train: Train, dataset: Path, tmp_path: P
     assert events(tmp_path / "run", "train")[-1]["top1"] > 0.9
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_mixed_precision_follows_float32(train: Train, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "pure"), [("fp16", "false"), ("bf16", "false"), ("fp16", "true")])
+def test_mixed_precision_follows_float32(train: Train, tmp_path: Path, dtype: str, pure: str) -> None:
     train("full")
-    train("mixed", "--precision.dtype", dtype, "--precision.initial_scale", "256", ranks=2)
+    train("mixed", "--precision.dtype", dtype, "--precision.pure", pure, "--precision.initial_scale", "256", ranks=2)
     full, mixed = events(tmp_path / "full", "train"), events(tmp_path / "mixed", "train")
     assert [line["loss"] for line in mixed] == pytest.approx([line["loss"] for line in full], rel=0.02)
     assert [line["loss_scale"] for line in mixed] == [256.0 if dtype == "fp16" else 1.0] * 7

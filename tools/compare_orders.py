@@ -6,8 +6,8 @@
 The table's columns:
 
     blocks, shards   of the dataset that have an image in a step, and in a micro-batch
-    images a read    mean number of images that lie together in what a rank reads ahead
-    reads an image   how many of the ranks read an image, on average: 1 if no two hosts read the same
+    images per read  mean number of images that lie together in what a rank reads ahead
+    reads per image  how many of the ranks read an image, on average: 1 if no two hosts read the same
     sorted, shuffled variance of a class's count in a step over that of a random order, for images that lie
                      sorted by class (the worst case) and for images shuffled when they were converted; 1 is as good as random
     neighbours       mean distance on disk of two images that follow each other in a micro-batch, over that of a random order
@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.block_order import Blocks
-from dali_train.data.index import Split
-from dali_train.data.order import SampleOrder
+from dali_train.data.dataset.index import Split
+from dali_train.data.sampling.block_order import Blocks
+from dali_train.data.sampling.order import SampleOrder
 
 Images = NDArray[np.int64]
 
@@ -34,10 +34,10 @@ def main() -> None:
     imagined.add_argument("--images", type=int, default=1_281_167, metavar="N", help="sorted by class (default: %(default)s)")
     imagined.add_argument("--classes", type=int, default=1000, metavar="N", help="of equal size (default: %(default)s)")
     imagined.add_argument("--shards", type=int, default=1024, metavar="N", help="of equal length (default: %(default)s)")
-    step = parser.add_argument_group("a step")
-    step.add_argument("--global-batch", type=int, default=32_768, metavar="N", help="images (default: %(default)s)")
-    step.add_argument("--micro-batch", type=int, default=256, metavar="N", help="images (default: %(default)s)")
-    step.add_argument("--ranks", type=int, default=16, metavar="N", help="that share its micro-batches (default: %(default)s)")
+    step = parser.add_argument_group("a step; by default smaller where the dataset is small")
+    step.add_argument("--global-batch", type=int, metavar="N", help="images (default: 32768)")
+    step.add_argument("--micro-batch", type=int, metavar="N", help="images (default: 256)")
+    step.add_argument("--ranks", type=int, metavar="N", help="that share its micro-batches (default: 16)")
     orders = parser.add_argument_group("orders")
     orders.add_argument("--block-images", type=int, nargs="+", default=[128], metavar="N", help="data.block_images (default: 128)")
     orders.add_argument("--window-blocks", type=int, nargs="+", default=[8], metavar="N", help="data.window_blocks (default: 8)")
@@ -55,7 +55,11 @@ def main() -> None:
     else:
         numbers = np.arange(options.images)
         labels, shards = numbers * options.classes // options.images, numbers * options.shards // options.images
-    count, global_batch, micro_batch = len(labels), options.global_batch, options.micro_batch
+    count = len(labels)
+    if count < 8:
+        parser.error(f"{count} images are too few to compare orders: take a dataset of at least 8")
+    fit_step(options, count)
+    global_batch, micro_batch = options.global_batch, options.micro_batch
     if count < global_batch:
         parser.error(f"--global-batch {global_batch} exceeds the {count} images: name a smaller one")
     if global_batch % (micro_batch * options.ranks):
@@ -67,8 +71,8 @@ def main() -> None:
         f"{count:,} images in {shards.max() + 1:,} shards, {labels.max() + 1:,} classes; {count // global_batch} steps of "
         f"{global_batch:,}, micro-batches of {micro_batch}, {options.ranks} ranks"
     )
-    print(f"{'':<26}{'a step':^16}{'a micro-batch':^16}{'images':>8}{'reads':>9}{'class variance':^19}{'':>11}")
-    columns = f"{'order':<26}{'blocks':>8}{'shards':>8}{'blocks':>8}{'shards':>8}{'a read':>8}{'an image':>9}"
+    print(f"{'':<26}{'per step':^16}{'per micro-batch':^16}{'images':>8}{'reads':>9}{'class variance':^19}{'':>11}")
+    columns = f"{'order':<26}{'blocks':>8}{'shards':>8}{'blocks':>8}{'shards':>8}{'per read':>9}{'per img':>8}"
     print(f"{columns}{'sorted':>10}{'shuffled':>9}{'neighbours':>11}")
     compared = {"full": SampleOrder(count, seed=0, shuffle="full")}
     for block_images in options.block_images:
@@ -97,6 +101,13 @@ def main() -> None:
             f"{variance[0] / random_variance[0]:>10.2f}{variance[1] / random_variance[1]:>9.2f}{distance:>11.3f}",
             flush=True,
         )
+
+
+def fit_step(options: argparse.Namespace, count: int) -> None:
+    """Choose the sizes that were not named: those of the recipes, or powers of two with four steps or more in an epoch."""
+    options.global_batch = options.global_batch or min(32_768, 1 << (count // 4).bit_length() - 1)
+    options.micro_batch = options.micro_batch or max(2, min(256, options.global_batch // 4))
+    options.ranks = options.ranks or max(1, min(16, options.global_batch // options.micro_batch))
 
 
 def distinct(batches: Images) -> float:

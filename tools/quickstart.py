@@ -1,32 +1,35 @@
 """From nothing to a trained and evaluated ViT in a few minutes: what `make quickstart` runs.
 
 Writes scikit-learn's handwritten digits (1,797 real scans) to TFRecords, trains configs/digits.py on one rank per GPU,
-or on two ranks where there is no GPU, and prints what came out. Interrupted, it goes on where it stopped.
+or on two ranks where there is no GPU, and prints what came out. Interrupted, it resumes where it stopped.
+
+    python tools/quickstart.py [--run.epochs 10] [--section.field value ...]
 """
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from dali_train.config import Config, load_config
-from dali_train.data.manifest import Manifest
-from dali_train.mixup import mixup_loss
-from dali_train.model import build_model
-from dali_train.precision import Precision
+from dali_train.cli import config_with
+from dali_train.config import Config
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.training.events import read_events
+from dali_train.training.loss import mixup_loss
+from dali_train.training.model import build_model
+from dali_train.training.precision import Precision
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIG = REPOSITORY / "configs" / "digits.py"
 
 
 def main() -> None:
-    config = load_config(CONFIG)
+    overrides = sys.argv[1:]
+    config = config_with(CONFIG, overrides, "quickstart")
     dataset, runs = Path(config.data.root), Path(config.run.dir)
     say(1, f"writing the digits as TFRecords to {dataset}")
     run("tools/make_tfrecords.py", "digits", "--out", str(dataset))
@@ -37,11 +40,12 @@ def main() -> None:
     dtype = "fp16" if num_gpus else fastest_precision(config)
     directory = next_run(runs)
     say(3, f"training {config.model.name} on {ranks} {'GPUs' if num_gpus else 'CPU ranks'} in {dtype} into {directory}")
-    # One thread a rank, unless the user knows better: the ranks share the cores.
+    # One thread per rank, unless the user knows better: the ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     run(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "dali_train", "train",
-        "--config", str(CONFIG), "--run.dir", str(directory), "--precision.dtype", dtype, "--batch.micro_batch", str(micro_batch),
+        "--config", str(CONFIG), *overrides,
+        "--run.dir", str(directory), "--precision.dtype", dtype, "--batch.micro_batch", str(micro_batch),
     )  # fmt: skip
     run("-m", "dali_train", "report", str(directory))
     print_results(directory, config, ranks, dtype)
@@ -61,17 +65,11 @@ def run(*words: str) -> None:
 def next_run(runs: Path) -> Path:
     """The first of run-1, run-2, ... that has not been finished: a new one, or one that was interrupted."""
     number = 1
-    while any(event["event"] == "end" and event["error"] is None for event in read_events(runs / f"run-{number}")):
+    while any(
+        event["event"] == "end" and event["error"] is None for event in read_events(runs / f"run-{number}" / "metrics.jsonl")
+    ):
         number += 1
     return runs / f"run-{number}"
-
-
-def read_events(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run may leave half a line
 
 
 def fastest_precision(config: Config) -> str:
@@ -102,7 +100,7 @@ def fastest_precision(config: Config) -> str:
 
 
 def print_results(directory: Path, config: Config, ranks: int, dtype: str) -> None:
-    events = read_events(directory)
+    events = read_events(directory / "metrics.jsonl")
     last = [event for event in events if event["event"] == "eval"][-1]
     rate = statistics.median(event["images_per_second"] for event in events if event["event"] == "train")
     seconds = next(event for event in reversed(events) if event["event"] == "end")["seconds"]

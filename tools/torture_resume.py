@@ -1,42 +1,55 @@
 #!/usr/bin/env python
-"""Kill a run over and over at random moments of its life, start it again each time, and compare it with one left in peace.
+"""Kill a run over and over at random moments of its life, start it again each time, and compare it with an undisturbed one.
 
-    python tools/torture_resume.py --kills 100
+    python tools/torture_resume.py --kills 200
+    python tools/torture_resume.py --kills 200 --ranks 2,1,4 --shuffle block
 
-Every kill is a SIGKILL to all ranks, in random order: at a random step, or at a random moment of the start, and so
-while checkpoints are written, moved and removed. In the end the weights must be equal bit for bit, and the sample
-trace must have each image exactly once an epoch. Uses a small dataset of noise that it makes itself.
+Most kills are a SIGKILL to all ranks, in random order: at a random step, or at a random moment of the start, and so
+while checkpoints are written, moved and removed. Before some, one rank is frozen for a while (SIGSTOP), so that the
+others get ahead of it. Some starts meet a full disk instead: checkpoints do not fit any more, and the run must end by
+itself. In the end the sample trace must have each image exactly once per epoch, and the weights must be equal bit for
+bit to those of a run without kills, on the same number of ranks at each step. Uses a small dataset of noise that it makes
+itself.
 """
 
 import argparse
+import contextlib
 import io
 import json
 import multiprocessing
 import os
 import random
+import re
+import resource
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
-from dali_train import checkpoint
-from dali_train.data.indexing import build_index
-from dali_train.data.tfrecord import write_records
-from dali_train.status import newest_step, read_status
+from dali_train.checkpoint.load import load_newest
+from dali_train.config import load_config
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.tfrecord import write_records
+from dali_train.distributed.status import newest_step
 
 NUM_IMAGES = 50
 CONFIG = """
 from dali_train.config import *
 
 config = Config(
-    data=DataConfig(root={root!r}, train_size=32, num_threads=1),
+    data=DataConfig(
+        root={root!r}, train_size=32, eval_resize_to=36, eval_size=32, num_threads=1,
+        shuffle={shuffle!r}, block_images=4, window_blocks=3,
+    ),
     model=ModelConfig(
         name="vit_tiny_patch16_224",
         kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_drop_rate=0.1, drop_path_rate=0.1),
@@ -54,7 +67,11 @@ config = Config(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, metavar="N", help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of the run (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2], metavar="N[,N...]",
+        help="of the run, chosen anew for each start if there are several (default: 2)",
+    )  # fmt: skip
+    parser.add_argument("--shuffle", default="full", choices=("full", "block", "none"), help="order (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
     parser.add_argument("--directory", type=Path, metavar="DIR", help="where to work, kept (default: a temporary directory)")
     options = parser.parse_args()
@@ -63,35 +80,49 @@ def main() -> None:
     # Long enough that most kills fall between the first step and the last: about four steps for each.
     epochs = max(8, 4 * options.kills * 16 // NUM_IMAGES)
     for name in ("undisturbed", "killed"):
-        text = CONFIG.format(root=str(directory / "data"), run=str(directory / name), epochs=epochs)
+        text = CONFIG.format(root=str(directory / "data"), run=str(directory / name), epochs=epochs, shuffle=options.shuffle)
         (directory / f"{name}.py").write_text(text)
 
-    peace = Attempt(directory / "undisturbed.py", options.ranks, directory / "undisturbed.log")
-    if (statuses := peace.wait()) != [0] * options.ranks:
-        sys.exit(f"the undisturbed run ended with {statuses}: see {directory / 'undisturbed.log'}")
-    status = read_status(directory / "undisturbed")
-    assert status is not None
-    moments = torture(directory, status.step, options.kills, options.ranks, random.Random(options.seed))
-    problems = compare(directory / "undisturbed", directory / "killed", status.step)
-    print(f"{sum(moments.values())} kills of {options.ranks} ranks in a run of {status.step} steps, {epochs} epochs: " + ", ".join(
+    total_steps = load_config(directory / "killed.py").steps(epochs, NUM_IMAGES)
+    moments, starts = torture(directory, total_steps, options.kills, options.ranks, random.Random(options.seed))
+    for begin, end, num_ranks in layouts(starts, total_steps):
+        print(f"undisturbed: steps {begin} to {end} on {num_ranks} ranks", flush=True)
+        words = ["--run.max_steps", str(end)]
+        statuses = Attempt(directory / "undisturbed.py", num_ranks, directory / "undisturbed.log", words).wait()
+        if set(statuses) != {0}:
+            sys.exit(f"the undisturbed run ended with {statuses}: see {directory / 'undisturbed.log'}")
+    problems = compare(directory / "undisturbed", directory / "killed", total_steps)
+    ranks = " or ".join(map(str, options.ranks))
+    print(f"{sum(moments.values())} kills of {ranks} ranks in a run of {total_steps} steps, {epochs} epochs: " + ", ".join(
         f"{count} {moment}" for moment, count in moments.most_common()
     ))  # fmt: skip
     for problem in problems:
         print(f"PROBLEM: {problem}")
     if not problems:
-        print("every restart went on; final weights equal bit for bit; each image exactly once in every epoch")
+        print("every restart resumed; final weights equal bit for bit; each image exactly once in every epoch")
     if options.directory is None and not problems:
         shutil.rmtree(directory)
     sys.exit(1 if problems else 0)
 
 
-def torture(directory: Path, total_steps: int, kills: int, ranks: int, rng: random.Random) -> Counter[str]:
-    """Kill and start again, then let the run end. Counts the kills by what the run was doing."""
-    run, moments = directory / "killed", Counter[str]()
+def torture(
+    directory: Path, total_steps: int, kills: int, ranks: list[int], rng: random.Random
+) -> tuple[Counter[str], list[tuple[int, int]]]:
+    """Kill and start again, then let the run end.
+
+    Returns:
+        The kills, counted by what the run was doing, and of each start the step it began with and its number of ranks.
+    """
+    run, log, moments, starts = directory / "killed", directory / "killed.log", Counter[str](), list[tuple[int, int]]()
+
+    def start() -> Attempt:
+        starts.append((newest_step(run) or 0, rng.choice(ranks)))
+        return Attempt(directory / "killed.py", starts[-1][1], log)
+
     # Where in the run's life: a step, or (a quarter of them) a moment of the start-up before it.
     steps = sorted(rng.randrange(total_steps) for _ in range(kills))
     for step in steps:
-        attempt = Attempt(directory / "killed.py", ranks, directory / "killed.log")
+        attempt = start()
         started = time.monotonic()
         at_start = rng.random() < 0.25
         delay = rng.uniform(0, 1.5) if at_start else rng.uniform(0, 0.1)
@@ -102,31 +133,56 @@ def torture(directory: Path, total_steps: int, kills: int, ranks: int, rng: rand
         time.sleep(delay)
         if not attempt.running():
             statuses = attempt.wait()
-            if statuses != [0] * ranks:  # it may have come to its end, but never to another
-                sys.exit(f"an attempt ended with {statuses} by itself: see {directory / 'killed.log'}")
+            if set(statuses) != {0}:  # it may have come to its end, but never to another
+                sys.exit(f"an attempt ended with {statuses} by itself: see {log}")
             moments["after the end"] += 1
             continue
-        writing = any((run / "checkpoints").glob(".*.partial")) or any((run / "checkpoints").glob(".*.removed"))
-        attempt.kill(rng)
-        progressed = (newest_step(run) or 0) > before
-        moments["while a checkpoint was written" if writing else "between" if progressed else "before the first save"] += 1
-        print(f"killed {time.monotonic() - started:.2f} s after its start at step {newest_step(run) or 0}", flush=True)
-    statuses = Attempt(directory / "killed.py", ranks, directory / "killed.log").wait()
-    if statuses != [0] * ranks:
-        sys.exit(f"the last attempt ended with {statuses}: see {directory / 'killed.log'}")
-    return moments
+        event = rng.choices(("kill", "freeze", "full disk"), (6, 1, 1))[0]
+        saved = sum(path.stat().st_size for path in run.glob("checkpoints/newest/*.safetensors"))
+        if event == "full disk" and saved and not at_start:
+            attempt.limit_files(saved // attempt.num_ranks - 1)  # the largest of as many files is larger
+            statuses = attempt.wait(timeout=120)
+            if 0 in statuses or None in statuses:
+                sys.exit(f"with a full disk, an attempt ended with {statuses} (None: not at all): see {log}")
+            moments["on a full disk"] += 1
+        else:
+            if event == "freeze":
+                attempt.freeze(rng)
+                time.sleep(rng.uniform(0, 1))
+            writing = any((run / "checkpoints").glob(".*.partial")) or any((run / "checkpoints").glob(".*.removed"))
+            attempt.kill(rng)
+            progressed = (newest_step(run) or 0) > before
+            if event == "freeze":
+                moments["with a frozen rank"] += 1
+            else:
+                moments["while a checkpoint was written" if writing else "between" if progressed else "before the first save"] += 1
+        print(f"{event} {time.monotonic() - started:.2f} s after its start at step {newest_step(run) or 0}", flush=True)
+    statuses = start().wait()
+    if set(statuses) != {0}:
+        sys.exit(f"the last attempt ended with {statuses}: see {log}")
+    return moments, starts
+
+
+def layouts(starts: list[tuple[int, int]], total_steps: int) -> list[tuple[int, int, int]]:
+    """On how many ranks the steps were made that count: (after this step, up to this step, ranks), as few as possible."""
+    merged: list[tuple[int, int, int]] = []
+    ends = [begin for begin, _ in starts[1:]] + [total_steps]
+    for (begin, ranks), end in zip(starts, ends, strict=True):
+        if merged and merged[-1][2] == ranks:
+            merged[-1] = (merged[-1][0], end, ranks)
+        elif begin < end:
+            merged.append((begin, end, ranks))
+    return merged
 
 
 def compare(undisturbed: Path, killed: Path, total_steps: int) -> list[str]:
     """What is not as it must be."""
     problems = []
-    (a, warnings), (b, more) = (checkpoint.newest(run / "checkpoints") for run in (undisturbed, killed))
+    (a, warnings), (b, more) = (load_newest(run / "checkpoints") for run in (undisturbed, killed))
     if a is None or b is None or a.step != total_steps or b.step != total_steps or warnings or more:
         return [f"last checkpoints: {a and a.path} and {b and b.path}, expected step {total_steps}; {warnings} {more}"]
     for section, tensors in a.state.items():
-        problems += [
-            f"{section} {name} differs" for name, tensor in tensors.items() if not torch.equal(tensor, b.state[section][name])
-        ]
+        problems += [f"{section} {name} differs" for name in tensors if not torch.equal(tensors[name], b.state[section][name])]
     lines = [json.loads(line) for path in killed.glob("samples.rank*.jsonl") for line in path.read_text().splitlines()]
     traced = Counter((line["step"], line["k"]) for line in lines)
     if set(traced.values()) != {1} or len(traced) != total_steps * 4:
@@ -136,7 +192,7 @@ def compare(undisturbed: Path, killed: Path, total_steps: int) -> list[str]:
     for start in range(0, len(stream) - NUM_IMAGES + 1, NUM_IMAGES):
         if sorted(stream[start : start + NUM_IMAGES]) != list(range(NUM_IMAGES)):
             problems.append(f"epoch {start // NUM_IMAGES} does not have each image once")
-    if "warning" in (killed.parent / "killed.log").read_text():
+    if re.search("resuming from .* instead", (killed.parent / "killed.log").read_text()):
         problems.append("a checkpoint was passed over: see killed.log")
     return problems
 
@@ -156,19 +212,21 @@ class Attempt:
     """All ranks of one start, forked from a server that has imported everything: a start takes a second, not ten."""
 
     _context = multiprocessing.get_context("forkserver")
-    _context.set_forkserver_preload(["dali_train.train", "dali_train.cli"])
+    _context.set_forkserver_preload(["dali_train.commands.train", "dali_train.cli"])
 
-    def __init__(self, config: Path, ranks: int, log: Path) -> None:
+    def __init__(self, config: Path, ranks: int, log: Path, words: Sequence[str] = ()) -> None:
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
             port = str(listener.getsockname()[1])
+        self.num_ranks = ranks
         self._processes = []
         for rank in range(ranks):
             environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            process = self._context.Process(target=run_rank, args=(config, environment, log))
+            process = self._context.Process(target=run_rank, args=(config, words, environment, log))
             process.start()
             self._processes.append(process)
+        self._pids = [process.pid for process in self._processes if process.pid is not None]
 
     def running(self) -> bool:
         return all(process.is_alive() for process in self._processes)
@@ -178,20 +236,29 @@ class Attempt:
             process.kill()
         self.wait()
 
-    def wait(self) -> list[int | None]:
+    def freeze(self, rng: random.Random) -> None:
+        os.kill(rng.choice(self._pids), signal.SIGSTOP)
+
+    def limit_files(self, num_bytes: int) -> None:
+        """Let no rank write a larger file from now on, as if the disk were full."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+    def wait(self, timeout: float | None = None) -> list[int | None]:
         for process in self._processes:
-            process.join()
+            process.join(timeout)
         return [process.exitcode for process in self._processes]
 
 
-def run_rank(config: Path, environment: dict[str, str], log: Path) -> None:
+def run_rank(config: Path, words: Sequence[str], environment: dict[str, str], log: Path) -> None:
     os.environ.update(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     from dali_train.cli import main
 
-    sys.exit(main(["train", "--config", str(config)]))
+    sys.exit(main(["train", "--config", str(config), *words]))
 
 
 if __name__ == "__main__":

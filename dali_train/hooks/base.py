@@ -1,4 +1,4 @@
-"""The five moments of a run and what a hook is told at each."""
+"""The moments of a run, and the record that a hook gets at each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,15 +9,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dali_train.config import Config
-from dali_train.data.loader import Batch
-from dali_train.data.micro_batch import MicroBatchDraws
-from dali_train.evaluate import EvaluationDetails, EvaluationResult
-from dali_train.launch import Launch
-from dali_train.timing import PhaseClock
+from dali_train.data.loading.loader import Batch
+from dali_train.data.sampling.micro_batch import MicroBatchDraws
+from dali_train.distributed.launch import Launch
+from dali_train.training.evaluation import EvaluationDetails, EvaluationResult
+from dali_train.training.metrics import TrainingSums
+from dali_train.training.timing import PhaseClock, StepTimes
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStart:
+class RunPlan:
+    """What is known before the model is built and compiled."""
+
     config: Config
     directory: Path
     launch: Launch
@@ -25,38 +28,28 @@ class RunStart:
     num_images: int
     num_classes: int
     class_names: tuple[str, ...]
-    num_parameters: int
-    accumulation: int  # micro-batches of one rank in a step
-    start_step: int  # optimizer steps done before
+    grad_accum_steps: int  # micro-batches of one rank per step
     total_steps: int  # at which the run ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart(RunPlan):
+    num_parameters: int
+    start_step: int  # optimizer steps done before
     startup_s: float  # building everything, compiling included
-    # To look at, never to change; torch's own observers (Optimizer.register_step_pre_hook, ...) can be put on them.
-    model: nn.Module  # not wrapped for parallelism
+    # To look at, never to change; callbacks can be registered on them (Module.register_forward_hook, ...): see Hook.
+    model: nn.Module  # not wrapped for parallelism; in a pipeline this rank's stages, where names are still timm's
     optimizer: Optimizer
     clock: PhaseClock
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRecord:
-    """Since the last logging step. Times of a step are means, in seconds of wall clock on this rank."""
+class TrainRecord(TrainingSums, StepTimes):
+    """Means since the last logging step; times in seconds of wall clock on this rank."""
 
-    loss: float
-    top1: float
     lr: float
-    grad_norm: float
-    loss_scale: float
-    skipped_steps: int
     images_per_second: float  # over all ranks, without evaluation and checkpoints
-    step_s: float  # these six sum to step_s
-    data_wait_s: float
-    forward_s: float
-    backward_s: float
-    exchange_s: float  # what backward did not hide
-    optimizer_s: float
-    logging_s: float  # reading the metrics, and the hooks
-    evaluation_s: float  # these two in all, outside the steps
-    checkpoint_s: float
-    first_step_s: float | None  # the first step of the process, which is left out of the means above
+    mfu: float | None = None  # model FLOP utilisation, a fraction of the dense peak; None where the peak is not known
     measured: Mapping[str, float] = field(default_factory=dict)  # what hooks measured
 
     def scalars(self) -> dict[str, float]:
@@ -69,9 +62,11 @@ class TrainRecord:
 class StepRecord:
     step: int  # optimizer steps done, this one included
     epoch: float  # passes over the data done
-    # This rank's; their `step` is this step's number from 0, so `step` - 1. Each a MicroBatch unless data.reader is stream.
+    # This rank's; they count steps from 0, so their `step` is one less. Each is a MicroBatch unless data.reader is stream.
     micro_batches: tuple[MicroBatchDraws, ...]
-    batch: Batch  # the last of them with its pixels, on the device; its memory is used again, so copy what you keep
+    # The last of them with its pixels, on the device; its memory is used again, so copy what you keep. Without pixels on later
+    # stages of a pipeline.
+    batch: Batch
     train: TrainRecord | None  # on logging steps
 
 
@@ -81,9 +76,12 @@ class EvaluationRecord:
     epoch: float
     result: EvaluationResult
     details: EvaluationDetails | None  # with hooks.predictions
+    ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
 
     def scalars(self) -> dict[str, float]:
-        return vars(self.result)
+        """Everything by name, as it goes into files and trackers; the moving average's as ema_loss, ema_top1, ema_top5."""
+        average = {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5")} if self.ema is not None else {}
+        return {**vars(self.result), **average}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +105,15 @@ class Hook:
 
         config = Config(..., hooks=HooksConfig(user=(ModelNorm,)))
 
-    A hook that raises is reported and does not end the run, unless it is `required`.
+    A hook that raises is reported and does not end the run, unless it is `required`. The same holds for callbacks that `start`
+    registers with torch, on modules, tensors and optimizers. Those that are registered later, or through functions of torch
+    for all modules, torch calls directly: what they raise ends the run.
     """
 
     required: ClassVar[bool] = False
+
+    def announce(self, record: RunPlan) -> None:
+        """Before the model is built and compiled, which can take minutes."""
 
     def start(self, record: RunStart) -> None:
         """Before the first step. A hook that fails here is not called again."""
@@ -123,7 +126,7 @@ class Hook:
         """After every step."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """After every evaluation, behind `step` of the same step."""
+        """After every evaluation; `step` of the same step comes before."""
 
     def end(self, record: RunEnd) -> None:
         """After the last step, or the error that ended the run."""

@@ -1,44 +1,55 @@
-"""A run as it goes by: the layout at the start, a line every logging interval, a line every epoch."""
+"""A run as it progresses: the plan at the start, a line per logging interval, a line per epoch, the result at the end."""
 
-import datetime
 import logging
+import math
+import os
 import sys
+from pathlib import Path
 
 from tqdm import tqdm
 
-from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord, TrainRecord
+from dali_train.distributed.layout import Layout
+from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.text import duration, plural
+from dali_train.training.events import Event, read_events
 
 logger = logging.getLogger("dali_train")
+
+_BAR_FORMAT = "{percentage:3.0f} % |{bar:12}| {desc}"
+_BAR_WIDTH = len("100 % |            | ")
 
 
 class Console(Hook):
     """A progress bar on rank 0's terminal; in a file or under Slurm plain lines. Other ranks write to their log files."""
 
+    _announced = False
+
+    def announce(self, record: RunPlan) -> None:
+        self._announced = True
+        self._show_plan(record)
+        # auto compiles on a GPU only, and says so itself
+        compiling = "" if record.config.model.compile in ("none", "auto") else " and compiled, which can take minutes"
+        logger.info(f"waiting for the model to be built{compiling}")
+
     def start(self, record: RunStart) -> None:
-        config, launch = record.config, record.launch
-        batch = config.batch
-        ranks = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''} ({launch.launcher})"
-        millions = record.num_parameters / 1e6
-        resumed = f", going on from step {record.start_step}" if record.start_step else ""
-        logger.info(
-            f"model      {config.model.name}, {millions:.1f} M parameters, {config.precision.dtype} on {record.device}\n"
-            f"data       {config.data.root}: {record.num_images} images, {record.num_classes} classes\n"
-            f"batch      {batch.global_batch} = {batch.micro_batch} images x {record.accumulation} accumulated x {ranks}\n"
-            f"steps      {record.total_steps}, {record.num_images / batch.global_batch:.1f} an epoch{resumed}\n"
-            f"directory  {config.run.dir}"
-        )
+        if not self._announced:
+            self._show_plan(record)
+        resumed = f", resuming from step {record.start_step}" if record.start_step else ""
+        size = f"{record.num_parameters / 1e6:.1f} M" if record.num_parameters >= 100_000 else f"{record.num_parameters:,}"
+        logger.info(f"ready      {size} parameters, after {duration(record.startup_s)}{resumed}")
+        self._directory = record.directory
         self._total = record.total_steps
-        self._steps_an_epoch = record.num_images / batch.global_batch
+        self._steps_per_epoch = record.num_images / record.config.batch.global_batch
         self._interval: TrainRecord | None = None
         self._epoch_loss = _Mean()
         self._result: EvaluationRecord | None = None
+        self._best = _best_before(record) if record.launch.rank == 0 else None
         self._finished_epoch: int | None = None
         self._last_logged = record.start_step
         # Control characters have no place in a file, and srun's output is one even where srun has a terminal.
         self._bar = tqdm(
-            total=record.total_steps, initial=record.start_step, dynamic_ncols=True,
-            bar_format="{percentage:3.0f} % |{bar:12}| {desc}",
-            disable=launch.rank != 0 or not sys.stderr.isatty() or launch.launcher == "srun",
+            total=record.total_steps, initial=record.start_step, dynamic_ncols=True, bar_format=_BAR_FORMAT,
+            disable=record.launch.rank != 0 or not sys.stderr.isatty() or record.launch.launcher == "srun",
         )  # fmt: skip
 
     def step(self, record: StepRecord) -> None:
@@ -48,36 +59,67 @@ class Console(Hook):
             self._interval = record.train
             self._epoch_loss.add(record.train.loss, record.step - self._last_logged)
             self._last_logged = record.step
-            text = self._line(record.step, record.epoch, record.train)
-            self._bar.set_description_str(text, refresh=False)
-            logger.info(text, extra={"file_only": not self._bar.disable})
-        if int(record.epoch + 1e-9) > int(record.epoch - 1 / self._steps_an_epoch + 1e-9) or record.step == self._total:
+            parts = self._parts(record.step, record.epoch, record.train)
+            self._bar.set_description_str(fitting(parts, _terminal_width() - _BAR_WIDTH), refresh=False)
+            logger.info("  ".join([*parts[1:], parts[0]]), extra={"file_only": not self._bar.disable})
+        if int(record.epoch + 1e-9) > int(record.epoch - 1 / self._steps_per_epoch + 1e-9) or record.step == self._total:
             self._finished_epoch = max(1, int(record.epoch + 1e-9))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._result = record
-        if self._finished_epoch is None:  # in the middle of an epoch: the epoch's line is far away
+        top1 = (record.ema or record.result).top1  # by which checkpoints are compared
+        if self._best is None or top1 >= self._best["top1"]:
+            self._best = {"step": record.step, "top1": top1}
+        if self._finished_epoch is None:  # in the middle of an epoch, whose line is far away
             logger.info(f"evaluation at epoch {record.epoch:.2f}: {_accuracy(record)}")
 
     def end(self, record: RunEnd) -> None:
         self._finish_epoch()
         self._bar.close()
-        spent = ", ".join(f"{phase} {_duration(seconds)}" for phase, seconds in record.seconds.items() if seconds >= 0.5)
-        logger.info(f"{'finished' if record.error is None else 'ended'} at step {record.step}/{self._total}: {spent}")
+        state = "failed" if record.error is not None else "finished" if record.step >= self._total else "stopped"
+        spent = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in record.seconds.items() if seconds >= 0.5)
+        logger.info(f"{state} at step {record.step}/{self._total}{': ' if spent else ''}{spent}")
+        if self._best is not None:
+            checkpoint = self._directory / "checkpoints" / f"step-{self._best['step']:08d}"
+            place = checkpoint if checkpoint.is_dir() else "its checkpoint was not kept"
+            logger.info(f"best top-1 {self._best['top1']:.2%} at step {self._best['step']}: {place}")
 
-    def _line(self, step: int, epoch: float, train: TrainRecord) -> str:
-        waiting = train.data_wait_s / train.step_s if train.step_s else 0.0
-        left = _duration((self._total - step) * train.step_s)
-        text = (
-            f"step {step}/{self._total}  epoch {epoch:.2f}  loss {train.loss:.4f}  lr {train.lr:.3g}  "
-            f"{train.images_per_second:,.0f} images/s  data wait {waiting:.0%}  left {left}"
+    def _show_plan(self, record: RunPlan) -> None:
+        config, batch = record.config, record.config.batch
+        layout = Layout.for_config(record.launch, record.config.parallel)
+        ranks = f"{plural(layout.data_size, 'rank')} ({record.launch.launcher})"
+        if layout.splits_model:
+            ranks = f"{layout.data_size} data-parallel of {layout.describe()} ({record.launch.launcher})"
+        micro_batch = plural(batch.micro_batch, "image")
+        logger.info(
+            f"model      {config.model.name}, {config.precision.dtype} on {record.device}\n"
+            f"data       {config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}\n"
+            f"batch      {batch.global_batch} = {micro_batch} x {record.grad_accum_steps} accumulated x {ranks}\n"
+            f"steps      {record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch\n"
+            f"directory  {config.run.dir}"
         )
-        return text + (f"  skipped {train.skipped_steps}" if train.skipped_steps else "")
+        if config.precision.dtype == "fp16" and record.device.startswith("CPU"):
+            logger.warning("precision.dtype is fp16, which a CPU computes many times slower than fp32: use bf16 or fp32")
+
+    def _parts(self, step: int, epoch: float, train: TrainRecord) -> list[str]:
+        """What a line says, the most important first."""
+        waiting = train.data_wait_s / train.step_s if train.step_s else 0.0
+        parts = [
+            f"left {duration(round((self._total - step) * train.step_s))}",
+            f"step {step}/{self._total}",
+            f"epoch {epoch:.2f}",
+            f"loss {train.loss:.4f}",
+            f"lr {train.lr:.3g}",
+            f"{train.images_per_second:,.0f} images/s",
+            *([f"MFU {train.mfu:.1%}"] if train.mfu is not None else []),
+            f"data wait {waiting:.0%}",
+        ]
+        return parts + ([f"skipped {train.skipped_steps}"] if train.skipped_steps else [])
 
     def _finish_epoch(self) -> None:
         if self._finished_epoch is None:
             return
-        if not self._epoch_loss.count and self._result is None:  # logging is rarer than epochs: nothing to tell
+        if not self._epoch_loss.count and self._result is None:  # logging is rarer than epochs: nothing to report
             self._finished_epoch = None
             return
         parts = [f"epoch {self._finished_epoch}:"]
@@ -92,7 +134,7 @@ class Console(Hook):
 
 
 class _Mean:
-    """Of the logging intervals that ended in an epoch, by their steps."""
+    """Of the logging intervals that ended in an epoch, weighted by their steps."""
 
     def __init__(self) -> None:
         self.count, self._sum = 0, 0.0
@@ -107,10 +149,38 @@ class _Mean:
         return mean
 
 
+def fitting(parts: list[str], width: int) -> str:
+    """As many of the first `parts` as fit into `width` characters, the first in any case: tqdm would cut in the middle."""
+    text = parts[0]
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > width:
+            break
+        text += f"  {part}"
+    return text
+
+
+def _terminal_width() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns - 1  # tqdm leaves the last column free
+    except (OSError, ValueError):  # no terminal, so no bar
+        return 10**6
+
+
+def _best_before(record: RunStart) -> Event | None:
+    """The evaluation with the best top-1 of the steps that are resumed from; of equal ones the latest, as with checkpoints."""
+    evaluations = [
+        {"step": event["step"], "top1": event.get("ema_top1", event["top1"])}
+        for event in read_events(Path(record.directory) / "metrics.jsonl")
+        if event["event"] == "eval" and event["step"] <= record.start_step
+    ]
+    return max(
+        (event for event in evaluations if not math.isnan(event["top1"])),
+        key=lambda event: (event["top1"], event["step"]),
+        default=None,
+    )
+
+
 def _accuracy(record: EvaluationRecord) -> str:
     result = record.result
-    return f"loss {result.loss:.4f}  top-1 {result.top1:.2%}  top-5 {result.top5:.2%}"
-
-
-def _duration(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
+    average = f"  EMA top-1 {record.ema.top1:.2%}" if record.ema is not None else ""
+    return f"loss {result.loss:.4f}  top-1 {result.top1:.2%}  top-5 {result.top5:.2%}{average}"

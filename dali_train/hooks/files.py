@@ -1,32 +1,45 @@
-"""Files in the run directory: metrics.jsonl and the sample trace. A resumed run goes on in the same files."""
+"""Files in the run directory: metrics.jsonl and the sample trace. A resumed run continues the same files."""
 
 import json
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dali_train.data.micro_batch import MicroBatch
+from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.files import write_atomically
 from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord
+from dali_train.training.events import parse_line
+
+logger = logging.getLogger("dali_train")
 
 
 class JsonLines:
-    """A JSON-lines file for appending, without the lines that `keep` refuses or that a killed run left half.
+    """A JSON-lines file for appending, without its lines of steps after `last_step` and those that a killed run left half.
+    Lines of other programs, which name no step, stay.
 
     Lines are handed to the operating system at once: a killed run keeps them. One that did not fit on a full disk
-    leaves a torn line at most; the next one begins on a line of its own.
+    leaves a torn line at most; the next one begins on a line of its own. If the file is deleted meanwhile, a warning
+    says so and a new one is begun.
     """
 
-    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    def __init__(self, path: Path, last_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            lines = [text for text in path.read_text().splitlines() if (line := _parse(text)) is not None and keep(line)]
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(text + "\n" for text in lines))
-            partial.replace(path)
+        trim(path, last_step)
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self._torn = False
 
     def write(self, line: dict[str, Any]) -> None:
+        if not self._is_there():
+            logger.warning(
+                "%s is gone: was %s deleted or moved while the run uses it? What was recorded there is lost; a new file is started",
+                self._path, self._path.parent,
+            )  # fmt: skip
+            self._file.close()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
         data = (b"\n" if self._torn else b"") + json.dumps(line).encode() + b"\n"
         self._torn = True
         written = self._file.write(data)
@@ -35,22 +48,38 @@ class JsonLines:
     def close(self) -> None:
         self._file.close()
 
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
-def _parse(text: str) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return line if isinstance(line, dict) else None
+
+def trim(path: Path, last_step: int) -> None:
+    """Remove lines of steps after `last_step`, and torn ones, from a JSON-lines file if there is one."""
+    if path.is_file():
+        write_atomically(path, b"".join(_lines_up_to(path, last_step)))
+
+
+def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            content = parse_line(line)
+            if content is None:
+                continue
+            step = content.get("step")
+            if not isinstance(step, int) or step <= last_step:
+                yield line.rstrip(b"\n") + b"\n"
 
 
 class MetricsFile(Hook):
-    """``metrics.jsonl``: one line an event: start, train, eval, end."""
+    """``metrics.jsonl``: one line per event: start, train, eval, end."""
 
     def start(self, record: RunStart) -> None:
-        self._file = JsonLines(record.directory / "metrics.jsonl", lambda line: line["step"] <= record.start_step)
+        self._file = JsonLines(record.directory / "metrics.jsonl", record.start_step)
         epoch = record.start_step * record.config.batch.global_batch / record.num_images
-        self._file.write({"event": "start", "step": record.start_step, "epoch": epoch, "startup_s": record.startup_s})
+        facts = {"total_steps": record.total_steps, "startup_s": record.startup_s}
+        self._file.write({"event": "start", "step": record.start_step, "epoch": epoch, **facts})
 
     def step(self, record: StepRecord) -> None:
         if record.train is not None:
@@ -70,8 +99,13 @@ class SampleTrace(Hook):
 
     def start(self, record: RunStart) -> None:
         self._num_images = record.num_images
-        path = record.directory / f"samples.rank{record.launch.rank}.jsonl"
-        self._file = JsonLines(path, lambda line: line["step"] < record.start_step)
+        last_step = record.start_step - 1  # here steps count from 0
+        if record.launch.rank == 0:  # files of ranks that the run had before and has no more
+            for path in record.directory.glob("samples.rank*.jsonl"):
+                rank = path.name.removeprefix("samples.rank").removesuffix(".jsonl")
+                if rank.isdecimal() and int(rank) >= record.launch.world_size:
+                    trim(path, last_step)
+        self._file = JsonLines(record.directory / f"samples.rank{record.launch.rank}.jsonl", last_step)
 
     def step(self, record: StepRecord) -> None:
         for batch in record.micro_batches:

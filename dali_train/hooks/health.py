@@ -1,4 +1,4 @@
-"""Warnings while something can still be done about a run that goes bad."""
+"""Warnings about a run that goes wrong, while something can still be done."""
 
 import logging
 import statistics
@@ -9,21 +9,21 @@ from dali_train.hooks.base import Hook, RunStart, StepRecord
 logger = logging.getLogger("dali_train")
 
 GRAD_NORM_FACTOR = 10.0
-"""A gradient norm over so many times the median of the last HISTORY ones is a jump."""
+"""A gradient norm more than this many times the median of the last HISTORY ones is a jump."""
 HISTORY = 20
 SKIPPED_SHARE = 0.05
 """While all is well FP16's scaler skips about one step each time it doubles its scale, every 2,000 steps by default."""
 SEARCH_STEPS = 50
-"""At the start of a process the scaler looks for its scale, from 65,536 down, and skips a step for each halving."""
+"""At the start of a process the scaler searches for its scale, from 65,536 down, and skips a step for each halving."""
 TRUST_RATIO_MAX = 100.0
-"""Our judgement: a ratio far beyond those of healthy layers tells of a layer next to no gradient reaches."""
+"""Our judgement: ratios of healthy layers are far smaller; a larger one means that the layer gets almost no gradient."""
 
 
 class Health(Hook):
     """Looks at the logged numbers only. The terminal shows each kind once, the log file each time."""
 
     def start(self, record: RunStart) -> None:
-        self._start_step = record.start_step
+        self._start_step, self._optimizer = record.start_step, record.config.optimizer
         self._grad_norms: deque[float] = deque(maxlen=HISTORY)
         self._skipped: deque[tuple[int, int]] = deque([(record.start_step + SEARCH_STEPS, 0)], maxlen=HISTORY)
 
@@ -34,20 +34,29 @@ class Health(Hook):
         if len(self._grad_norms) == HISTORY and train.grad_norm > GRAD_NORM_FACTOR * (usual := statistics.median(self._grad_norms)):
             logger.warning(
                 f"gradient norm {train.grad_norm:.3g} at step {record.step}, usually {usual:.3g}: if the loss does not "
-                "recover, go on from an earlier checkpoint with a lower optimizer.lr or a longer schedule.warmup_epochs"
+                "recover, resume from an earlier checkpoint with a lower optimizer.lr or a longer schedule.warmup_epochs"
             )
         self._grad_norms.append(train.grad_norm)
         self._check_overflows(record.step, train.skipped_steps)
         if train.loss_scale < 1:
             logger.warning(
-                f"loss scale {train.loss_scale:.3g} at step {record.step}: under 1 float16 loses small gradients instead of "
-                "saving them; the gradients grow without bound, or use precision.dtype bf16"
+                f"loss scale {train.loss_scale:.3g} at step {record.step}: below 1, float16 loses small gradients instead of "
+                "preserving them: lower optimizer.lr if the gradients diverge, or use precision.dtype bf16"
             )
         if (largest := train.measured.get("trust_ratio_max", 0.0)) > TRUST_RATIO_MAX:
             logger.warning(
-                f"largest trust ratio {largest:.3g} at step {record.step}: a layer with next to no gradient is moved at full "
-                "rate; lamb.jsonl names it. Set optimizer.weight_decay over 0 or exclude vectors (optimizer.exclude_vectors)"
+                f"largest trust ratio {largest:.3g} at step {record.step}: a layer whose gradient is nearly zero is moved at full "
+                f"rate; lamb.jsonl names it. {self._remedy()}"
             )
+
+    def _remedy(self) -> str:
+        """For a large trust ratio: the first that the run has not followed already."""
+        decay = self._optimizer.weight_decay
+        if not self._optimizer.exclude_vectors:
+            return "Exclude biases and norms from it: optimizer.exclude_vectors true"
+        if decay < 1 / TRUST_RATIO_MAX:
+            return f"Raise optimizer.weight_decay from {decay:g}: without a gradient the ratio is 1 / weight_decay"
+        return "If the loss stops falling, lower optimizer.lr or lengthen schedule.warmup_epochs"
 
     def _check_overflows(self, step: int, skipped: int) -> None:
         if step <= self._start_step + SEARCH_STEPS:

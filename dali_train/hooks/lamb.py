@@ -1,33 +1,44 @@
-"""LAMB's own view: large-batch training dies in single layers, long before the loss tells."""
+"""LAMB's own view: large-batch training fails in single layers, long before the loss shows it."""
 
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from timm.optim import Lamb
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from dali_train.distributed.layout import Layout
 from dali_train.hooks.base import Hook, RunEnd, RunStart
 from dali_train.hooks.files import JsonLines
 
 
 class LambView(Hook):
-    """Trust ratios, weight norms and update norms, now and then, worked out just before LAMB steps.
+    """Trust ratios, weight norms and update norms, every hooks.detail_every_steps steps, computed just before LAMB steps.
 
     LAMB moves a weight w by lr * |w| / |r| * r, with r = m / (sqrt(v) + eps) + weight_decay * w; |w| / |r| is the trust
     ratio. It keeps neither, so r is worked out from the gradient and the moments as they are before the step, layer by
     layer, without a copy of the weights. Nothing here waits for the device: `measure` reads when the loop has waited.
-    Every layer goes into ``lamb.jsonl``, minimum, median and maximum among the other scalars.
+    Every layer goes into ``lamb.jsonl``; the scalars get minimum, median and maximum over the layers that a gradient reaches.
+    Where there is none, as behind the zero gammas that timm's ResNets begin with, the ratio is 1 / weight_decay and says nothing.
+    Other optimizers have no trust ratio: then the hook does nothing.
     """
 
-    def __init__(self, every_steps: int) -> None:
-        self._every_steps = every_steps
+    def __init__(self, every_steps: int, layout: Layout) -> None:
+        self._every_steps, self._layout = every_steps, layout
 
     def start(self, record: RunStart) -> None:
-        self._names = {parameter: name for name, parameter in record.model.named_parameters()}
-        self._file = JsonLines(record.directory / "lamb.jsonl", lambda line: line["step"] <= record.start_step)
-        self._step = record.start_step
         self._pending: tuple[int, list[str], torch.Tensor] | None = None
+        self._file: JsonLines | None = None
+        if not isinstance(record.optimizer, Lamb):
+            return
+        self._names = {parameter: name for name, parameter in record.model.named_parameters()}
+        if self._layout.rank == 0:
+            self._file = JsonLines(record.directory / "lamb.jsonl", record.start_step)
+        self._step = record.start_step
         record.optimizer.register_step_pre_hook(self._before_step)
 
     def measure(self) -> Mapping[str, float]:
@@ -35,21 +46,29 @@ class LambView(Hook):
             return {}
         (step, names, values), self._pending = self._pending, None
         layers = dict(zip(names, values.tolist(), strict=True))
-        if not torch.isfinite(values).all():  # the step was skipped for an overflow, there is nothing to see
+        if self._layout.pipeline > 1:
+            stages: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(stages, layers)
+            layers = {name: row for stage in stages for name, row in stage.items()}
+        if self._file is None:  # rank 0 writes
             return {}
+        if not all(math.isfinite(value) for row in layers.values() for value in row):
+            return {}  # the step was skipped for an overflow, there is nothing to see
         self._file.write({"step": step, "layers": layers})
         ratios, weights, updates, gradients = zip(*layers.values(), strict=True)
+        reached = [ratio for ratio, gradient in zip(ratios, gradients, strict=True) if gradient > 0] or ratios
         return {
-            "trust_ratio_min": min(ratios),
-            "trust_ratio_median": statistics.median(ratios),
-            "trust_ratio_max": max(ratios),
+            "trust_ratio_min": min(reached),
+            "trust_ratio_median": statistics.median(reached),
+            "trust_ratio_max": max(reached),
             "weight_norm": _norm(weights),
             "update_norm": _norm(updates),
             "clipped_grad_norm": _norm(gradients),
         }
 
     def end(self, record: RunEnd) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -84,11 +103,16 @@ def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[
         second.div_(1 - beta2**step)
     direction = first.div_(second.sqrt_().add_(group["eps"]))
     direction.add_(parameter, alpha=group["weight_decay"])
-    weight_norm, direction_norm = parameter.norm(), direction.norm()
+    weight_norm, direction_norm, gradient_norm = map(_norm_of, (parameter, direction, gradient))
     ratio = torch.ones_like(weight_norm)
     if group["weight_decay"] != 0 or group["always_adapt"]:
         ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, ratio)
-    return torch.stack([ratio, weight_norm, group["lr"] * ratio * direction_norm, gradient.norm()]).double()
+    return torch.stack([ratio, weight_norm, group["lr"] * ratio * direction_norm, gradient_norm]).double()
+
+
+def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
+    norm = tensor.norm()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _norm(norms: tuple[float, ...]) -> float:

@@ -1,16 +1,17 @@
-"""``logs/rank{r}.log`` of every rank, and the terminal: what rank 0 has to say, and warnings of any rank, each once."""
+"""``logs/rank{r}.log`` of every rank, and the terminal: rank 0's messages, and warnings of any rank, each once."""
 
 import hashlib
 import logging
 import re
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 import torch.distributed as dist
 from tqdm import tqdm
 
-from dali_train.hooks.base import Hook, RunEnd, RunStart
+from dali_train.hooks.base import Hook, RunEnd, RunPlan, RunStart
+from dali_train.text import printable
 
 logger = logging.getLogger("dali_train")
 _WATCHED = ("dali_train", "py.warnings")
@@ -19,9 +20,20 @@ _WATCHED = ("dali_train", "py.warnings")
 class RunLogs(Hook):
     """Puts the handlers in place for as long as the run lasts. Must be the first hook."""
 
+    _handlers: ClassVar[list[logging.Handler]] = []  # the loggers are the process's, too
+    _is_open = False
+
+    def announce(self, record: RunPlan) -> None:
+        self._open(record)
+
     def start(self, record: RunStart) -> None:
-        rank = record.launch.rank
-        self._handlers: list[logging.Handler] = [_Terminal(rank)]
+        if not self._is_open:
+            self._open(record)
+
+    def _open(self, record: RunPlan) -> None:
+        rank, self._is_open = record.launch.rank, True
+        self._close()  # those of an earlier run in this process that did not get as far as its first step
+        self._handlers.append(_Terminal(rank))
         try:
             self._handlers.append(_RankFile(record.directory / "logs" / f"rank{rank}.log", rank))
         finally:
@@ -36,6 +48,9 @@ class RunLogs(Hook):
     def end(self, record: RunEnd) -> None:
         if record.error is not None:
             logger.debug("the run ended with an error", exc_info=record.error)
+        self._close()
+
+    def _close(self) -> None:
         for name in _WATCHED:
             watched = logging.getLogger(name)
             watched.propagate = True
@@ -44,10 +59,11 @@ class RunLogs(Hook):
         logging.captureWarnings(False)
         for handler in self._handlers:
             handler.close()
+        self._handlers.clear()
 
 
 class _RankFile(logging.FileHandler):
-    """Everything, with time and rank; a resumed run goes on in the same file."""
+    """Everything, with time and rank; a resumed run continues the same file."""
 
     def __init__(self, path: Path, rank: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,11 +71,14 @@ class _RankFile(logging.FileHandler):
         self.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
         self._failed = False
 
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n")
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         if not self._failed:
             self._failed = True  # before the warning, which comes here too
             logger.warning(
-                "%s cannot be written (%s). Training goes on; make room there, what is logged until then is lost",
+                "%s cannot be written (%s). Training continues; make room there, what is logged until then is lost",
                 self.baseFilename, sys.exc_info()[1],
             )  # fmt: skip
 
@@ -75,7 +94,7 @@ class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "file_only", False):
             return
-        message = record.getMessage()
+        message = printable(record.getMessage(), keep="\n")
         if record.levelno < logging.WARNING:
             _write(message, sys.stdout)
         elif self._is_new(message):
@@ -94,7 +113,7 @@ class _Terminal(logging.Handler):
         try:
             return dist.distributed_c10d._get_default_store().add(f"warning/{key}", 1) == 1
         except dist.DistError:
-            return True  # rank 0, which keeps the store, is gone: better twice than not at all
+            return True  # rank 0, which holds the store, is gone: better shown twice than not at all
 
 
 def _write(text: str, stream: TextIO) -> None:

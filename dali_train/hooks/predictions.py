@@ -1,11 +1,10 @@
-"""What the model answers at an evaluation: a table of some images, classes that it confuses, accuracy by class.
+"""What the model predicts at an evaluation: a table of some images, classes that it confuses, accuracy by class.
 
 ``predictions/step-NNNNNNNN/`` holds ``predictions.csv`` (always the same images), ``classes.csv`` and
 ``confusion.csv`` (up to 20 classes) or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once.
 """
 
 import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.index import Split
-from dali_train.evaluate import MAX_SCORES, EvaluationDetails
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.pictures import picture
 from dali_train.hooks.base import EvaluationRecord, Hook, RunStart
+from dali_train.hooks.names import class_names
+from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
 
 NUM_PAIRS = 50
 _THUMBNAIL = 128  # pixels
@@ -35,7 +36,7 @@ class ClassTables:
         return cls(flat.reshape(num_classes, num_classes))
 
     def accuracies(self) -> NDArray[np.float64]:
-        """A fraction a class; nan where the split has no image of it."""
+        """A fraction per class; nan where the split has no images of it."""
         counts = self.confusion.sum(axis=1)
         return np.where(counts > 0, self.confusion.diagonal() / np.maximum(counts, 1), np.nan)
 
@@ -49,7 +50,7 @@ class ClassTables:
 
 
 def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
-    """(columns, rows): image number, truth, guess, and a score a class, or those of guess and truth."""
+    """(columns, rows): image number, truth, guess, and one score per class, or those of guess and truth."""
     all_scores = len(names) <= MAX_SCORES
     columns = ["image", "truth", "guess", *([f"score {name}" for name in names] if all_scores else ["score", "score of truth"])]
     rows = [
@@ -59,12 +60,9 @@ def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[
     return columns, rows
 
 
-def class_names(record: RunStart) -> tuple[str, ...]:
-    return record.class_names or tuple(str(number) for number in range(record.num_classes))
-
-
 def thumbnail(split: Split, number: int) -> Image.Image:
-    image = Image.open(io.BytesIO(split.encoded(number).tobytes())).convert("RGB")
+    """Image `number` in RGB, shrunk to at most 128 pixels per side. Raises DatasetError: it cannot be decoded."""
+    image = picture(split, number)
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     return image
 

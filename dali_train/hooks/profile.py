@@ -11,7 +11,7 @@ logger = logging.getLogger("dali_train")
 
 
 class Profile(Hook):
-    """Traces the steps `first` to `last` (numbers from 1, as on the console) of this rank.
+    """Traces the steps `first` to `last` (counted from 1, as on the console) of this rank.
 
     ``profile/steps-A-B.rank0.json.gz`` opens in https://ui.perfetto.dev; ``profile/steps-A-B.txt`` lists the most
     expensive operators. The same phases are NVTX ranges for Nsight Systems.
@@ -23,6 +23,13 @@ class Profile(Hook):
 
     def start(self, record: RunStart) -> None:
         self._start = record
+        asked = f"hooks.profile is {self._first} {self._last}, but"
+        if self._first > record.total_steps:
+            logger.warning(f"{asked} the run ends after step {record.total_steps}: no trace is written; choose earlier steps")
+        elif self._first <= record.start_step:
+            logger.warning(f"{asked} step {record.start_step} is done already: no trace is written; choose later steps")
+        elif self._last > record.total_steps:
+            logger.warning(f"{asked} the run ends after step {record.total_steps}: the trace ends there too")
         if record.start_step + 1 == self._first:
             self._begin()
 

@@ -1,4 +1,4 @@
-"""What the host and the GPU do meanwhile: with each logging interval, where it can be had."""
+"""What the host and the GPU do during each logging interval, where that can be read."""
 
 import logging
 import time
@@ -13,7 +13,7 @@ logger = logging.getLogger("dali_train")
 
 
 class SystemFacts(Hook):
-    """Memory, what is read from the disk and, of this rank's GPU, what NVML tells through torch."""
+    """Memory, what is read from the disk and, of this rank's GPU, what NVML reports through torch."""
 
     def start(self, record: RunStart) -> None:
         self._process = psutil.Process()

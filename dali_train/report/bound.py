@@ -1,9 +1,10 @@
 """What bounds a run, in one sentence with its remedy."""
 
 from dali_train.report.runs import Run
+from dali_train.text import plural
 
 DATA_SHARE, EXCHANGE_SHARE, OPTIMIZER_SHARE, LOGGING_SHARE = 0.10, 0.15, 0.15, 0.03
-"""From these shares of a step on, a phase other than computing is what to work on first."""
+"""A phase other than computation that takes at least this share of a step is reported as what bounds the run."""
 
 
 def what_bounds(run: Run) -> str:
@@ -11,6 +12,8 @@ def what_bounds(run: Run) -> str:
     step = run.median("step_s")
     if not step or run.median("forward_s") is None:
         return "The run has logged no phases yet."
+    if all(event.get("first_step_s") == event["step_s"] for event in run.train):
+        return "Only the process's first step is logged, in which caches fill: what bounds the run shows in later steps."
 
     def share(phase: str) -> float:
         return (run.median(phase) or 0.0) / step
@@ -39,12 +42,14 @@ def what_bounds(run: Run) -> str:
 
 
 def _decoding(run: Run) -> str:
+    smaller = "store the images smaller (dali-train data convert)"
+    if run.is_small():  # decoding such images costs little
+        smaller = "read from faster storage"
     threads, cores = run.environment.get("decoding_threads"), run.environment.get("host_cores")
     if threads is None or cores is None:
-        return "raise data.num_threads, or store the images smaller."
+        return f"raise data.num_threads, or {smaller}."
     ranks = run.environment.get("ranks_on_host", 1)
-    used = threads * ranks
-    here = f"{threads} decoding thread{'s' if threads != 1 else ''} {'a rank ' if ranks > 1 else ''}on {cores} cores"
-    if used < cores:
-        return f"{here}; raise data.num_threads to {cores // ranks}, or store the images smaller (tools/make_tfrecords.py)."
-    return f"{here}, all in use; store the images smaller (tools/make_tfrecords.py), or give each rank more cores."
+    here = f"{plural(threads, 'decoding thread')} {'per rank ' if ranks > 1 else ''}on {plural(cores, 'core')}"
+    if threads * ranks < cores:
+        return f"{here}; raise data.num_threads to {cores // ranks}, or {smaller}."
+    return f"{here}, all in use; {smaller}, or give each rank more cores."

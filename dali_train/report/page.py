@@ -2,16 +2,16 @@
 
 import base64
 import html
-import io
 import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dali_train.config import ConfigError
 from dali_train.report.bound import what_bounds
+from dali_train.report.figures import draw_all
 from dali_train.report.runs import Run, differences, load_run, read_table
+from dali_train.text import duration, plural, printable
 
 NUM_WRONG = 24
 """Wrong answers that the page shows."""
@@ -31,7 +31,7 @@ h1 { font-size: 1.6rem; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; }
 th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #eee; vertical-align: top; }
 tbody th { font-weight: normal; color: #555; white-space: nowrap; }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; } thead + tbody td { min-width: 9rem; }
 .wrong { display: grid; grid-template-columns: repeat(auto-fill, minmax(104px, 1fr)); gap: .8rem;
   font-size: .8rem; line-height: 1.3; }
 .wrong img { width: 96px; height: 96px; object-fit: contain; image-rendering: auto; background: #f6f6f6; display: block; }
@@ -44,22 +44,14 @@ def write_report(directories: Sequence[Path], output: Path) -> Path:
     """Write ``output/index.html`` and the pictures beside it; returns the page.
 
     Raises:
-        ConfigError: a directory holds no run, or matplotlib is missing.
+        ConfigError: a directory holds no run.
     """
     runs = [load_run(directory) for directory in directories]
-    try:
-        from dali_train.report.figures import draw_all
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"dali-train report draws with {error.name}, which is not there: pip install 'dali-train[report]'"
-        ) from error
     output.mkdir(parents=True, exist_ok=True)
     pictures: dict[str, str] = {}
-    for name, figure in draw_all(runs).items():
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-        (output / f"{name}.png").write_bytes(buffer.getvalue())
-        pictures[name] = _inline(buffer.getvalue())
+    for name, png in draw_all(runs).items():
+        (output / f"{name}.png").write_bytes(png)
+        pictures[name] = _inline(png)
     page = output / "index.html"
     page.write_text(_page(runs, pictures))
     return page
@@ -67,10 +59,10 @@ def write_report(directories: Sequence[Path], output: Path) -> Path:
 
 def _page(runs: list[Run], pictures: dict[str, str]) -> str:
     title = " · ".join(run.name for run in runs)
-    parts = [f"<h1>{html.escape(title)}</h1>"]
+    parts = [f"<h1>{_escape(title)}</h1>"]
     for run in runs:
-        name = f"<b>{html.escape(run.name)}:</b> " if len(runs) > 1 else ""
-        parts.append(f'<p class="bound">{name}{html.escape(what_bounds(run))}</p>')
+        name = f"<b>{_escape(run.name)}:</b> " if len(runs) > 1 else ""
+        parts.append(f'<p class="bound">{name}{_escape(what_bounds(run))}</p>')
     parts.append(_facts_table(runs))
     for heading, names in _SECTIONS.items():
         shown = [name for name in names if name in pictures]
@@ -80,18 +72,18 @@ def _page(runs: list[Run], pictures: dict[str, str]) -> str:
     if len(runs) > 1:
         parts.append("<h2>Settings that differ</h2>" + _differences_table(runs))
     for run in runs:
-        suffix = f": {html.escape(run.name)}" if len(runs) > 1 else ""
+        suffix = f": {_escape(run.name)}" if len(runs) > 1 else ""
         parts += _confused(run, suffix) + _wrong_answers(run, suffix) + _samples(run, suffix)
     for run in runs:
         config = html.escape(json.dumps(run.config, indent=1))
         environment = html.escape(json.dumps(run.environment, indent=1))
         parts.append(
-            f"<details><summary>Config and environment of {html.escape(run.name)}</summary>"
+            f"<details><summary>Config and environment of {_escape(run.name)}</summary>"
             f"<pre>{config}</pre><pre>{environment}</pre></details>"
         )
-    parts.append("<footer>Written by <code>dali-train report</code>. Dotted vertical lines: the run was started again.</footer>")
+    parts.append("<footer>Written by <code>dali-train report</code>. Dotted vertical lines: the run was resumed.</footer>")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
         f"<body>{chr(10).join(parts)}</body></html>\n"
     )
@@ -105,7 +97,7 @@ def _facts_table(runs: list[Run]) -> str:
 
 def _facts(run: Run) -> dict[str, str]:
     config, environment = run.config, run.environment
-    batch, last, best = config.get("batch", {}), (run.train or list(run.events))[-1], run.best()
+    batch, last, best = config.get("batch", {}), run.events[-1], run.best()
     throughput, step = run.median("images_per_second"), run.median("step_s")
     seconds = run.phase_seconds()
     epochs, published = config.get("run", {}).get("epochs", math.nan), config.get("run", {}).get("published_top1")
@@ -113,14 +105,14 @@ def _facts(run: Run) -> dict[str, str]:
         "state": f"{run.state} at epoch {last['epoch']:.2f} of {epochs:g} (step {last['step']:,})",
         "best top-1": "no evaluation yet"
         if best is None
-        else f"{best['top1']:.2%} (top-5 {best['top5']:.2%}) at epoch {best['epoch']:.2f}, {best['num_images']:,} images"
+        else f"{best['top1']:.2%} (top-5 {best['top5']:.2%}) at epoch {best['epoch']:.2f}, {plural(best['num_images'], 'image')}"
         + (f"; published {published:.2%}" if published is not None else ""),
-        "last training loss": f"{last['loss']:.4f}" if "loss" in last else "none yet",
+        "last training loss": f"{run.train[-1]['loss']:.4f}" if run.train else "none yet",
         "throughput": "none yet"
         if throughput is None or step is None
-        else f"{throughput:,.0f} images/s, {1000 * step:,.1f} ms a step",
-        "time": f"{_duration(sum(seconds.values()))}, of it evaluation {_duration(seconds['evaluation_s'])}, "
-        f"checkpoints {_duration(seconds['checkpoint_s'])}",
+        else f"{throughput:,.0f} images/s, {duration(step)} per step",
+        "time": f"{duration(sum(seconds.values()))}, of it evaluation {duration(seconds['evaluation_s'])}, "
+        f"checkpoints {duration(seconds['checkpoint_s'])}",
         "first step": _first_steps(run),
         "model": f"{config.get('model', {}).get('name', '?')}, {config.get('precision', {}).get('dtype', '?')}",
         "batch": f"{batch.get('global_batch', '?')} images, micro-batches of {batch.get('micro_batch', '?')}",
@@ -137,7 +129,8 @@ def _first_steps(run: Run) -> str:
     if not startups or not firsts:
         return "none yet"
     times = f" (started {len(startups)} times, the last)" if len(startups) > 1 else ""
-    return f"{_duration(firsts[-1])}, after {_duration(startups[-1])} to build and compile{times}"
+    compiling = " and compile" if run.config.get("model", {}).get("compile", "none") != "none" else ""
+    return f"{duration(firsts[-1])}, after {duration(startups[-1])} to build{compiling}{times}"
 
 
 def _differences_table(runs: list[Run]) -> str:
@@ -165,16 +158,11 @@ def _wrong_answers(run: Run, suffix: str) -> list[str]:
         path = run.directory / "predictions" / "images" / f"{row['image']}.png"
         image = f'<img src="{_inline(path.read_bytes())}" alt="validation image {row["image"]}">' if path.is_file() else ""
         score = float(row.get("score") or row.get(f"score {row['guess']}") or 0)
-        truth, guess = html.escape(row["truth"]), html.escape(row["guess"])
+        truth, guess = _escape(row["truth"]), _escape(row["guess"])
         tiles.append(f"<div>{image}<b>{truth}</b>, guessed {guess} ({score:.0%})</div>")
-    heading = f"<h2>Wrong answers{suffix}</h2><p>{len(wrong)} of {len(rows)} images in the table of predictions.</p>"
-    small = " pixels" if _is_small(run) else ""
+    heading = f"<h2>Wrong answers{suffix}</h2><p>{len(wrong)} of {plural(len(rows), 'image')} in the table of predictions.</p>"
+    small = " pixels" if run.is_small() else ""
     return [heading, f'<div class="wrong{small}">{"".join(tiles)}</div>']
-
-
-def _is_small(run: Run) -> bool:
-    """Whether images have few pixels, which are then better seen than smoothed away."""
-    return int(run.config.get("data", {}).get("eval_size", 224)) <= 64
 
 
 def _samples(run: Run, suffix: str) -> list[str]:
@@ -187,18 +175,15 @@ def _samples(run: Run, suffix: str) -> list[str]:
 
 def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> str:
     body = "".join(
-        f"<tr><th>{html.escape(name)}</th>" + "".join(f"<td>{html.escape(str(value))}</td>" for value in values) + "</tr>"
+        f"<tr><th>{_escape(name)}</th>" + "".join(f"<td>{_escape(str(value))}</td>" for value in values) + "</tr>"
         for name, values in rows
     )
-    head = f"<thead><tr><th></th>{''.join(f'<th>{html.escape(text)}</th>' for text in heads)}</tr></thead>" if heads else ""
+    head = f"<thead><tr><th></th>{''.join(f'<th>{_escape(text)}</th>' for text in heads)}</tr></thead>" if heads else ""
     return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>' if body else ""
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+def _escape(text: str) -> str:
+    return html.escape(printable(text))
 
 
 def _inline(png: bytes) -> str:

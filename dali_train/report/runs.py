@@ -1,19 +1,15 @@
-"""A run as its directory tells it."""
+"""A run as its directory shows it."""
 
 import csv
-import json
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dali_train.config import ConfigError
-
-STEP_PHASES = ("data_wait_s", "forward_s", "backward_s", "exchange_s", "optimizer_s", "logging_s")
-OUTSIDE_PHASES = ("evaluation_s", "checkpoint_s")
-
-Event = dict[str, Any]
+from dali_train.errors import ConfigError
+from dali_train.text import printable
+from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event, parse_line, read_events
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +20,10 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     events: tuple[Event, ...]
-    lamb: tuple[Event, ...]
 
     @property
     def name(self) -> str:
-        return self.directory.resolve().name
+        return printable(self.directory.resolve().name)
 
     @cached_property
     def train(self) -> list[Event]:
@@ -48,17 +43,20 @@ class Run:
         last = self.events[-1]
         if last["event"] != "end":
             return "running, or killed"
-        return f"failed: {last['error']}" if last["error"] else "ended"
+        if last["error"]:
+            return f"failed: {last['error']}"
+        totals = [event["total_steps"] for event in self.events if "total_steps" in event]
+        return "ended" if not totals else "finished" if last["step"] >= totals[-1] else "stopped"
 
     def phase_seconds(self) -> dict[str, float]:
-        """Of the whole run as far as it is logged; phases of the steps and, apart from them, evaluation and checkpoints."""
-        totals = dict.fromkeys((*STEP_PHASES, *OUTSIDE_PHASES), 0.0)
+        """Of the complete run as far as it is logged, by field: the phases of steps, and what happens between steps."""
+        totals = dict.fromkeys((*STEP_PHASES.values(), *OUTSIDE_PHASES.values()), 0.0)
         before = 0
         for event in sorted((e for e in self.events if e["event"] in ("start", "train")), key=lambda e: e["step"]):
             if event["event"] == "train":
-                for phase in STEP_PHASES:
+                for phase in STEP_PHASES.values():
                     totals[phase] += event.get(phase, 0.0) * (event["step"] - before)
-                for phase in OUTSIDE_PHASES:
+                for phase in OUTSIDE_PHASES.values():
                     totals[phase] += event.get(phase, 0.0)
             before = event["step"]
         return totals
@@ -68,6 +66,10 @@ class Run:
         intervals = [event for event in self.train if "first_step_s" not in event] or self.train
         values = [event[field] for event in intervals if field in event]
         return statistics.median(values) if values else None
+
+    def is_small(self) -> bool:
+        """Whether images have few pixels: those are better seen than smoothed away, and cost little to decode."""
+        return int(self.config.get("data", {}).get("eval_size", 224)) <= 64
 
     def best(self) -> Event | None:
         """The evaluation with the best top-1."""
@@ -87,7 +89,7 @@ def load_run(directory: Path) -> Run:
     path = directory / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{directory} has no metrics.jsonl: name the run.dir of a run that has started")
-    events = _read_lines(path)
+    events = read_events(path)
     if not events:
         raise ConfigError(f"{path} has no line yet: wait for the run's first hooks.log_every_steps steps")
     return Run(
@@ -95,7 +97,6 @@ def load_run(directory: Path) -> Run:
         config=_read_object(directory / "config.json"),
         environment=_read_object(directory / "environment.json"),
         events=tuple(events),
-        lamb=tuple(_read_lines(directory / "lamb.jsonl")),
     )
 
 
@@ -120,17 +121,5 @@ def differences(runs: list[Run]) -> list[tuple[str, list[Any]]]:
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
 
 
-def _read_lines(path: Path) -> list[Event]:
-    """Whole lines only: the last may still be under way, or torn by a full disk."""
-    events = []
-    if path.is_file():
-        for text in path.read_text().splitlines():
-            try:
-                events.append(json.loads(text))
-            except json.JSONDecodeError:
-                continue
-    return events
-
-
 def _read_object(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    return (parse_line(path.read_bytes()) or {}) if path.is_file() else {}

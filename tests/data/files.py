@@ -1,18 +1,26 @@
 """Image files, archives and datasets for the tests of the data rooms."""
 
+import gzip
 import importlib.util
 import io
+import struct
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import scipy.io
 from PIL import Image
 
+from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from tests.conftest import REPOSITORY, jpeg, photograph
 
 SYNSETS = ("n01440764", "n01443537", "n02084071", "n02121808", "n03001627")
+# ILSVRC ids count in no order that anybody else uses; synsets with children have ids beyond those of the leaves.
+ID_OF_SYNSET = dict(zip(SYNSETS, (3, 5, 1, 4, 2), strict=True))
+PARENTS = {"n00001740": 6, "n00015388": 7}
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -61,7 +69,7 @@ def write_training_archive(path: Path, *, num_images: int = 4, synsets: Iterable
 
 
 def write_folder(root: Path, classes: Mapping[str, int], *, first_seed: int = 0) -> Path:
-    """``root/CLASS/NUMBER.jpg``, so many images of each class."""
+    """``root/CLASS/NUMBER.jpg``, with this number of images of each class."""
     seed = first_seed
     for name, count in classes.items():
         (root / name).mkdir(parents=True)
@@ -74,6 +82,78 @@ def write_folder(root: Path, classes: Mapping[str, int], *, first_seed: int = 0)
 def files_of(root: Path) -> dict[str, bytes]:
     """Every file below `root` with its content."""
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def write_devkit(path: Path, validation_synsets: list[str], *, truth: bytes | None = None) -> Path:
+    """``ILSVRC2012_devkit_t12.tar.gz`` with the parts that a converter needs, as MATLAB writes them."""
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O"), ("children", "O")]
+    rows = sorted((number, synset, 0) for synset, number in ID_OF_SYNSET.items())
+    rows += [(number, synset, 2) for synset, number in PARENTS.items()]
+    table = np.zeros((len(rows), 1), dtype=fields)
+    for place, (number, synset, children) in enumerate(rows):
+        table[place, 0] = (
+            float(number),
+            synset,
+            f"words of {synset}",
+            "a gloss",
+            float(children),
+            np.arange(children, dtype=float),
+        )
+    meta = io.BytesIO()
+    scipy.io.savemat(meta, {"synsets": table}, do_compression=True)
+    if truth is None:
+        truth = "".join(f"{ID_OF_SYNSET[synset]}\n" for synset in validation_synsets).encode()
+    root = "ILSVRC2012_devkit_t12"
+    members = [
+        (f"{root}/readme.txt", b"hello"),
+        (f"{root}/data/meta.mat", meta.getvalue()),
+        (f"{root}/data/ILSVRC2012_validation_ground_truth.txt", truth),
+    ]
+    return write_tar(path, members, mode="w:gz")
+
+
+def write_validation_archive(path: Path, num_images: int) -> Path:
+    """In an order that is not that of the numbers."""
+    members = [(f"ILSVRC2012_val_{n:08d}.JPEG", small_photograph(1000 + n)) for n in range(num_images, 0, -1)]
+    return write_tar(path, members)
+
+
+def records(root: Path, split: str) -> dict[str, tuple[int, str, bytes]]:
+    """image/filename -> (label as stored, synset, image)."""
+    found = {}
+    for path in sorted((root / split).iterdir()):
+        content = memoryview(path.read_bytes())
+        for record in walk_records(content, path, check_payload=True):
+            features = parse_example(content, record, path)
+            text = {
+                name: bytes(content[slice(*features[name].spans[0])])
+                for name in ("image/filename", "image/class/synset", "image/encoded")
+            }
+            (label,) = features["image/class/label"].integers
+            found[text["image/filename"].decode()] = (label, text["image/class/synset"].decode(), text["image/encoded"])
+    return found
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write_mnist(
+    directory: Path, *, packed: bool, num_train: int = 20, num_test: int = 6
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    directory.mkdir()
+    random = np.random.default_rng(0)
+    content = {}
+    for prefix, split, count in (("train", "train", num_train), ("t10k", "validation", num_test)):
+        images, labels = random.integers(0, 256, (count, 28, 28), np.uint8), random.integers(0, 10, count).astype(np.uint8)
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            name = f"{prefix}-{kind}-ubyte"
+            if packed:
+                (directory / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
+            else:
+                (directory / name).write_bytes(idx(array))
+        content[split] = images, labels
+    return content
 
 
 def tool(name: str) -> ModuleType:

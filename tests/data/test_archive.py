@@ -75,8 +75,8 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tarfile
 def test_untrusted_members_are_refused(tmp_path: Path, member: tarfile.TarInfo, message: str) -> None:
     path = tmp_path / "evil.tar"
     # GNU's format can say sizes that octal digits cannot.
-    header = member.tobuf(tarfile.GNU_FORMAT) + bytes(archive.BLOCK * 4)
-    path.write_bytes(tar_bytes({"good": b"g"})[: 2 * archive.BLOCK] + header)
+    header = member.tobuf(tarfile.GNU_FORMAT) + bytes(tarfile.BLOCKSIZE * 4)
+    path.write_bytes(tar_bytes({"good": b"g"})[: 2 * tarfile.BLOCKSIZE] + header)
     with pytest.raises(SourceError) as error:
         listed(path)
     assert message in str(error.value)

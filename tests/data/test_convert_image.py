@@ -10,23 +10,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.data.convert.image import (
-    BadImageError,
-    DecodeChecker,
-    MemoryBudget,
-    Recipe,
-    RecipeError,
-    StoredImage,
-    prepare,
-)
+from dali_train.data.convert.image import EncodingOptions, EncodingOptionsError, MemoryBudget, StoredImage, prepare
+from dali_train.data.dataset.decode import DecodeChecker
+from dali_train.data.dataset.image_file import BadImageError
 from tests.conftest import photograph
 from tests.data.files import encoded, small_photograph
 
 BUDGET = MemoryBudget(10**8)
 
 
-def prepared(content: bytes, **recipe: Any) -> StoredImage:
-    return prepare(content, Recipe(**recipe), BUDGET)
+def prepared(content: bytes, **encoding: Any) -> StoredImage:
+    return prepare(content, EncodingOptions(**encoding), BUDGET)
 
 
 def opened(stored: StoredImage) -> Image.Image:
@@ -52,7 +46,7 @@ def test_plain_jpegs_stay_bit_for_bit(mode: str, options: dict) -> None:
     assert stored.content == content
     assert (stored.height, stored.width) == (40, 60)
     assert stored.unchecked and stored.reencoded is None
-    assert DecodeChecker().failures([content]) == []
+    assert DecodeChecker().failures([content]) == {}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_what_is_no_plain_jpeg_becomes_one(mode: str, kind: str, name: str) -> N
     same = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"), float)
     # JPEGs keep their halved colour resolution, which blobs of two pixels do not survive.
     assert np.abs(np.asarray(image.convert("RGB"), float) - same).mean() < (20 if kind == "JPEG" else 8)
-    assert DecodeChecker().failures([stored.content]) == []
+    assert DecodeChecker().failures([stored.content]) == {}
 
 
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
@@ -126,16 +120,16 @@ def test_raw_pixels_are_those_of_the_image() -> None:
     stored = prepared(encoded(original, "PNG"), format="raw")
     assert stored.format == "RAW"
     assert np.array_equal(np.frombuffer(stored.content, np.uint8).reshape(40, 60, 3), np.asarray(original))
-    grey = prepare(np.asarray(original.convert("L")), Recipe(format="raw"), BUDGET)
+    grey = prepare(np.asarray(original.convert("L")), EncodingOptions(format="raw"), BUDGET)
     assert len(grey.content) == 40 * 60 * 3
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "not an image in a known format; it begins with b''"),
-        (b"<html>404</html>", "not an image in a known format; it begins with b'<html>40'"),
-        (b"\xff\xd8\xff\xe0", "not a JPEG file that can be read: the file ends after 4 bytes without a frame header"),
+        (b"", "is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000, GIF); it begins with b''"),
+        (b"<html>404</html>", "GIF); it begins with b'<html>40'"),
+        (b"\xff\xd8\xff\xe0", "is not a JPEG that can be read: the file ends after 4 bytes without a frame header"),
         (encoded(photograph(1, 40, 60), "PNG")[:-2000], "cannot be decoded"),
         (encoded(photograph(1, 40, 60).convert("CMYK"), "JPEG")[:-200], "cannot be decoded: image file is truncated"),
         (png_header(100_000, 100_000), "refused as a decompression bomb"),
@@ -164,9 +158,10 @@ def test_dali_finds_the_damaged_ones_of_a_batch_and_goes_on() -> None:
     damaged = list(images)
     damaged[3] = images[3][:-2]
     damaged[15] = images[15][: len(images[15]) // 2]
-    assert checker.failures(damaged) == [3, 15]
-    assert checker.failures(images) == []
-    assert checker.failures(images[:1]) == []
+    assert list(checker.failures(damaged)) == [3, 15]
+    assert checker.failures(damaged)[15].startswith("image file is truncated")
+    assert checker.failures(images) == {}
+    assert checker.failures(images[:1]) == {}
 
 
 def test_luminance_alone_finds_what_rgb_finds() -> None:
@@ -196,7 +191,7 @@ def test_luminance_alone_finds_what_rgb_finds() -> None:
         else:
             content[int(random.integers(len(content)))] ^= 1 << int(random.integers(8))
         verdicts.append(decodes_to_rgb(bytes(content)))
-        assert (checker.failures([bytes(content)]) == []) == verdicts[-1]
+        assert (checker.failures([bytes(content)]) == {}) == verdicts[-1]
     assert 10 < sum(verdicts) < 50
 
 
@@ -227,5 +222,5 @@ def test_budget_holds_workers_back() -> None:
     ],
 )
 def test_recipes_that_make_no_sense(options: dict, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        Recipe(**options)
+    with pytest.raises(EncodingOptionsError, match=message):
+        EncodingOptions(**options)

@@ -1,4 +1,4 @@
-"""Whole conversions: the same bytes however they come about, nothing half done, and errors that say how to go on."""
+"""Complete conversions: the same bytes in every way they can be made, nothing half done, and errors that say how to continue."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from dali_train.data.convert import run
-from dali_train.data.index import Split
+from dali_train.data.dataset.index import Split
 from tests.conftest import REPOSITORY, photograph
 from tests.data.files import encoded, files_of, small_photograph, tool, write_folder, write_training_archive
 
@@ -133,7 +133,7 @@ def test_other_options_or_another_source_are_refused(folder: Path, tmp_path: Pat
     assert convert_folder(folder, out) == 0
     capsys.readouterr()
     assert convert_folder(folder, out) == 0
-    assert "is whole already: nothing to do" in capsys.readouterr().out
+    assert "is complete already: nothing to do" in capsys.readouterr().out
     assert convert_folder(folder, out, "--seed", 1, "--quality", 90) == 2
     error = capsys.readouterr().err
     assert "seed was 0, now 1; quality was 95, now 90" in error and "Repeat those, or use another --out" in error
@@ -147,7 +147,7 @@ def test_a_directory_of_other_files_is_left_alone(folder: Path, tmp_path: Path, 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("all of it")
     assert convert_folder(folder, tmp_path / "out") == 2
-    assert "holds thesis.tex but no conversion that could go on: use an empty directory for --out" in capsys.readouterr().err
+    assert "holds thesis.tex but no conversion to resume: use an empty directory for --out" in capsys.readouterr().err
 
 
 def test_two_at_a_time_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,9 +211,9 @@ def test_what_is_re_encoded_is_counted(folder: Path, tmp_path: Path, capsys: pyt
     exif[0x0112] = 3
     (folder / "bee" / "c.jpg").write_bytes(encoded(photograph(3, 40, 60), "JPEG", exif=exif))
     assert convert_folder(folder, tmp_path / "out") == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for line in ("1 images: re-encoded: CMYK JPEG", "1 images: re-encoded: RGB PNG", "1 images: EXIF orientation not upright"):
-        assert f"train: {line}" in told
+        assert f"train: {line}" in printed
     report = Split(tmp_path / "out", "train").manifest.conversion["report"]["train"]
     assert report["re-encoded: CMYK JPEG"] == 1
 
@@ -228,7 +228,8 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
     )  # fmt: skip
     assert full.returncode == 1
     assert (
-        "cannot write on (File too large). All finished shards are kept: make space and start the same command again" in full.stderr
+        "cannot write any more (File too large). All finished shards are kept: make space and start the same command again"
+        in full.stderr
     )
     assert "Traceback" not in full.stderr
     assert not [path for path in (tmp_path / "out" / "train").iterdir() if not path.name.startswith(".")]
@@ -247,7 +248,7 @@ def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "stopped; start the same command again to go on" in error and "Traceback" not in error
+    assert "stopped; start the same command again to resume" in error and "Traceback" not in error
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

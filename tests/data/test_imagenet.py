@@ -1,72 +1,24 @@
 """ImageNet's archives in the official layout, built here: labels must be the sorted synsets, not the ILSVRC ids."""
 
-import io
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-import scipy.io
 
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.imagenet import imagenet
-from dali_train.data.index import Split
-from dali_train.data.tfrecord import parse_example, walk_records
-from tests.data.files import SYNSETS, small_photograph, tar_bytes, tool, write_tar, write_training_archive
-
-# ILSVRC ids count in no order that anybody else uses; synsets with children have ids beyond those of the leaves.
-ID_OF_SYNSET = dict(zip(SYNSETS, (3, 5, 1, 4, 2), strict=True))
-PARENTS = {"n00001740": 6, "n00015388": 7}
-
-
-def write_devkit(path: Path, validation_synsets: list[str], *, truth: bytes | None = None) -> Path:
-    """``ILSVRC2012_devkit_t12.tar.gz`` with the parts that a converter needs, as MATLAB writes them."""
-    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O"), ("children", "O")]
-    rows = sorted((number, synset, 0) for synset, number in ID_OF_SYNSET.items())
-    rows += [(number, synset, 2) for synset, number in PARENTS.items()]
-    table = np.zeros((len(rows), 1), dtype=fields)
-    for place, (number, synset, children) in enumerate(rows):
-        table[place, 0] = (
-            float(number),
-            synset,
-            f"words of {synset}",
-            "a gloss",
-            float(children),
-            np.arange(children, dtype=float),
-        )
-    meta = io.BytesIO()
-    scipy.io.savemat(meta, {"synsets": table}, do_compression=True)
-    if truth is None:
-        truth = "".join(f"{ID_OF_SYNSET[synset]}\n" for synset in validation_synsets).encode()
-    root = "ILSVRC2012_devkit_t12"
-    members = [
-        (f"{root}/readme.txt", b"hello"),
-        (f"{root}/data/meta.mat", meta.getvalue()),
-        (f"{root}/data/ILSVRC2012_validation_ground_truth.txt", truth),
-    ]
-    return write_tar(path, members, mode="w:gz")
-
-
-def write_validation_archive(path: Path, num_images: int) -> Path:
-    """In an order that is not that of the numbers."""
-    members = [(f"ILSVRC2012_val_{n:08d}.JPEG", small_photograph(1000 + n)) for n in range(num_images, 0, -1)]
-    return write_tar(path, members)
-
-
-def records(root: Path, split: str) -> dict[str, tuple[int, str, bytes]]:
-    """image/filename -> (label as stored, synset, image)."""
-    found = {}
-    for path in sorted((root / split).iterdir()):
-        content = memoryview(path.read_bytes())
-        for record in walk_records(content, path, check_payload=True):
-            features = parse_example(content, record, path)
-            text = {
-                name: bytes(content[slice(*features[name].spans[0])])
-                for name in ("image/filename", "image/class/synset", "image/encoded")
-            }
-            (label,) = features["image/class/label"].integers
-            found[text["image/filename"].decode()] = (label, text["image/class/synset"].decode(), text["image/encoded"])
-    return found
+from dali_train.data.dataset.index import Split
+from tests.data.files import (
+    SYNSETS,
+    records,
+    small_photograph,
+    tar_bytes,
+    tool,
+    write_devkit,
+    write_tar,
+    write_training_archive,
+    write_validation_archive,
+)
 
 
 def test_official_layout_converts_to_the_right_labels(tmp_path: Path) -> None:
@@ -142,7 +94,7 @@ def test_wrong_archives_say_which_is_right(tmp_path: Path) -> None:
     wrong = write_devkit(tmp_path / "wrong.tar.gz", [], truth=b"1\n6\n")
     assert "ILSVRC ids [6] are not among the 5 synsets of meta.mat" in message(None, validation, wrong)
     words = write_devkit(tmp_path / "words.tar.gz", [], truth=b"tench\n")
-    assert "expected one ILSVRC id a line" in message(None, validation, words)
+    assert "expected one ILSVRC id per line" in message(None, validation, words)
     assert "nowhere.tar: cannot be opened (No such file or directory)" in message(tmp_path / "nowhere.tar", None, None)
     no_table = write_tar(
         tmp_path / "bad.tar.gz", [("meta.mat", b"MATLAB"), ("ILSVRC2012_validation_ground_truth.txt", b"1")], mode="w:gz"
@@ -157,5 +109,5 @@ def test_a_member_too_large_for_an_image_is_refused(tmp_path: Path) -> None:
     with path.open("wb") as file:  # sparse: nothing is written
         file.write(entry.tobuf())
         file.truncate(512 + entry.size + 1024)
-    with pytest.raises(SourceError, match=r"n01440764_1.JPEG: 200,000,000 bytes: over 100,000,000 are no image to train on"):
+    with pytest.raises(SourceError, match=r"n01440764_1.JPEG: 200,000,000 bytes: the limit for an image is 100,000,000"):
         imagenet(path, None, None)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from tfrecord import writer
 
-from dali_train.data.index import Split
-from dali_train.data.indexing import build_index
-from dali_train.data.manifest import DatasetError
-from dali_train.data.tfrecord import TFRecordError
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.tfrecord import TFRecordError
+from dali_train.errors import DatasetError
 from tests.conftest import FORK, photograph, write_shard
 from tests.data.files import encoded, files_of, small_photograph, tool
 
@@ -75,7 +75,10 @@ def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
         ({"image__class__label": (0.5, "float")}, "feature image/class/label is a list of float, expected int64"),
         ({"image__class__label": ([1, 2], "int")}, "feature image/class/label has 2 values, expected 1"),
         ({"image__encoded": (3, "int")}, "feature image/encoded is a list of int64, expected bytes"),
-        ({"image__encoded": (b"hello", "byte")}, "image/encoded is not an image that can be read"),
+        (
+            {"image__encoded": (b"hello", "byte")},
+            "image/encoded is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins with b'hello'",
+        ),
         ({"image__encoded": (b"\xff\xd8\xff\xe0", "byte")}, "image/encoded is not a JPEG that can be read: the file ends"),
         ({"image__class__synset": (b"n00000009", "byte")}, "label 3 belongs to n00000002 before and to n00000009 here"),
         ({"image__class__label": (0, "int")}, "label 0 is out of range: 3 classes from 1 end at 3; labels that start at 0"),
@@ -107,15 +110,15 @@ def test_raw_pixels(tmp_path: Path) -> None:
     assert (split.rows[2]["height"], split.rows[2]["width"]) == (2, 3)
 
     write_records(tmp_path / "validation" / "b", [example(1)])
-    with pytest.raises(DatasetError, match="a holds bare pixels and b images: make two datasets of them"):
+    with pytest.raises(DatasetError, match="a holds raw pixels and b images: make two datasets of them"):
         build_index(tmp_path)
     write_records(tmp_path / "validation" / "b", [records[0], example(1)])
-    with pytest.raises(TFRecordError, match="the file mixes images with bare pixels"):
+    with pytest.raises(TFRecordError, match="the file mixes images with raw pixels"):
         build_index(tmp_path)
 
 
 def test_which_files_are_shards(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="there is no such directory"):
+    with pytest.raises(DatasetError, match="this directory does not exist"):
         build_index(tmp_path / "nowhere")
     with pytest.raises(DatasetError, match="has no shard: expected TFRecord files in"):
         build_index(tmp_path)
@@ -163,7 +166,11 @@ def test_a_shard_that_changed_since_is_refused(indexed: Path) -> None:
     path.write_bytes(content)
     later = time.time() + 10
     os.utime(path, (later, later))
-    with pytest.raises(DatasetError, match="is older than its shard"):
+    assert len(Split(indexed, "train")) == 5  # copied without its time: the content counts
+    other = write_records(indexed / "other", [example(seed + 1) for seed in range(5)]).read_bytes()
+    path.write_bytes(other.ljust(len(content), b"x")[: len(content)])
+    os.utime(path, (later, later))
+    with pytest.raises(DatasetError, match=r"is newer than .* and its record 0 is not what the index says: .*data index"):
         Split(indexed, "train")
     path.unlink()
     with pytest.raises(DatasetError, match=r"is missing, dataset.json names it"):

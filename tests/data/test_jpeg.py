@@ -1,11 +1,11 @@
-"""What the header tells, against PIL, and headers that make no sense."""
+"""What the header says, compared with PIL, and headers that make no sense."""
 
 import io
 
 import pytest
 from PIL import Image
 
-from dali_train.data.jpeg import JpegError, parse_jpeg_header
+from dali_train.data.dataset.jpeg import JpegError, parse_jpeg_header
 from tests.conftest import photograph
 from tests.data.files import encoded
 

@@ -1,4 +1,4 @@
-"""The copy of a dataset on a host's own disk: made once, whole, by one process, and again when the source has changed."""
+"""The copy of a dataset on a host's own disk: made once, completely, by one process, and again when the source has changed."""
 
 import json
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dali_train.data.index import Split
-from dali_train.data.indexing import build_index
-from dali_train.data.local_copy import make_copy
-from dali_train.data.manifest import DatasetError
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.local_copy import make_copy
+from dali_train.errors import DatasetError
 
 from ..conftest import FORK, Train
 
@@ -65,6 +65,39 @@ def test_file_that_is_not_the_sources_is_copied_again(source: Path, tmp_path: Pa
     assert same_images(source, copy)
 
 
+@pytest.mark.parametrize("name", ["train/train-00001-of-00003", "index/train.npy", "dataset.json"])
+def test_copy_that_was_changed_is_not_believed(source: Path, tmp_path: Path, name: str) -> None:
+    """The same size, other content; of the index even the same time."""
+    copy = make_copy(source, tmp_path / "disk", verbose=True).path
+    times = (copy / name).stat()
+    content = bytearray((copy / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copy / name).write_bytes(content)
+    if name == "index/train.npy":
+        os.utime(copy / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert make_copy(source, tmp_path / "disk", verbose=True).path == copy
+    assert (copy / name).read_bytes() == (source / name).read_bytes()
+    assert same_images(source, copy)
+
+
+def test_copies_belong_to_one_user(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = make_copy(source, tmp_path / "disk", verbose=True).path
+    assert copy.parent.stat().st_mode & 0o777 == 0o700
+    foreign = tmp_path / "disk" / "user-12345"
+    foreign.mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # whose directory somebody else has made
+    with pytest.raises(DatasetError, match=r"user-12345 belongs to another user, so it is not trusted: name another directory"):
+        make_copy(source, tmp_path / "disk", verbose=True)
+
+
+def test_directory_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        DatasetError, match=r"data.local_copy .*file/disk cannot be written to \(Not a directory\): name a directory"
+    ):
+        make_copy(source, tmp_path / "file" / "disk", verbose=True)
+
+
 def test_changed_source_is_copied_again_and_a_version_in_use_stays(source: Path, tmp_path: Path) -> None:
     first = make_copy(source, tmp_path / "disk", verbose=True)
     shutil.copy(source / "train" / "train-00000-of-00003", source / "train" / "train-00001-of-00003")
@@ -107,10 +140,10 @@ def test_shard_that_is_not_what_was_indexed(source: Path, tmp_path: Path) -> Non
     shard.write_bytes(content)
     os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(
-        DatasetError, match=r"train-00002-of-00003 has checksum \w+, dataset.json says \w+: run `python tools/verify"
+        DatasetError, match=r"train-00002-of-00003 has checksum \w+, dataset.json says \w+: run `dali-train data verify"
     ):
         make_copy(source, tmp_path / "disk", verbose=True)
-    with pytest.raises(DatasetError, match="there is no such directory"):
+    with pytest.raises(DatasetError, match="this directory does not exist"):
         make_copy(tmp_path / "nothing", tmp_path / "disk", verbose=True)
 
 

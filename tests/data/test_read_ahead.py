@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
-from dali_train.data.index import INDEX_DTYPE, Split, allow_open_files
-from dali_train.data.loader import assigned_micro_batches
-from dali_train.data.read_ahead import GAP_BYTES, REQUEST_BYTES, requests
+from dali_train.data.dataset.index import INDEX_DTYPE, Split, allow_open_files
+from dali_train.data.loading.loader import assigned_micro_batches
+from dali_train.data.loading.read_ahead import GAP_BYTES, requests
+from dali_train.data.loading.storage import REQUEST_BYTES, MappedFiles
 
 from ..conftest import FORK, REPOSITORY
 
@@ -26,8 +27,8 @@ from ..conftest import FORK, REPOSITORY
 def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:
     return Config(
         data=DataConfig(root=str(dataset), shuffle=shuffle, block_images=4, window_blocks=2, read_ahead_mb=read_ahead_mb),  # type: ignore[arg-type]
-        model=ModelConfig(name=""), optimizer=OptimizerConfig(lr=1), schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=16, micro_batch=4), run=RunConfig(dir="", epochs=3), mixup=MixupConfig(alpha=0.2),
+        model=ModelConfig(name="vit"), optimizer=OptimizerConfig(lr=1), schedule=ScheduleConfig(warmup_epochs=0),
+        batch=BatchConfig(global_batch=16, micro_batch=4), run=RunConfig(dir="run", epochs=3), mixup=MixupConfig(alpha=0.2),
     )  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str) -> None:
     split = Split(dataset, "train")
     without, ahead = (
-        assigned_micro_batches(split, config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2) for mb in (0, 256)
+        assigned_micro_batches(split, MappedFiles(split), config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2)
+        for mb in (0, 256)
     )
     before = bytes_read()
     plain = list(itertools.islice(without, 60))
@@ -74,10 +76,12 @@ def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.Lo
     split = Split(dataset, "train")
     split.paths = [dataset / "nowhere" for _ in split.paths]
     with caplog.at_level(logging.WARNING):
-        ahead = assigned_micro_batches(split, config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1)
+        ahead = assigned_micro_batches(
+            split, MappedFiles(split), config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1
+        )
         wait_until(lambda: not threads())
     assert [record.getMessage().startswith("reading ahead ends, images are read when") for record in caplog.records] == [True]
-    plain = assigned_micro_batches(split, config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1)
+    plain = assigned_micro_batches(split, MappedFiles(split), config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1)
     for a, b in itertools.islice(zip(plain, ahead, strict=True), 20):
         np.testing.assert_array_equal(a.images, b.images)
 
@@ -120,11 +124,12 @@ def test_too_few_open_files_are_told() -> None:
     assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_measuring_it(dataset: Path, tmp_path: Path) -> None:
     sizes = ["--micro-batch", "4", "--global-batch", "8", "--block-images", "4", "--window-blocks", "2", "--threads", "1"]
     lines = tmp_path / "measured.jsonl"
-    words = [sys.executable, "tools/bench_read.py", str(dataset), *sizes, "--rounds", "1", "--json", str(lines)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
+    words = [sys.executable, "-m", "tools.bench.read", str(dataset), *sizes, "--rounds", "1", "--json", str(lines)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=600)
     assert done.returncode == 0, done.stderr
     measured = [json.loads(line) for line in lines.read_text().splitlines()]
     cases = {(case["shuffle"], case["read_ahead_mb"], case["cold"]) for case in measured}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tfrecord import reader
 
-from dali_train.data.index import Split
+from dali_train.data.dataset.index import Split
 from tests.data.files import small_photograph, tool, write_folder
 
 

@@ -1,6 +1,5 @@
 """CIFAR-10, MNIST, Fashion-MNIST, digits and folders, in the layouts in which they are published."""
 
-import gzip
 import io
 import struct
 from pathlib import Path
@@ -9,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.data.index import Split
-from tests.data.files import small_photograph, tool, write_folder, write_tar
+from dali_train.data.dataset.index import Split
+from tests.data.files import idx, small_photograph, tool, write_folder, write_mnist, write_tar
 
 RANDOM = np.random.default_rng(0)
 
@@ -78,34 +77,13 @@ def test_cifar10_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "CIFAR-10's Python version is made of pickles" in error and "use the binary version, cifar-10-binary.tar.gz" in error
     files = {name: records.tobytes() for name, records in cifar10_files().items()}
     cut = write_tar(tmp_path / "cut.tar", [*files.items(), ("test_batch.bin", bytes(3073 + 5))])
-    assert "which are no whole number of records of 3073" in message(cut)
+    assert "which is not a multiple of the record size 3073" in message(cut)
     label = write_tar(tmp_path / "label.tar", [("test_batch.bin", bytes(3073) + b"\x0b" + bytes(3072))])
     assert "at byte 3073: label 11, expected 0 to 9" in message(label)
     part = write_tar(tmp_path / "part.tar", [("data_batch_1.bin", bytes(3073))])
     assert "data_batch_2.bin, data_batch_3.bin" in message(part)
     assert "expected image files in train/CLASS/ or test/CLASS/" in message(write_tar(tmp_path / "empty.tar", [("a.txt", b"")]))
-    assert "there is no such file or directory" in message(tmp_path / "nowhere")
-
-
-def idx(array: np.ndarray) -> bytes:
-    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
-
-
-def write_mnist(
-    directory: Path, *, packed: bool, num_train: int = 20, num_test: int = 6
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    directory.mkdir()
-    content = {}
-    for prefix, split, count in (("train", "train", num_train), ("t10k", "validation", num_test)):
-        images, labels = RANDOM.integers(0, 256, (count, 28, 28), np.uint8), RANDOM.integers(0, 10, count).astype(np.uint8)
-        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
-            name = f"{prefix}-{kind}-ubyte"
-            if packed:
-                (directory / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
-            else:
-                (directory / name).write_bytes(idx(array))
-        content[split] = images, labels
-    return content
+    assert "this file or directory does not exist" in message(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -195,7 +173,7 @@ def test_folder_with_its_own_validation(
     assert "stray.jpg: an image outside of a class folder: expected CLASS/stray.jpg" in capsys.readouterr().err
     (tmp_path / "none").mkdir()
     assert convert("folder", "--train", tmp_path / "none", "--out", tmp_path / "other") == 2
-    assert "the train split has no image: expected files such as CLASS/name.jpg" in capsys.readouterr().err
+    assert "the train split has no images: expected files such as CLASS/name.jpg" in capsys.readouterr().err
     assert convert("folder", "--out", tmp_path / "other") == 2
     assert "nothing to convert: give --train DIR, --validation DIR, or both" in capsys.readouterr().err
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.data.index import Split
-from tests.data.files import files_of, small_photograph, tool, write_folder
-from tests.data.test_imagenet import records
+from dali_train.data.dataset.index import Split
+from tests.conftest import write_shard
+from tests.data.files import files_of, records, small_photograph, tool, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +66,13 @@ def test_mistakes(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--classes is 5: use 1 to 4, the dataset has no more" in message("--classes", 5)
     (tmp_path / "list").write_text("cow\n")
     error = message("--class-list", tmp_path / "list")
-    assert "'cow' is no class of the dataset: one name a line is expected, such as ant, bee, cat" in error
+    assert "'cow' is no class of the dataset: one name per line is expected, such as ant, bee, cat" in error
     assert "cannot be read (No such file or directory)" in message("--class-list", tmp_path / "nowhere")
     assert "--images-per-class is 0: use at least 1" in message("--images-per-class", 0)
 
 
 def test_a_dataset_without_names_or_file_names(tmp_path: Path) -> None:
     """Somebody else's records may have nothing but the image and its label."""
-    from tests.conftest import write_shard
-
     write_shard(tmp_path / "theirs" / "train" / "a", [(small_photograph(seed), 1 + seed % 3) for seed in range(9)])
     assert tool("make_index").main([str(tmp_path / "theirs")]) == 0
     assert make_subset(tmp_path / "theirs", "--classes", 2, "--out", tmp_path / "out") == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tfrecord import reader, writer
 
-from dali_train.data.tfrecord import (
+from dali_train.data.dataset.tfrecord import (
     FOOTER_SIZE,
     Buffer,
     RecordSpan,

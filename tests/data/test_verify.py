@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dali_train.data.index import INDEX_DTYPE
-from dali_train.data.manifest import Manifest
+from dali_train.data.dataset.index import INDEX_DTYPE
+from dali_train.data.dataset.manifest import Manifest
 from tests.data.files import small_photograph, tool, write_folder
 
 
@@ -68,9 +68,9 @@ def change_index(dataset: Path, column: str, row: int, value: int) -> None:
 
 
 def test_a_sound_dataset(check: Callable[..., tuple[int, str]]) -> None:
-    status, told = check()
+    status, printed = check()
     assert status == 0
-    assert told == ("train: 27 images in 3 classes, 9 to 9 a class\nvalidation: 9 images in 3 classes, 3 to 3 a class\n")
+    assert printed == ("train: 27 images in 3 classes, 9 to 9 per class\nvalidation: 9 images in 3 classes, 3 to 3 per class\n")
     assert check("--sample", "5")[0] == 0
 
 
@@ -78,17 +78,17 @@ def test_a_flipped_bit_anywhere_in_a_shard(dataset: Path, check: Callable[..., t
     size = shard(dataset).stat().st_size
     for offset in (0, 9, 30, size // 2, size - 2):
         damage(shard(dataset), offset)
-        status, told = check()
+        status, printed = check()
         assert status == 1
-        assert f"fault: {shard(dataset)}: at byte" in told and "CRC mismatch" in told
+        assert f"fault: {shard(dataset)}: at byte" in printed and "CRC mismatch" in printed
         damage(shard(dataset), offset)
     assert check()[0] == 0
 
 
 def test_a_sample_finds_what_it_hits(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
     damage(shard(dataset), 500)
-    status, told = check("--sample", "1000")
-    assert status == 1 and "CRC mismatch" in told
+    status, printed = check("--sample", "1000")
+    assert status == 1 and "CRC mismatch" in printed
 
 
 def test_a_shard_swapped_for_another_sound_one(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
@@ -98,10 +98,10 @@ def test_a_shard_swapped_for_another_sound_one(dataset: Path, check: Callable[..
     stat = shard(dataset, 1).stat()
     shard(dataset, 1).write_bytes(content)
     os.utime(shard(dataset, 1), ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    status, told = check()
+    status, printed = check()
     assert status == 1
     if len(content) != sizes["train-00001-of-00003"]:
-        assert f"has {len(content)} bytes, dataset.json says {sizes['train-00001-of-00003']}" in told
+        assert f"has {len(content)} bytes, dataset.json says {sizes['train-00001-of-00003']}" in printed
 
 
 @pytest.mark.parametrize("column", ["offset", "size", "label", "height", "width"])
@@ -110,9 +110,9 @@ def test_a_wrong_number_in_the_index(dataset: Path, check: Callable[..., tuple[i
     right = int(rows[column][12])
     wrong = (right + 1) % 3 if column == "label" else right + 1
     change_index(dataset, column, 12, wrong)
-    status, told = check()
+    status, printed = check()
     assert status == 1
-    assert f"fault: {shard(dataset)}: record 3 has {column} {right}, the index says {wrong}" in told
+    assert f"fault: {shard(dataset)}: record 3 has {column} {right}, the index says {wrong}" in printed
     assert f"has {column} {right}, the index says {wrong}" in check("--sample", "27")[1]
 
 
@@ -125,11 +125,11 @@ def test_missing_truncated_and_strange_files(dataset: Path, check: Callable[...,
     shard(dataset, 0).unlink()
     os.truncate(shard(dataset, 1), 1000)
     damage(shard(dataset, 2), 200)
-    status, told = check()
+    status, printed = check()
     assert status == 1
-    assert f"{shard(dataset, 0)}: is missing" in told
-    assert f"{shard(dataset, 1)}: has 1000 bytes, dataset.json says" in told
-    assert f"{shard(dataset, 2)}: at byte 0: CRC mismatch" in told
+    assert f"{shard(dataset, 0)}: is missing" in printed
+    assert f"{shard(dataset, 1)}: has 1000 bytes, dataset.json says" in printed
+    assert f"{shard(dataset, 2)}: at byte 0: CRC mismatch" in printed
 
 
 def test_strangers_and_text_indexes(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
@@ -137,11 +137,12 @@ def test_strangers_and_text_indexes(dataset: Path, check: Callable[..., tuple[in
     text_index = dataset / "idx_files" / "train" / "train-00000-of-00003.idx"
     text_index.write_text(text_index.read_text().replace("0 ", "1 ", 1))
     (dataset / "idx_files" / "train" / "train-00001-of-00003.idx").unlink()
-    status, told = check()
+    status, printed = check()
     assert status == 1
-    assert "1 files that dataset.json does not name: train-00003-of-00004" in told
-    assert told.count(".idx: is missing or does not fit its shard") == 2
-    assert "is missing or does not fit its shard" in check("--sample", "27")[1]
+    assert "1 files that dataset.json does not name: train-00003-of-00004" in printed
+    assert printed.count(".idx: is missing or does not fit its shard") == 2
+    sampled = check("--sample", "27")[1]
+    assert "train-00001-of-00003.idx is missing or cannot be read" in sampled and "at byte 1" in sampled
 
 
 def test_an_index_of_other_rows(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
@@ -153,7 +154,10 @@ def test_an_index_of_other_rows(dataset: Path, check: Callable[..., tuple[int, s
 
 def test_no_dataset_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool("verify_dataset").main([str(tmp_path)]) == 2
-    assert "dataset.json is missing: run `python tools/make_index.py" in capsys.readouterr().err
+    assert (
+        "dataset.json is missing: nothing in the directory looks like a dataset: `dali-train data convert --help`"
+        in capsys.readouterr().err
+    )
 
 
 def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,9 +168,9 @@ def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (validation / "ant" / "leak.jpg").write_bytes(small_photograph(2))
     arguments = ["folder", "--train", str(train), "--validation", str(validation), "--out", str(tmp_path / "out")]
     assert tool("make_tfrecords").main(arguments) == 0
-    told = capsys.readouterr().out
-    assert "note: 3 images have the same bytes as another one" in told
-    assert "note: 1 duplicates under two labels: train image" in told and "(bee)" in told
-    assert "note: 1 duplicates in two splits: train image" in told
-    assert "note: validation: 1 classes without an image: unused" in told
+    printed = capsys.readouterr().out
+    assert "note: 3 images have the same bytes as another one" in printed
+    assert "note: 1 duplicates under two labels: train image" in printed and "(bee)" in printed
+    assert "note: 1 duplicates in two splits: train image" in printed
+    assert "note: validation: 1 classes without images: unused" in printed
     assert tool("verify_dataset").main([str(tmp_path / "out")]) == 0

@@ -2,7 +2,7 @@
 
 A *source* lists images and reads them where they are (`sources`, `archive`, `imagenet`, `small`, `folder`); `plan`
 says which image goes to which place of which shard; `image` makes the bytes to store; `shards` writes one shard;
-`run` does all of them, resumes, and hands the result to `dali_train.data.indexing`.
+`run` does all of them, resumes, and hands the result to `dali_train.data.dataset.build_index`.
 
 The invariant: the bytes of a dataset are a function of the source, the options and the seed. Neither the number of
 workers, nor being killed and started again, changes a bit of it.

@@ -1,25 +1,30 @@
 """Where image files lie: in a tar archive, read in place without unpacking anything, or in a directory.
 
-The tar reader is written here rather than with `tarfile`, which keeps an object of over a kilobyte for each of
-ImageNet's 1.28 million members, and because nothing in an archive is trusted: whatever is no plain file or directory
-of a harmless name is refused. The format is POSIX ustar with the GNU and pax extensions for long names and large sizes
-(https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html#tag_20_94_13).
+Python's `tarfile` finds the members, and nothing in an archive is trusted: what is not a plain file or directory with
+a harmless name is refused, and so is an end that may not be the end.
 """
 
 import gzip
 import os
+import stat
+import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
-BLOCK = 512
 _MAX_EXTENSION_BYTES = 1 << 20  # a long name or a pax header
 _MAX_UNPACKED_BYTES = 2 << 30  # of a gzipped archive: the small datasets and the devkit are far below
-_REGULAR, _DIRECTORY = (b"0", b"\0", b"7"), b"5"
-_GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
-_REFUSED = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a FIFO", b"S": "a sparse file"}
+_MAX_PADDING = 128 << 10  # zeros behind the last member; tar itself pads to 10 kB
+_REFUSED = {
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a FIFO",
+    tarfile.GNUTYPE_SPARSE: "a sparse file",
+}
 _OTHER_COMPRESSIONS = {b"BZh": "bzip2", b"\xfd7z": "xz", b"PK\x03": "zip", b"\x28\xb5\x2f": "zstd"}
 
 
@@ -28,7 +33,7 @@ class SourceError(ValueError):
 
 
 class Member(NamedTuple):
-    """One file of a container."""
+    """One file of a container. Bytes of its name that are not UTF-8 are surrogates, as everywhere in Python."""
 
     name: str
     offset: int  # of its content, bytes from the beginning of the container's file; 0 in a directory
@@ -41,12 +46,17 @@ class Container(Protocol):
     def members(self) -> Iterator[Member]: ...
 
     def read(self, member: Member) -> bytes:
-        """From any thread. Raises SourceError: it is not there any more as it was listed."""
+        """From any thread. Raises SourceError: it is no longer there as it was listed."""
         ...
 
     def place(self, name: str) -> str:
         """How people find the member called `name`."""
         ...
+
+
+def printable(name: str) -> str:
+    """A name of the file system as proper text: bytes that are not UTF-8 as \\xNN, so that two names stay two."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 class Directory:
@@ -56,21 +66,28 @@ class Directory:
         self.path = path
 
     def members(self) -> Iterator[Member]:
-        yield from self._below(str(self.path), "")
+        """Raises SourceError: a directory within itself, a dead link, or what is not a file."""
+        yield from self._below(str(self.path), "", ())
 
-    def _below(self, directory: str, prefix: str) -> Iterator[Member]:
+    def _below(self, directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Member]:
         with os.scandir(directory) as entries:
             ordered = sorted(entries, key=lambda entry: entry.name)
         for entry in ordered:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
-                yield from self._below(entry.path, f"{prefix}{entry.name}/")
+            try:
+                status = entry.stat()
+            except FileNotFoundError:
+                raise SourceError(f"{printable(entry.path)}: a link to a file that does not exist: remove or mend it") from None
+            if stat.S_ISDIR(status.st_mode):
+                identity = status.st_dev, status.st_ino
+                if identity in above:
+                    raise SourceError(f"{printable(entry.path)}: a link to a directory that it lies in: remove it")
+                yield from self._below(entry.path, f"{prefix}{entry.name}/", (*above, identity))
+            elif stat.S_ISREG(status.st_mode):
+                yield Member(prefix + entry.name, 0, status.st_size)
             else:
-                try:
-                    yield Member(prefix + entry.name, 0, entry.stat().st_size)
-                except FileNotFoundError:
-                    raise SourceError(f"{entry.path}: a link to a file that does not exist: remove or mend it") from None
+                raise SourceError(f"{printable(entry.path)}: a device, FIFO or socket, or a link to one, not a file: remove it")
 
     def read(self, member: Member) -> bytes:
         try:
@@ -82,7 +99,27 @@ class Directory:
         return content
 
     def place(self, name: str) -> str:
-        return str(self.path / name)
+        return printable(str(self.path / name))
+
+
+class _Window:
+    """The part of a file that `tarfile` may see, as its file object: the headers of one archive, in reads of a useful size."""
+
+    def __init__(self, descriptor: int, begin: int, end: int) -> None:
+        self._descriptor, self._position, self._end = descriptor, begin, end
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_EXTENSION_BYTES:
+            raise SourceError(f"a name or header extension of {size} bytes: refused")
+        content = os.pread(self._descriptor, max(0, min(size, self._end - self._position)), self._position)
+        self._position += len(content)
+        return content
 
 
 class Archive:
@@ -92,10 +129,10 @@ class Archive:
         """Raises SourceError: no such file, or compressed in a way that cannot be read."""
         self.path = path
         try:
-            self._file: IO[bytes] = path.open("rb")
+            self._file: IO[bytes] = path.open("rb", buffering=0)
+            magic = self._file.read(3)
         except OSError as error:
             raise SourceError(f"{path}: cannot be opened ({error.strerror})") from error
-        magic = self._file.read(3)
         if magic[:2] == b"\x1f\x8b":
             self._file = _unpacked(path)
         elif magic in _OTHER_COMPRESSIONS:
@@ -117,7 +154,7 @@ class Archive:
         return content
 
     def place(self, name: str) -> str:
-        return f"{self.path}:{name}"
+        return printable(f"{self.path}:{name}")
 
     def members(self, within: Member | None = None) -> Iterator[Member]:
         """Every file of the archive, or of the archive that is its member `within`, in the order they stand there.
@@ -125,65 +162,84 @@ class Archive:
         Raises:
             SourceError: not a tar, cut off, or a member that is not to be trusted, with its name and place.
         """
-        # Headers lie far apart: reading ahead of each would read the whole archive.
+        # Headers lie far apart: reading ahead of each would read the entire archive.
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        start, end = (within.offset, within.offset + within.size) if within else (0, self.size)
-        position, long_name, long_size = start, None, None
+        position, end = (within.offset, within.offset + within.size) if within else (0, self.size)
+        window: Any = _Window(self._descriptor, position, end)
+        tar: tarfile.TarFile | None = None
         while True:
-            if position + BLOCK > end:
-                raise self._error(
-                    position, within, "the archive ends without its closing blocks: cut off, e.g. an unfinished download"
-                )
-            block = os.pread(self._descriptor, BLOCK, position)
-            if block.count(0) == BLOCK:
-                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL)
-                return
-            if not _checksum_fits(block):
-                raise self._error(position, within, "no tar header (its checksum does not fit): not a tar archive, or damaged here")
-            kind, content = block[156:157], position + BLOCK
             try:
-                size = long_size if long_size is not None else _number(block[124:136])
-            except ValueError:
-                raise self._error(position, within, f"a size of {block[124:136]!r}: damaged here") from None
-            name = long_name if long_name is not None else _name(block)
-            if not 0 <= size <= end - content:
-                raise self._error(
-                    position,
-                    within,
-                    f"member {name!r} has {size} bytes, the archive {max(0, end - content)} more: cut off or forged",
-                )
-            position = content + -(-size // BLOCK) * BLOCK
-            if kind in (_GNU_NAME, _GNU_LINK, _PAX, _PAX_GLOBAL):
-                if size > _MAX_EXTENSION_BYTES:
-                    raise self._error(content - BLOCK, within, f"a name or header extension of {size} bytes: refused")
-                extension = self.read(Member(name, content, size))
-                if kind == _GNU_NAME:
-                    long_name = _text(extension)
-                elif kind == _PAX:
-                    fields = _pax_fields(extension)
-                    long_name = fields.get("path", long_name)
-                    long_size = int(fields["size"]) if fields.get("size", "").isdigit() else long_size
-                continue
-            long_name = long_size = None
-            if kind in _REFUSED or kind not in (*_REGULAR, _DIRECTORY):
-                raise self._error(
-                    content - BLOCK,
-                    within,
-                    f"member {name!r} is {_REFUSED.get(kind, f'of type {kind!r}')}: refused, only files are read",
-                )
-            parts = name.split("/")
-            if name.startswith("/") or ".." in parts:
-                raise self._error(content - BLOCK, within, f"member {name!r} points outside of the archive: refused")
-            if kind != _DIRECTORY and not name.endswith("/"):
-                yield Member(name.removeprefix("./"), content, size)
+                if tar is None:  # reads the first header
+                    tar = tarfile.TarFile(fileobj=window, encoding="utf-8", errors="surrogateescape")
+                member = tar.next()
+                if member is None:
+                    break
+                # tarfile would keep a kilobyte for each of ImageNet's 1.28 million members.
+                tar.members.clear()  # type: ignore[attr-defined]
+                self._check(member, end)
+                if tar.offset <= position:
+                    raise SourceError(f"member {printable(member.name)!r} has a size that leads backwards: damaged or forged")
+            except SourceError as error:
+                raise self._error(position, within, str(error)) from None
+            except tarfile.ReadError as error:
+                if tar is None:
+                    break  # no header at the very beginning: `_check_end` says what is there instead
+                raise self._error(position, within, f"{error}: cut off or damaged here") from None
+            except (
+                tarfile.TarError,
+                ValueError,
+                OverflowError,
+                ArithmeticError,
+                LookupError,
+                RecursionError,
+                AttributeError,
+            ) as error:
+                raise self._error(position, within, f"no tar header ({error}): damaged here") from None
+            position = tar.offset
+            if member.isfile() and not member.name.endswith("/"):
+                yield Member(member.name.removeprefix("./"), member.offset_data, member.size)
+        self._check_end(position, end, within)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+
+    def _check(self, member: tarfile.TarInfo, end: int) -> None:
+        name = printable(member.name)
+        if member.issparse() or not (member.isfile() or member.isdir()):
+            kind = "a sparse file" if member.issparse() else _REFUSED.get(member.type, f"of type {member.type!r}")
+            raise SourceError(f"member {name!r} is {kind}: refused, only files are read")
+        there = end - member.offset_data
+        if not 0 <= member.size <= there:
+            raise SourceError(f"member {name!r} has {member.size} bytes, the archive {max(0, there)} more: cut off or forged")
+        if name.startswith("/") or ".." in name.split("/"):
+            raise SourceError(f"member {name!r} points outside of the archive: refused")
+
+    def _check_end(self, position: int, end: int, within: Member | None) -> None:
+        """tarfile takes whatever is no header for the end: a hole of zeros, damage, or the end of an archive put before another.
+
+        A real end is at least one block of zeros, and nothing but a little padding of them up to the end of the file.
+        """
+        rest = os.pread(self._descriptor, min(end - position, _MAX_PADDING + 1), position)
+        if len(rest) < tarfile.BLOCKSIZE:
+            problem = "the archive ends without its closing blocks: cut off, e.g. an unfinished download"
+        elif rest[: tarfile.BLOCKSIZE].strip(b"\0"):
+            problem = "no tar header (its checksum does not fit): not a tar archive, or damaged here"
+        elif rest.strip(b"\0"):
+            problem = (
+                f"the archive seems to end here, but {end - position:,} bytes follow, not all of them zeros: a hole of an "
+                "unfinished download, or two archives joined into one file (join them with `tar --concatenate`)"
+            )
+        elif len(rest) > _MAX_PADDING:
+            problem = f"{end - position:,} bytes of zeros follow: probably an unfinished download, fetch it again"
+        else:
+            return
+        raise self._error(position, within, problem)
 
     def _error(self, position: int, within: Member | None, problem: str) -> SourceError:
-        return SourceError(f"{self.path}{f' ({within.name} in it)' if within else ''}: at byte {position}: {problem}")
+        return SourceError(f"{self.path}{f' ({printable(within.name)} in it)' if within else ''}: at byte {position}: {problem}")
 
 
 def _unpacked(path: Path) -> IO[bytes]:
     """The content of a gzipped file, in a temporary file that vanishes with the process."""
-    unpacked: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  kept open as long as its archive
+    unpacked: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  kept open as long as its archive
     total = 0
     try:
         with gzip.open(path) as packed:
@@ -196,46 +252,4 @@ def _unpacked(path: Path) -> IO[bytes]:
                 unpacked.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise SourceError(f"{path}: damaged or cut off ({error}): fetch it again") from error
-    unpacked.flush()
     return unpacked
-
-
-def _checksum_fits(block: bytes) -> bool:
-    """The header's sum counts its own eight bytes as spaces."""
-    try:
-        return sum(block) - sum(block[148:156]) + 8 * 0x20 == _number(block[148:156])
-    except ValueError:
-        return False
-
-
-def _number(field: bytes) -> int:
-    """Octal digits, or GNU's base 256 where the first bit is set. Raises ValueError: neither."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1  # the others are negative
-    digits = field.strip(b" \0")
-    return int(digits, 8) if digits else 0
-
-
-def _name(block: bytes) -> str:
-    name = _text(block[:100])
-    # GNU's own variant of the format keeps other things where ustar has the prefix.
-    prefix = _text(block[345:500]) if block[257:263] == b"ustar\0" else ""
-    return f"{prefix}/{name}" if prefix else name
-
-
-def _text(field: bytes) -> str:
-    return field.partition(b"\0")[0].decode(errors="replace")
-
-
-def _pax_fields(content: bytes) -> dict[str, str]:
-    """Lines "LENGTH KEY=VALUE", where LENGTH counts the whole line. What does not fit that is passed over."""
-    fields, position = {}, 0
-    while position < len(content):
-        length, space, _ = content[position:].partition(b" ")
-        if not space or not length.isdigit() or int(length) <= len(length):
-            break
-        line = content[position + len(length) + 1 : position + int(length)].rstrip(b"\n")
-        key, _, value = line.partition(b"=")
-        fields[key.decode(errors="replace")] = value.decode(errors="replace")
-        position += int(length)
-    return fields

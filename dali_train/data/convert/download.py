@@ -1,19 +1,16 @@
-"""Fetching the official files of the small datasets: once, resumable, and only what has the published checksum."""
+"""Fetching the official files of the small datasets: once, and only what has the published checksum."""
 
-import hashlib
 import http.client
-import os
+import socket
+import sys
 import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dali_train.progress import Progress
+from dali_train.files import sha256
 
 _TIMEOUT_S = 30
-_CHUNK = 1 << 16
-_MAX_BYTES = 1 << 30
 
 
 class DownloadError(ValueError):
@@ -56,7 +53,7 @@ DOWNLOADS = {
 
 
 def download(files: Download, directory: Path, *, mirror: str | None = None) -> None:
-    """Put `files` into `directory`, each under its name only when whole and of the right checksum.
+    """Put `files` into `directory`, each under its name only when it is complete and has the right checksum.
 
     Raises:
         DownloadError: the server cannot be reached, breaks off, or sends something else.
@@ -65,69 +62,31 @@ def download(files: Download, directory: Path, *, mirror: str | None = None) -> 
     if not address.startswith(("http://", "https://")):
         raise DownloadError(f"--mirror {address}: use an address that begins with http:// or https://")
     directory.mkdir(parents=True, exist_ok=True)
-    for name, sha256 in files.sha256.items():
+    for leftover in directory.glob("*.partial"):  # of a download that was killed
+        leftover.unlink()
+    for name, expected in files.sha256.items():
         target = directory / name
         if not target.exists():
-            _fetch(f"{address.rstrip('/')}/{name}", target, sha256)
-        elif _sha256(target) != sha256:
+            _fetch(f"{address.rstrip('/')}/{name}", target, expected)
+        elif sha256(target) != expected:
             raise DownloadError(
-                f"{target}: its SHA-256 is not {sha256}, as of the official file: delete it, then it is fetched again"
+                f"{target}: its SHA-256 is not {expected}, as of the official file: delete it, then it is fetched again"
             )
 
 
-def _fetch(url: str, target: Path, sha256: str) -> None:
-    partial = target.with_name(f".{target.name}.partial")
+def _fetch(url: str, target: Path, expected: str) -> None:
+    from torch.hub import download_url_to_file  # takes seconds: only who downloads pays
+
+    remedy = "start the same command again, try another --mirror, or fetch the file elsewhere and name its directory with --source"
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_TIMEOUT_S)  # torch names none: a server that falls silent would hold the command for ever
     try:
-        _append(url, partial)
+        download_url_to_file(url, str(target), hash_prefix=expected, progress=sys.stderr.isatty())
     except urllib.error.HTTPError as error:
-        raise DownloadError(f"{url}: the server answers {error.code} {error.reason}: try another --mirror") from error
+        raise DownloadError(f"{url}: the server answers {error.code} {error.reason}: {remedy}") from error
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-        there = partial.stat().st_size if partial.exists() else 0
-        raise DownloadError(
-            f"{url}: broke off after {there:,} bytes ({error}): start the same command again to go on from there"
-        ) from error
-    found = _sha256(partial)
-    if found != sha256:
-        partial.unlink()
-        raise DownloadError(
-            f"{url}: has SHA-256 {found}, the official file {sha256}: not the same file, or damaged on its way; deleted"
-        )
-    partial.replace(target)
-
-
-def _append(url: str, partial: Path) -> None:
-    """Fetch what `partial` lacks, or all where the server cannot begin in the middle."""
-    there = partial.stat().st_size if partial.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={there}-"} if there else {})
-    try:
-        response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
-    except urllib.error.HTTPError as error:
-        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and there:
-            return  # nothing is left to fetch; the checksum tells whether it is right
-        raise
-    with response:
-        goes_on = response.status == http.HTTPStatus.PARTIAL_CONTENT
-        if goes_on and not response.headers.get("Content-Range", "").startswith(f"bytes {there}-"):
-            raise DownloadError(f"{url}: asked to go on at byte {there}, the server sends {response.headers.get('Content-Range')}")
-        begin = there if goes_on else 0
-        length = response.headers.get("Content-Length")
-        total = begin + int(length) if length else _MAX_BYTES
-        if total > _MAX_BYTES:
-            raise DownloadError(f"{url}: {total:,} bytes: far more than the official file")
-        with partial.open("ab" if goes_on else "wb") as file, Progress(partial.name[1:-8], total=total, unit="B") as progress:
-            progress.update(begin)
-            while chunk := response.read(_CHUNK):
-                begin += len(chunk)
-                if begin > _MAX_BYTES:
-                    raise DownloadError(f"{url}: over {_MAX_BYTES:,} bytes: far more than the official file")
-                file.write(chunk)
-                progress.update(len(chunk))
-            file.flush()
-            os.fsync(file.fileno())
-        if length and begin < total:
-            raise http.client.IncompleteRead(b"", total - begin)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        raise DownloadError(f"{url}: cannot be fetched ({error}): {remedy}") from error
+    except RuntimeError as error:  # torch's word for another checksum, which a connection that broke off gives as well
+        raise DownloadError(f"{url}: broke off, or is not the official file ({error}): {remedy}") from error
+    finally:
+        socket.setdefaulttimeout(timeout)

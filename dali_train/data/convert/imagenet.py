@@ -1,25 +1,26 @@
 """ImageNet (ILSVRC 2012) as it is published: two tar archives and the development kit.
 
-The training archive is a tar of one tar a synset. The validation archive is a flat tar, and only the development kit
-knows its labels, as ILSVRC ids; its ``meta.mat`` tells each id's synset. Labels here are the place of the synset in
+The training archive is a tar of one tar per synset. The validation archive is a flat tar, and only the development kit
+knows its labels, as ILSVRC ids; its ``meta.mat`` has each id's synset. Labels here are the place of the synset in
 sorted order, as in every pretrained model: not the ILSVRC id.
 """
 
-import io
+import json
 import re
-import zlib
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import numpy as np
-
 from dali_train.data.convert.archive import Archive, Member, SourceError
 from dali_train.data.convert.sources import ImageFiles, Source
-from dali_train.data.manifest import SplitName
+from dali_train.data.dataset.manifest import SplitName
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
 _SYNSET_IMAGE = re.compile(r"(n\d{8})_[^/]+\.JPEG$", re.IGNORECASE)
+_MAX_META_BYTES = 16 << 20  # the official one has 1 MB
+_META_TIMEOUT_S = 120
 _VALIDATION_IMAGE = re.compile(r"_val_(\d{8})\.JPEG$", re.IGNORECASE)
 
 
@@ -70,7 +71,7 @@ def _synset(archive: Archive, member: Member) -> str:
 def _training_images(archive: Archive, label_of: dict[str, int]) -> Iterator[tuple[Member, int]]:
     for outer in archive.members():
         synset = _synset(archive, outer)
-        # Some copies hold the images themselves instead of a tar a synset.
+        # Some copies hold the images themselves instead of a tar per synset.
         images = archive.members(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
         for image in images:
             match = _SYNSET_IMAGE.search(image.name)
@@ -119,7 +120,7 @@ def _read_devkit(path: Path) -> _Devkit:
     try:
         ids = [int(line) for line in archive.read(truth).split()]
     except ValueError as error:
-        raise SourceError(f"{archive.place(truth.name)}: expected one ILSVRC id a line ({error})") from error
+        raise SourceError(f"{archive.place(truth.name)}: expected one ILSVRC id per line ({error})") from error
     unknown = sorted(set(ids) - set(synset_of_id))
     if unknown:
         raise SourceError(
@@ -129,17 +130,19 @@ def _read_devkit(path: Path) -> _Devkit:
 
 
 def _read_meta(content: bytes, place: str) -> dict[int, str]:
-    """The table ``synsets`` of a MATLAB file: a row a synset, of which those with children hold no images."""
+    """The table ``synsets`` of a MATLAB file: a row per synset, of which those with children hold no images.
+
+    scipy's parser is native code that crashes on some damaged files, so it runs in a process of its own.
+    """
+    if len(content) > _MAX_META_BYTES:
+        raise SourceError(f"{place}: {len(content):,} bytes: not the devkit's table of synsets")
+    command = [sys.executable, "-P", str(Path(__file__).with_name("read_meta.py"))]
     try:
-        from scipy.io import loadmat
-        from scipy.io.matlab import MatReadError
-    except ImportError as error:
-        raise SourceError(
-            "the devkit's meta.mat is a MATLAB file, and scipy, which reads it, is missing: pip install scipy"
-        ) from error
-    try:
-        table = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
-        rows = [(int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"])) for row in np.atleast_1d(table)]
-    except (MatReadError, ValueError, TypeError, KeyError, OSError, zlib.error) as error:
-        raise SourceError(f"{place}: not the devkit's table of synsets ({error})") from error
+        parsed = subprocess.run(command, input=content, capture_output=True, timeout=_META_TIMEOUT_S, check=True)
+        rows = [(int(number), str(synset), int(children)) for number, synset, children in json.loads(parsed.stdout)]
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"status {error.returncode}"
+        raise SourceError(f"{place}: not the devkit's table of synsets, or damaged ({reason})") from error
+    except (subprocess.TimeoutExpired, ValueError, TypeError) as error:
+        raise SourceError(f"{place}: not the devkit's table of synsets, or damaged ({error})") from error
     return {number: synset for number, synset, num_children in rows if num_children == 0}

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.draws import shuffled
-from dali_train.data.manifest import SplitName
+from dali_train.data.dataset.manifest import SplitName
+from dali_train.data.sampling.rng import shuffled
 
 DEFAULT_SHARDS: dict[SplitName, int] = {"train": 1024, "validation": 128}
 _FEWEST_SHARDS: dict[SplitName, int] = {"train": 4, "validation": 1}
@@ -18,7 +18,7 @@ Layout = list[NDArray[np.uint32]]  # a shard each: numbers of source images in t
 
 
 def default_num_shards(split: SplitName, *, num_images: int, num_bytes: int) -> int:
-    """The field's 1,024 and 128 for ImageNet, fewer for a set too small for them."""
+    """The usual 1,024 and 128 for ImageNet, fewer for a set too small for them."""
     enough = max(_FEWEST_SHARDS[split], -(-num_bytes // _BYTES_PER_SHARD))
     return min(DEFAULT_SHARDS[split], enough, num_images)
 

@@ -1,12 +1,10 @@
-"""A whole conversion: plan, write, resume, refuse, and hand over to the index.
+"""A conversion from beginning to end: plan, write, resume, refuse, and hand over to the index.
 
-While it runs, ``DATASET/.conversion`` holds the options and a note a finished shard; the directory is removed in the
-end. ``dataset.json`` appears last. Nothing that can be read as a finished shard or dataset is ever half done, so
-a run may be killed at any moment and started again.
+While it runs, ``DATASET/.conversion`` holds the options and a note per finished shard; the directory is removed when all
+that was written has been read again. ``dataset.json`` appears last. Nothing that can be read as a finished shard or dataset
+is ever half done, so a run may be killed at any moment and started again.
 """
 
-import errno
-import fcntl
 import json
 import shutil
 import threading
@@ -19,22 +17,24 @@ from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
+from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.convert.image import MemoryBudget, Recipe
+from dali_train.data.convert.image import EncodingOptions, MemoryBudget
 from dali_train.data.convert.plan import Layout, default_num_shards, layout_without, shuffled_layout
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard
 from dali_train.data.convert.sources import Source
 from dali_train.data.convert.workers import return_large_blocks, write_shards
-from dali_train.data.indexing import write_index
-from dali_train.data.manifest import SPLITS, Manifest, SplitName, sync_directory, write_atomically
-from dali_train.data.verify import verify
-from dali_train.progress import Progress
+from dali_train.data.dataset.build_index import map_shards, write_index
+from dali_train.data.dataset.index import map_file
+from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
+from dali_train.data.dataset.verify import verify
+from dali_train.data.progress import Progress
+from dali_train.files import NO_SPACE, sync_directory, try_lock, write_atomically
 
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
 OnBad = Literal["fail", "skip"]
 _DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever the number of workers
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_LISTED = 20
 
 
@@ -54,7 +54,7 @@ class Conversion:
     sources: Mapping[SplitName, Source]
     class_names: Sequence[str]
     out: Path
-    recipe: Recipe
+    encoding: EncodingOptions
     num_shards: Mapping[SplitName, int | None]  # None: by the amount of data
     seed: int
     workers: int
@@ -68,7 +68,7 @@ class Conversion:
         for split, source in self.sources.items():
             num_images, num_shards = len(source.labels), self.num_shards.get(split)
             if num_images == 0:
-                raise ConversionError(f"the {split} split has no image")
+                raise ConversionError(f"the {split} split has no images")
             if num_shards is not None and not 1 <= num_shards <= min(num_images, 99_999):
                 raise ConversionError(
                     f"--{split}-shards is {num_shards}: use 1 to {min(num_images, 99_999)}, the split has {num_images} images"
@@ -83,19 +83,20 @@ class Conversion:
         return {
             "dataset": self.name,
             "seed": self.seed,
-            **asdict(self.recipe),
+            **asdict(self.encoding),
             "num_classes": len(self.class_names),
             **{f"{split}_shards": self.shards_of(split) for split in self.sources},
             **{f"{split}_source": source.identity() for split, source in self.sources.items()},
         }
 
 
-def convert(conversion: Conversion) -> bool:
-    """Make the dataset, or what is missing of it. False: it was whole already, and nothing was done.
+def convert(conversion: Conversion) -> list[str]:
+    """Make the dataset, or what is missing of it, and read everything that was written; returns what to say to the user.
 
     Raises:
         ConversionError: `out` holds another conversion or other files.
-        ConversionFailedError: bad images and ``on_bad`` is fail, or the disk is full.
+        ConversionFailedError: bad images and ``on_bad`` is fail, the disk is full, or the disk gives back something else than
+            what was written.
         SourceError: the source changed meanwhile.
     """
     out = conversion.out
@@ -104,16 +105,12 @@ def convert(conversion: Conversion) -> bool:
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
     if (out / "dataset.json").exists() and not state.exists():
         _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
-        return False
+        return [f"{out} is complete already: nothing to do. `dali-train data verify {out}` checks it"]
     return_large_blocks()
     with _locked(state), _clear_when_full(out):
         _claim(conversion, state)
         done = {split: _convert_split(conversion, split, state) for split in conversion.sources}
-        bad = [{"split": split, **asdict(image)} for split, shards in done.items() for shard in shards for image in shard.bad]
-        if bad:
-            write_atomically(out / "quarantine.jsonl", "".join(json.dumps(_listed(line)) + "\n" for line in bad).encode())
-            if conversion.on_bad == "fail":
-                raise ConversionFailedError(_bad_images(bad, out / "quarantine.jsonl"))
+        _report_bad_images(conversion, done)
         report = {
             split: {**sum((s.counts for s in shards), Counter()), "left out, see quarantine.jsonl": sum(len(s.bad) for s in shards)}
             for split, shards in done.items()
@@ -125,25 +122,27 @@ def convert(conversion: Conversion) -> bool:
             class_names=conversion.class_names,
             conversion={"options": conversion.identity(), "report": report},
         )
+        findings = verify(out, decode=False, workers=conversion.workers)  # what is stored was decoded before
+        if findings.problems:
+            (out / "dataset.json").unlink()  # nothing trains on it, and the next start compares each shard with its checksum
+            faults = "\n  ".join(findings.problems)
+            raise ConversionFailedError(
+                f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew. Check the disk"
+            )
         # Renamed first: half a state directory would look like somebody else's files.
         shutil.rmtree(state.rename(finished))
-    return True
-
-
-def convert_and_verify(conversion: Conversion) -> list[str]:
-    """`convert`, then read everything that was written; returns what to tell the user.
-
-    Raises:
-        As `convert`; ConversionFailedError also if the dataset is not what it should be.
-    """
-    if not convert(conversion):
-        return [f"{conversion.out} is whole already: nothing to do. `python tools/verify_dataset.py {conversion.out}` checks it"]
-    findings = verify(conversion.out, workers=conversion.workers)
-    if findings.problems:
-        raise ConversionFailedError(f"{conversion.out} is faulty:\n  " + "\n  ".join(findings.problems))
-    report = Manifest.read(conversion.out).conversion["report"]
     counted = [f"{split}: {count:,} images: {kind}" for split, kinds in report.items() for kind, count in kinds.items() if count]
-    return [*counted, *findings.summary(), f"{conversion.out} is ready"]
+    return [*counted, *findings.summary(), f"{out} is ready"]
+
+
+def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence[WrittenShard]]) -> None:
+    """List them in quarantine.jsonl. Raises ConversionFailedError: there are some, and ``on_bad`` is fail."""
+    bad = [{"split": split, **asdict(image)} for split, shards in done.items() for shard in shards for image in shard.bad]
+    if bad:
+        quarantine = conversion.out / "quarantine.jsonl"
+        write_atomically(quarantine, "".join(json.dumps(_listed(line)) + "\n" for line in bad).encode())
+        if conversion.on_bad == "fail":
+            raise ConversionFailedError(_bad_images(bad, quarantine))
 
 
 def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> list[WrittenShard]:
@@ -151,19 +150,21 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> lis
     source, num_shards = conversion.sources[split], conversion.shards_of(split)
     planned = shuffled_layout(len(source.labels), num_shards, seed=conversion.seed)
     names = [f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
-    done = [_finished(conversion.out / split / name, state / f"{name}.npz") for name in names]
+    paths = [conversion.out / split / name for name in names]
+    found = dict(map_shards(paths, lambda path: _finished(path, state / f"{path.name}.npz"), workers=conversion.workers))
+    done = [found[path] for path in paths]
     while True:
         # Which images are bad is known when every shard has been written once. Only then are shards levelled.
         bad = {image.image for shard in done if shard is not None for image in shard.bad}
-        whole = all(shard is not None for shard in done)
-        if whole and bad:
+        complete = all(shard is not None for shard in done)
+        if complete and bad:
             if conversion.on_bad == "fail":
                 break
             if len(source.labels) - len(bad) < num_shards:
                 raise ConversionFailedError(
                     f"{split}: {len(source.labels) - len(bad)} good images are too few for {num_shards} shards"
                 )
-        goal = layout_without(planned, bad) if whole else planned
+        goal = layout_without(planned, bad) if complete else planned
         missing = [n for n, (shard, images) in enumerate(zip(done, goal, strict=True)) if not _holds(shard, images)]
         if not missing:
             break
@@ -177,10 +178,8 @@ def _finished(path: Path, note: Path) -> WrittenShard | None:
         shard = WrittenShard.load(note)
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # none, or spoilt by a power failure
         return None
-    try:
-        intact = path.stat().st_size == shard.indexed.shard.num_bytes
-    except FileNotFoundError:
-        intact = False
+    # All of it is read: a bit may have flipped while the conversion was stopped.
+    intact = path.is_file() and f"{crc32c(map_file(path)):08x}" == shard.indexed.shard.crc32c
     return shard if intact else replace(shard, images=np.empty(0, dtype=np.uint32))
 
 
@@ -209,7 +208,7 @@ def _write_shards(
     def make_writer(stop: threading.Event) -> ShardWriter:
         return ShardWriter(
             conversion.sources[split],
-            conversion.recipe,
+            conversion.encoding,
             class_names=conversion.class_names,
             budget=budget,
             progress=progress,
@@ -237,10 +236,8 @@ def _locked(state: Path) -> Iterator[None]:
     """Only one process converts into a directory. The lock dies with the process, however it dies."""
     state.mkdir(exist_ok=True)
     with (state / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConversionError(f"{state.parent}: another process is converting into this directory; wait for it") from None
+        if not try_lock(lock):
+            raise ConversionError(f"{state.parent}: another process is converting into this directory; wait for it")
         yield
 
 
@@ -249,10 +246,11 @@ def _clear_when_full(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        if error.errno not in NO_SPACE:
             raise
         raise ConversionFailedError(
-            f"{out}: cannot write on ({error.strerror}). All finished shards are kept: make space and start the same command again"
+            f"{out}: cannot write any more ({error.strerror}). All finished shards are kept: make space and start the same command "
+            "again"
         ) from error
 
 
@@ -260,16 +258,19 @@ def _claim(conversion: Conversion, state: Path) -> None:
     """Make `out` ours, or see that it is; then sweep up what a killed run left half done."""
     out, options = conversion.out, state / "options.json"
     if options.exists():
-        _refuse_other(conversion, json.loads(options.read_text()), options)
+        try:
+            theirs = json.loads(options.read_text())
+        except ValueError as error:
+            raise ConversionError(f"{options} cannot be read ({error}): delete {out} and start again") from error
+        _refuse_other(conversion, theirs, options)
     else:
         foreign = sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
         if foreign:
             raise ConversionError(
-                f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion that could go on: "
+                f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion to resume: "
                 "use an empty directory for --out"
             )
         write_atomically(options, (json.dumps(conversion.identity(), indent=1) + "\n").encode())
-    # Not those of downloads, which go on where they were.
     for pattern in (
         ".*.partial",
         ".conversion/.*.partial",

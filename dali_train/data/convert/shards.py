@@ -1,4 +1,4 @@
-"""Writing one shard: whole and flushed under its final name, with a note of what went into it."""
+"""Writing one shard: complete and flushed under its final name, with a note of what went into it."""
 
 import json
 import os
@@ -12,25 +12,17 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.convert.image import (
-    BadImageError,
-    DecodeChecker,
-    MemoryBudget,
-    Recipe,
-    StoredImage,
-    prepare,
-    reencode,
-)
+from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare, reencode
 from dali_train.data.convert.sources import Source
-from dali_train.data.index import INDEX_DTYPE
-from dali_train.data.indexing import IndexedShard
-from dali_train.data.manifest import Encoding, Shard
-from dali_train.data.tfrecord import Buffer, encode_example, frame_record
-from dali_train.progress import Progress
+from dali_train.data.dataset.build_index import IndexedShard
+from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
+from dali_train.data.dataset.image_file import BadImageError
+from dali_train.data.dataset.index import INDEX_DTYPE
+from dali_train.data.dataset.manifest import Encoding, Shard
+from dali_train.data.dataset.tfrecord import Buffer, encode_example, frame_record
+from dali_train.data.progress import Progress
 
 LABEL_BASE = 1  # as in the field's ImageNet records
-_BATCH_PIXELS = 8_000_000  # decoded together at most, but for a larger single image
-
 
 # Images of a source and what becomes of them; each record has 5 pieces, and the system writes up to 1,024 at once.
 Batch = list[tuple[int, StoredImage | BadImageError]]
@@ -52,7 +44,7 @@ class BadImage:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShard:
-    """What a shard holds, kept beside the shards until the dataset is whole."""
+    """What a shard holds, kept beside the shards until the dataset is complete."""
 
     indexed: IndexedShard
     images: NDArray[np.uint32]  # source images in the order of the records
@@ -101,7 +93,7 @@ class ShardWriter:
     def __init__(
         self,
         source: Source,
-        recipe: Recipe,
+        encoding: EncodingOptions,
         *,
         class_names: Sequence[str],
         budget: MemoryBudget,
@@ -109,7 +101,7 @@ class ShardWriter:
         stop: threading.Event,
     ) -> None:
         self._source = source
-        self._recipe = recipe
+        self._encoding = encoding
         self._class_names = class_names
         self._budget = budget
         self._progress = progress
@@ -181,11 +173,11 @@ class ShardWriter:
             if self._stop.is_set():
                 raise StoppedError
             try:
-                stored: StoredImage | BadImageError = prepare(self._source.read(image), self._recipe, self._budget)
+                stored: StoredImage | BadImageError = prepare(self._source.read(image), self._encoding, self._budget)
             except BadImageError as error:
                 stored = error
             size = stored.height * stored.width if isinstance(stored, StoredImage) else 0
-            if len(batch) == DecodeChecker.BATCH or pixels + size > _BATCH_PIXELS:
+            if len(batch) == DecodeChecker.BATCH or pixels + size > BATCH_PIXELS:
                 yield self._checked(batch, pixels)
                 batch, pixels = [], 0
             batch.append((image, stored))
@@ -195,7 +187,7 @@ class ShardWriter:
     def _checked(self, batch: Batch, pixels: int) -> Batch:
         """`batch`, of `pixels` in all, without those that do not decode."""
         unchecked = [n for n, (_, stored) in enumerate(batch) if isinstance(stored, StoredImage) and stored.unchecked]
-        if not unchecked or not self._recipe.decode_check:
+        if not unchecked or not self._encoding.decode_check:
             return batch
         if self._checker is None:
             self._checker = DecodeChecker()
@@ -210,7 +202,7 @@ class ShardWriter:
     def _rescued(self, content: bytes) -> StoredImage | BadImageError:
         """An image that DALI refuses, re-encoded if PIL reads all of it."""
         try:
-            return reencode(content, self._recipe, self._budget)
+            return reencode(content, self._encoding, self._budget)
         except BadImageError as error:
             return error
 

@@ -13,7 +13,7 @@ from PIL import Image
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.sources import PixelSource, Source
 from dali_train.data.convert.trees import open_container, split_folders
-from dali_train.data.manifest import SPLITS, SplitName
+from dali_train.data.dataset.manifest import SPLITS, SplitName
 
 DIGITS_SIDE = 32
 # The official label order, https://www.cs.toronto.edu/~kriz/cifar.html, which is also that of the sorted names.
@@ -68,7 +68,7 @@ def _cifar10_records(content: bytes, place: str) -> NDArray[np.uint8]:
     size = 1 + int(np.prod(_CIFAR10_SHAPE))
     if not content or len(content) % size:
         raise SourceError(
-            f"{place}: has {len(content)} bytes, which are no whole number of records of {size}: cut off, or not CIFAR-10's"
+            f"{place}: has {len(content)} bytes, which is not a multiple of the record size {size}: cut off, or not CIFAR-10's"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, size)
     wrong = np.flatnonzero(records[:, 0] >= len(CIFAR10_CLASSES))
@@ -86,7 +86,7 @@ def mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources
         SourceError: files that are missing or are not what they should be.
     """
     if not directory.is_dir():
-        raise SourceError(f"{directory}: there is no such directory; it should hold train-images-idx3-ubyte.gz and the like")
+        raise SourceError(f"{directory}: this directory does not exist; it should hold train-images-idx3-ubyte.gz and the like")
     sources: dict[SplitName, Source] = {}
     for split in SPLITS:
         images, labels = (_idx_file(directory, _IDX_PREFIXES[split], kind) for kind in ("images-idx3", "labels-idx1"))

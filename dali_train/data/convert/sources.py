@@ -8,7 +8,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.convert.archive import Container, Member, SourceError
+from dali_train.data.convert.archive import Container, Member, SourceError, printable
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
 
 
@@ -29,7 +29,7 @@ class Source(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What tells this source from another; a resumed conversion compares it."""
+        """What distinguishes this source from others; a resumed conversion compares it."""
         ...
 
 
@@ -51,8 +51,8 @@ class ImageFiles:
         for member, label in files:
             if member.size > MAX_ENCODED_BYTES:
                 place = container.place(member.name)
-                raise SourceError(f"{place}: {member.size:,} bytes: over {MAX_ENCODED_BYTES:,} are no image to train on; remove it")
-            # File systems know names that are no UTF-8; Python marks those bytes as surrogates.
+                raise SourceError(f"{place}: {member.size:,} bytes: the limit for an image is {MAX_ENCODED_BYTES:,}; remove it")
+            # File systems know names that are not UTF-8; Python marks those bytes as surrogates.
             names += member.name.encode(errors="surrogateescape")
             name_ends.append(len(names))
             offsets.append(member.offset)
@@ -64,13 +64,13 @@ class ImageFiles:
         self.num_bytes = sum(sizes)
 
     def read(self, image: int) -> bytes:
-        return self._container.read(Member(self._name(image, errors="surrogateescape"), self._offsets[image], self._sizes[image]))
+        return self._container.read(Member(self._name(image), self._offsets[image], self._sizes[image]))
 
     def name(self, image: int) -> str:
-        return self._name(image, errors="replace")
+        return printable(self._name(image))
 
     def locate(self, image: int) -> tuple[str, int]:
-        return self._container.place(self.name(image)), self._offsets[image]
+        return self._container.place(self._name(image)), self._offsets[image]
 
     def identity(self) -> dict[str, Any]:
         """The list of files with sizes, places and labels. What the images hold is not read for it."""
@@ -82,30 +82,30 @@ class ImageFiles:
             "listing_crc32c": f"{listing:08x}",
         }
 
-    def _name(self, image: int, *, errors: str) -> str:
-        return self._names[self._name_ends[image] : self._name_ends[image + 1]].decode(errors=errors)
+    def _name(self, image: int) -> str:
+        return self._names[self._name_ends[image] : self._name_ends[image + 1]].decode(errors="surrogateescape")
 
 
 class SourcePart:
     """Some images of another source, (N,) numbers."""
 
-    def __init__(self, whole: Source, images: NDArray[np.int64]) -> None:
-        self._whole = whole
+    def __init__(self, source: Source, images: NDArray[np.int64]) -> None:
+        self._source = source
         self._images = images
-        self.labels = whole.labels[images]
-        self.num_bytes = whole.num_bytes * len(images) // max(1, len(whole.labels))  # enough to choose a number of shards
+        self.labels = source.labels[images]
+        self.num_bytes = source.num_bytes * len(images) // max(1, len(source.labels))  # enough to choose a number of shards
 
     def read(self, image: int) -> RawImage:
-        return self._whole.read(int(self._images[image]))
+        return self._source.read(int(self._images[image]))
 
     def name(self, image: int) -> str:
-        return self._whole.name(int(self._images[image]))
+        return self._source.name(int(self._images[image]))
 
     def locate(self, image: int) -> tuple[str, int]:
-        return self._whole.locate(int(self._images[image]))
+        return self._source.locate(int(self._images[image]))
 
     def identity(self) -> dict[str, Any]:
-        return {**self._whole.identity(), "num_chosen": len(self._images), "chosen_crc32c": f"{crc32c(self._images.data):08x}"}
+        return {**self._source.identity(), "num_chosen": len(self._images), "chosen_crc32c": f"{crc32c(self._images.data):08x}"}
 
 
 class PixelSource:

@@ -1,5 +1,6 @@
 """A smaller dataset from a larger one: some classes, some images of each, the bytes of each image as they are."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from numpy.typing import NDArray
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.image import StoredImage
 from dali_train.data.convert.sources import Source
-from dali_train.data.draws import shuffled
-from dali_train.data.index import Split, map_file
-from dali_train.data.manifest import SPLITS, Manifest, SplitName, text_index_path
-from dali_train.data.tfrecord import parse_example, walk_records
+from dali_train.data.dataset.index import Split, map_file
+from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
+from dali_train.data.dataset.tfrecord import parse_example, walk_records
+from dali_train.data.sampling.rng import shuffled
 
 _CLASSES_STREAM, _IMAGES_STREAM = 0x434C_4153_5345_53, 0x494D_4147_4553
 
@@ -26,8 +27,7 @@ class DatasetImages:
         self._images = images
         self.labels = labels
         self.num_bytes = int(split.rows["size"][images].sum(dtype=np.int64))
-        self._first = np.cumsum([0, *(shard.num_records for shard in split.shards)])  # image of each shard
-        self._record_offsets: dict[int, NDArray[np.uint64]] = {}  # of the shards that were asked for
+        self._record_offsets = cache(split.record_offsets)  # a few kilobytes for each shard that is asked for
 
     def read(self, image: int) -> StoredImage:
         number = int(self._images[image])
@@ -41,7 +41,8 @@ class DatasetImages:
         shard = int(self._split.rows[number]["shard"])
         path = self._split.paths[shard]
         content = memoryview(map_file(path))
-        record = next(walk_records(content, path, check_payload=True, start_at=self._record_offset(shard, number)))
+        offset = int(self._record_offsets(shard)[number - int(self._split.first_images[shard])])
+        record = next(walk_records(content, path, check_payload=True, start_at=offset))
         feature = parse_example(content, record, path).get("image/filename")
         if feature is None or len(feature.spans) != 1:
             return f"{self._split.name}_{number}"
@@ -56,20 +57,6 @@ class DatasetImages:
         chosen = crc32c(self.labels.data, crc32c(self._images.data, crc32c(repr(shards).encode())))
         return {"name": self._split.root.name, "num_images": len(self.labels), "chosen_crc32c": f"{chosen:08x}"}
 
-    def _record_offset(self, shard: int, number: int) -> int:
-        """Where the record of image `number` begins, from DALI's text index."""
-        offsets = self._record_offsets.get(shard)
-        if offsets is None:
-            path = text_index_path(self._split.root, self._split.name, self._split.shards[shard].name)
-            try:
-                offsets = np.array(path.read_text().split(), dtype=np.uint64)[::2]
-            except (OSError, ValueError) as error:
-                raise SourceError(
-                    f"{path}: cannot be read ({error}): run `python tools/make_index.py {self._split.root}`"
-                ) from error
-            self._record_offsets[shard] = offsets
-        return int(offsets[number - self._first[shard]])
-
 
 def subset(
     root: Path, *, classes: int | None, class_list: Path | None, images_per_class: int | None, seed: int
@@ -77,9 +64,9 @@ def subset(
     """The chosen part of each split, and the names of the chosen classes in their old order.
 
     Args:
-        classes: so many classes, chosen by `seed`.
-        class_list: a file with the name of a class a line.
-        images_per_class: at most so many images of each class of the training split, chosen by `seed`. The
+        classes: number of classes, chosen by `seed`.
+        class_list: a file with one class name per line.
+        images_per_class: largest number of images of each class of the training split, chosen by `seed`. The
             validation split keeps all.
 
     Raises:
@@ -101,7 +88,7 @@ def subset(
         if len(images):
             sources[name] = DatasetImages(split, images, labels[images])
     if not sources:
-        raise SourceError(f"{root}: the chosen classes have no image")
+        raise SourceError(f"{root}: the chosen classes have no images")
     return sources, [manifest.class_names[number] for number in chosen]
 
 
@@ -122,7 +109,7 @@ def _chosen_classes(manifest: Manifest, classes: int | None, class_list: Path | 
     if unknown or not names:
         problem = f"{unknown[0]!r} is no class of the dataset" if unknown else "names no class"
         examples = ", ".join(manifest.class_names[:3])
-        raise SourceError(f"--class-list {class_list}: {problem}: one name a line is expected, such as {examples}")
+        raise SourceError(f"--class-list {class_list}: {problem}: one name per line is expected, such as {examples}")
     return sorted({number_of[name] for name in names})
 
 

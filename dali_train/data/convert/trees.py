@@ -1,18 +1,18 @@
-"""Image files in folders of which each is a class, in a directory or a tar archive."""
+"""Image files in one folder per class, in a directory or a tar archive."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from dali_train.data.convert.archive import Archive, Container, Directory, Member, SourceError
+from dali_train.data.convert.archive import Archive, Container, Directory, Member, SourceError, printable
 from dali_train.data.convert.plan import held_out
 from dali_train.data.convert.sources import ImageFiles, Source, SourcePart
-from dali_train.data.manifest import SPLITS, SplitName
+from dali_train.data.dataset.found import IMAGE_SUFFIXES
+from dali_train.data.dataset.manifest import SPLITS, SplitName
 
-_SUFFIXES = frozenset((".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _SPLIT_FOLDERS: dict[str, SplitName] = {"train": "train", "test": "validation", "val": "validation", "validation": "validation"}
 _log = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ def folders(
 ) -> tuple[dict[SplitName, Source], list[str]]:
     """The splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone), sorted.
 
-    With `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
+    A `train` that holds ``train`` and one of ``val``, ``validation`` and ``test`` instead of classes gives both splits. With
+    `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
 
     Raises:
         SourceError: no class folders, a class that only `validation` has, or a class too small to be divided.
@@ -31,6 +32,13 @@ def folders(
     if train is None and validation is None:
         raise SourceError("nothing to convert: give --train DIR, --validation DIR, or both")
     listed = {split: _list_images(open_container(path), _top_folder) for split, path in paths.items() if path is not None}
+    splits_within = _splits_among(listed["train"][1]) if "train" in listed else []
+    if train is not None and splits_within:
+        if validation is None and validation_fraction is None and len(splits_within) == len(listed["train"][1]) == 2:
+            return split_folders(train)
+        other = next(name for name in ("val", "validation", "test") if name in (*splits_within, "test"))
+        remedy = f"give --train {train}/train and --validation {train}/{other}" if train.is_dir() else "unpack the archive first"
+        raise SourceError(f"{train} holds {', '.join(splits_within)}, which are splits and not classes: {remedy}")
     sources, names = _with_common_labels(listed)
     if validation_fraction is None:
         return sources, names
@@ -38,9 +46,9 @@ def folders(
         raise SourceError(f"--validation-fraction is {validation_fraction}: use a fraction between 0 and 1, e.g. 0.1")
     if train is None or validation is not None:
         raise SourceError("--validation-fraction divides --train: give --train, and no --validation")
-    whole = sources["train"]
-    chosen = held_out(whole.labels, validation_fraction, seed=seed)
-    return {"train": SourcePart(whole, np.flatnonzero(~chosen)), "validation": SourcePart(whole, np.flatnonzero(chosen))}, names
+    source = sources["train"]
+    chosen = held_out(source.labels, validation_fraction, seed=seed)
+    return {"train": SourcePart(source, np.flatnonzero(~chosen)), "validation": SourcePart(source, np.flatnonzero(chosen))}, names
 
 
 def split_folders(path: Path) -> tuple[dict[SplitName, Source], list[str]]:
@@ -61,7 +69,7 @@ def open_container(path: Path) -> Container:
     if path.is_dir():
         return Directory(path)
     if not path.exists():
-        raise SourceError(f"{path}: there is no such file or directory")
+        raise SourceError(f"{path}: this file or directory does not exist")
     return Archive(path)
 
 
@@ -73,7 +81,7 @@ def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str
     def images() -> Iterator[tuple[Member, int]]:
         for member in container.members():
             path = PurePosixPath(member.name)
-            if path.suffix.lower() not in _SUFFIXES:
+            if path.suffix.lower() not in IMAGE_SUFFIXES:
                 passed_over.append(member.name)
                 continue
             name = class_of(path.parts)
@@ -83,15 +91,25 @@ def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str
     files = ImageFiles(container, images())
     if passed_over:
         _log.warning(
-            "%s: %d files without an image's suffix are passed over, e.g. %s", container.path, len(passed_over), passed_over[0]
+            "%s: %d files without an image's suffix are passed over, e.g. %s",
+            container.path,
+            len(passed_over),
+            printable(passed_over[0]),
         )
     return files, list(numbers)
 
 
 def _top_folder(parts: tuple[str, ...]) -> str:
     if len(parts) < 2:
-        raise SourceError(f"{parts[0]}: an image outside of a class folder: expected CLASS/{parts[0]}")
+        name = printable(parts[0])
+        raise SourceError(f"{name}: an image outside of a class folder: expected CLASS/{name}")
     return parts[0]
+
+
+def _splits_among(classes: Sequence[str]) -> list[str]:
+    """Those of the class folders that are really the folders of splits. "train" alone may be a class beside "bus"."""
+    found = sorted(set(classes) & set(_SPLIT_FOLDERS))
+    return found if "train" in found and (len(found) > 1 or len(classes) == 1) else []
 
 
 def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:
@@ -108,11 +126,15 @@ def _with_common_labels(listed: dict[SplitName, tuple[ImageFiles, list[str]]]) -
     names = sorted(listed[first][1])
     for split, (files, classes) in listed.items():
         if not classes:
-            raise SourceError(f"the {split} split has no image: expected files such as CLASS/name.jpg")
+            raise SourceError(f"the {split} split has no images: expected files such as CLASS/name.jpg")
         unknown = sorted(set(classes) - set(names))
         if unknown:
             raise SourceError(
-                f"{split} has the class {unknown[0]!r}, {first} has not ({len(unknown)} such classes): the class folders must agree"
+                f"{split} has the class {printable(unknown[0])!r}, {first} has not ({len(unknown)} such classes): "
+                "the class folders must agree"
             )
         files.labels = np.array([names.index(name) for name in classes], dtype=np.int32)[files.labels]
-    return {split: files for split, (files, _) in listed.items()}, names
+    texts = [printable(name) for name in names]
+    if len(set(texts)) < len(texts):
+        raise SourceError("two class folders have names that differ only in bytes that are not UTF-8: rename one")
+    return {split: files for split, (files, _) in listed.items()}, texts

@@ -1,7 +1,7 @@
 """Many threads write shards; a few others wait for the disk.
 
 Threads, not processes: decoding, checksums, reading and writing all release the interpreter, and a thread costs no
-memory of its own. What remains under the interpreter's lock is about 60 us an image.
+memory of its own. What remains under the interpreter's lock is about 60 us per image.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def write_shards(
     """Write each job's images to its path.
 
     Args:
-        make_writer: called once a worker, with the event at which the writer shall stop.
+        make_writer: called once per worker, with the event that makes the writer stop.
         finished: called when a shard lies flushed under its final name, from any thread.
 
     Raises:

@@ -1,0 +1,121 @@
+"""The ``checkpoints`` directory of a run: which there are, and the links to the newest and the best.
+
+Checkpoints are real directories named ``step-NNNNNNNN``. Everything else that lies there, such as copies, links and
+files, belongs to somebody else: it is not read and never removed, at most renamed if it is in the way.
+"""
+
+import itertools
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+from dali_train.checkpoint.storage import MANIFEST, CheckpointError, Manifest, read_regular
+from dali_train.errors import ConfigError
+from dali_train.files import write_atomically
+
+SCORE = "evaluation.json"
+_NAME = re.compile(r"step-(\d{8,18})")
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """Checkpoints by step, oldest first; none if the directory does not exist yet.
+
+    Raises:
+        ConfigError: there may be some, but they cannot be seen.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        for link in (directory, *directory.parents):
+            if link.is_symlink() and not link.exists():
+                raise ConfigError(
+                    f"{link} is a link to {link.readlink()}, which does not exist: make it available (is a disk not mounted?), so "
+                    "that the run's checkpoints are not taken for lost, or choose another run.dir"
+                ) from None
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"the checkpoints in {directory} cannot be listed ({error.strerror}): it must be a directory that can be read; "
+            "mend that, or choose another run.dir"
+        ) from None
+    return sorted((directory / name for name in names), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says, -1 if it has another name."""
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1
+
+
+def saved_top1(path: Path) -> float | None:
+    """The accuracy of a checkpoint, a fraction, if it was evaluated: in a file beside the manifest, since it comes later."""
+    try:
+        top1 = float(json.loads(read_regular(path / SCORE, 1000))["top1"])
+        return top1 if math.isfinite(top1) else None
+    except FileNotFoundError:
+        pass  # not evaluated, or by an older version, which wrote it into the manifest
+    except (OSError, ValueError, TypeError, KeyError, CheckpointError):
+        return None
+    try:
+        return Manifest.read(path).top1
+    except (OSError, CheckpointError):  # damaged: load_checkpoint() says so where it matters
+        return None
+
+
+def record_top1(path: Path, top1: float) -> None:
+    write_atomically(path / SCORE, (json.dumps({"top1": top1}) + "\n").encode())
+
+
+def wrong_path(path: Path) -> str:
+    """Why `path` cannot be a checkpoint's, with the remedy; empty if it may be one."""
+    try:
+        for inner in ("newest", "checkpoints/newest"):
+            if not (path / MANIFEST).exists() and (path / inner).exists():
+                return f"{path} is not a checkpoint: did you mean {path / inner}?"
+        if path.is_dir():
+            return ""
+        if path.exists():
+            return f"{path} is not a directory, as a checkpoint is: name one, such as RUN/checkpoints/newest"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror}): use a path that can"
+    return f"{path}: no such directory; a checkpoint is named like RUN/checkpoints/newest or RUN/checkpoints/step-00001000"
+
+
+def resolve_checkpoint(run_dir: Path, which: str) -> Path:
+    """The path of a run's checkpoint: ``best``, ``newest``, a name in its checkpoints directory, or any path.
+
+    Raises:
+        ConfigError: the checkpoint does not exist.
+    """
+    inside = run_dir / "checkpoints" / which
+    if which in ("best", "newest"):
+        if not inside.is_dir():
+            if not run_dir.is_dir():
+                raise ConfigError(f"{run_dir}: no such directory; name that of a run")
+            reason = "no evaluation was saved" if (run_dir / "checkpoints" / "newest").is_dir() else "it has no checkpoints"
+            raise ConfigError(f"{run_dir} has no {which} checkpoint: {reason}")
+        return inside.resolve()
+    path = inside if not Path(which).exists() and inside.is_dir() else Path(which)
+    if problem := wrong_path(path):
+        raise ConfigError(problem)
+    return path.resolve()
+
+
+def set_aside(path: Path) -> None:
+    """Rename whatever is at `path`, without following links."""
+    names = (path.with_name(f"set-aside-{number}-{path.name}") for number in itertools.count(1))
+    path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def point_link(link: Path, target: Path) -> None:
+    """Make `link` a symbolic link to its sibling `target`, in one move."""
+    fresh = link.with_name(f".{link.name}.partial")
+    for path in (link, fresh):
+        if os.path.lexists(path) and not path.is_symlink():  # such as a copy of the directory that has followed the link
+            set_aside(path)
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target.name)
+    fresh.replace(link)

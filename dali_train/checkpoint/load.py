@@ -1,0 +1,153 @@
+"""Checkpoints are verified by checksum when they are read, and reading one runs no code."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dali_train.checkpoint import legacy, storage
+from dali_train.checkpoint.directory import checkpoint_paths, step_of, wrong_path
+from dali_train.checkpoint.storage import CheckpointError, Manifest, Tensors
+from dali_train.errors import ConfigError
+
+# What DCP says in a single process; that is what is meant here.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete, verified checkpoint.
+
+    `state` maps "model" and "optimizer" to tensors by name, complete and on the CPU; `values` is what is not a tensor.
+    """
+
+    path: Path
+    step: int  # optimizer steps that were done
+    state: dict[str, Tensors]
+    values: dict[str, Any]
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read one checkpoint on the CPU, in this process alone.
+
+    Raises:
+        ConfigError: the path is not a checkpoint's.
+        CheckpointError: a part is missing or damaged, or holds more than tensors and plain values.
+    """
+    if problem := wrong_path(path):
+        raise ConfigError(problem)
+    try:
+        manifest = Manifest.read(path)
+        named = step_of(path.resolve())
+        if named not in (-1, manifest.step):
+            raise CheckpointError(f"{path} is the checkpoint of step {manifest.step} under another name")
+        manifest.verify(path)
+        old = legacy.METADATA in manifest.files
+        tensors = (legacy if old else storage).read_tensors(path, set(manifest.files))
+        state: dict[str, Tensors] = {}
+        for name, tensor in tensors.items():
+            section, _, rest = name.partition(".")
+            state.setdefault(section, {})[rest] = tensor
+        return Checkpoint(path, manifest.step, state, legacy.modern_values(manifest.values) if old else manifest.values)
+    except CheckpointError:
+        raise
+    except (Exception, CheckpointException) as error:  # whatever damaged bytes happen to lead to
+        raise CheckpointError(f"{path} is not a complete checkpoint ({type(error).__name__}: {error})") from error
+
+
+def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint that is complete, if any, and a warning for each newer one that had to be passed over.
+
+    With a `group` all its ranks call this together and get the same one: complete means that every rank could read it.
+
+    Raises:
+        ConfigError: the directory cannot be listed.
+        CheckpointError: there are checkpoints and all of them are damaged.
+    """
+    faults: list[str] = []
+    for path in reversed(_agreed_paths(directory, group)):
+        checkpoint, fault = _try_to_load(path, group)
+        if checkpoint is not None:
+            return checkpoint, [f"{fault}; resuming from {path} instead" for fault in faults]
+        faults.append(fault)
+    if faults:
+        raise CheckpointError(
+            f"no checkpoint in {directory} is complete: {'; '.join(faults)}. Restore one from a copy, or choose another run.dir "
+            "to start at step 0"
+        )
+    return None, []
+
+
+def find_checkpoint(resume: str, directory: Path, group: dist.ProcessGroup | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that run.resume names (``auto``, ``never`` or a path), and warnings. With a `group`, for all its ranks.
+
+    A path to another run's checkpoint is where this run begins. Once it has checkpoints of its own it resumes from
+    those, so that the same command serves to start it again.
+
+    Raises:
+        CheckpointError: the named one is damaged.
+        ConfigError: ``never``, but the run directory has checkpoints; a path that is not a checkpoint's; checkpoints
+            that cannot be listed.
+    """
+    if resume == "auto":
+        return load_newest(directory, group)
+    existing = _agreed_paths(directory, group)
+    if resume == "never":
+        if existing:
+            raise ConfigError(
+                f"run.resume is never, but {directory} has {len(existing)} checkpoints: choose another run.dir, or set run.resume "
+                "auto to resume from the newest"
+            )
+        return None, []
+    named = Path(resume)
+    if problem := _agreed(wrong_path(named), group):
+        remedy = "; set run.resume auto to resume from this run's newest checkpoint" if existing else ""
+        raise ConfigError(f"run.resume: {problem}{remedy}")
+    if existing and named.resolve().parent != directory.resolve():
+        return load_newest(directory, group)
+    checkpoint, fault = _try_to_load(named, group)
+    if checkpoint is None:
+        raise CheckpointError(fault)
+    return checkpoint, []
+
+
+def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, str]:
+    """The checkpoint if every rank can read it; else None and what the first rank that cannot says."""
+    checkpoint, fault = None, ""
+    try:
+        checkpoint = load_checkpoint(path)
+    except (CheckpointError, ConfigError) as error:
+        fault = str(error)
+    if group is not None:
+        faults: list[str] = [""] * dist.get_world_size(group)
+        dist.all_gather_object(faults, fault, group=group)
+        fault = next((f"{fault} (seen by rank {rank})" for rank, fault in enumerate(faults) if fault), "")
+    return (None if fault else checkpoint), fault
+
+
+def _agreed_paths(directory: Path, group: dist.ProcessGroup | None) -> list[Path]:
+    """The checkpoints in `directory`, as rank 0 sees it, on every rank."""
+    names, problem = [], ""
+    try:
+        names = [path.name for path in checkpoint_paths(directory)]
+    except ConfigError as error:
+        problem = str(error)
+    names, problem = _agreed((names, problem), group)
+    if problem:
+        raise ConfigError(problem)
+    return [directory / name for name in names]
+
+
+def _agreed(value: _T, group: dist.ProcessGroup | None) -> _T:
+    """Rank 0's value: file systems may show a change to some hosts later."""
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]

@@ -1,0 +1,110 @@
+"""A trained model out of a run directory: settings, weights, classes."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save
+from torch import nn
+
+from dali_train.checkpoint.directory import resolve_checkpoint
+from dali_train.checkpoint.load import Checkpoint, load_checkpoint
+from dali_train.checkpoint.state import restore_weights
+from dali_train.checkpoint.storage import CheckpointError
+from dali_train.config import Config, load_config
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.errors import ConfigError
+from dali_train.files import write_atomically
+from dali_train.training.model import build_model
+
+Weights = Literal["raw", "ema"]
+"""The trained weights, or their moving average."""
+MODEL_FILE = "model.safetensors"
+"""The final weights in a run directory."""
+
+
+def load_model(
+    run_dir: Path | str, checkpoint: str | None = None, *, weights: Weights | None = None, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """The timm model of a run, in evaluation mode: see `load_trained`.
+
+    Returns:
+        A module from images (n, 3, eval_size, eval_size), float32 and normalised as the run's config says, to logits
+        (n, classes), float32.
+    """
+    return load_trained(Path(run_dir), checkpoint, weights).model.to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    config: Config
+    checkpoint: Checkpoint
+    weights: Weights
+    class_names: tuple[str, ...]
+    model: nn.Module  # float32 on the CPU in evaluation mode, neither compiled nor checkpointed
+
+    def describe(self) -> str:
+        which = "moving average of the weights" if self.weights == "ema" else "weights"
+        return f"{which} of {self.checkpoint.path}, step {self.checkpoint.step}"
+
+
+def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights | None = None) -> TrainedModel:
+    """The model of a run.
+
+    Args:
+        checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest where nothing was evaluated.
+        weights: ``raw`` or ``ema``; None: the moving average if the checkpoint has one, by which the best is chosen too.
+
+    Raises:
+        ConfigError, CheckpointError: no such run, no such checkpoint, or no moving average in it.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a run directory: name the run.dir of a training run")
+    config = load_config(run_dir / "config.json")
+    if checkpoint is None:
+        checkpoint = "best" if (run_dir / "checkpoints" / "best").exists() else "newest"
+    loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
+    names = tuple(loaded.values.get("class_names") or Manifest.read(Path(config.data.root)).class_names)
+    chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
+    plain = replace(config.model, compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False)
+    model = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
+    return TrainedModel(config=config, checkpoint=loaded, weights=chosen, class_names=names, model=model.float().eval())
+
+
+def model_from(
+    checkpoint: Checkpoint, config: Config, num_classes: int, device: torch.device, weights: Weights = "raw"
+) -> nn.Module:
+    """The model of `config` with the weights of `checkpoint`, or with ``ema`` their moving average.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    section = "ema" if weights == "ema" else "model"
+    if section not in checkpoint.state:
+        raise ConfigError(f"{checkpoint.path} has no moving average of the weights: ask for raw, or train with ema.decay")
+    model = build_model(config, num_classes, device)
+    restore_weights(checkpoint, model, section)
+    return model
+
+
+def write_model(run_dir: Path, step: int) -> Path:
+    """Write ``model.safetensors``: the weights that the checkpoint of `step` holds, or their moving average if there is one.
+
+    For other programs: ``timm.create_model(NAME, **KWARGS).load_state_dict(safetensors.torch.load_file(...))``, with name and
+    arguments from config.json.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the file cannot be written.
+    """
+    checkpoint, path = load_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}"), run_dir / MODEL_FILE
+    weights: Weights = "ema" if "ema" in checkpoint.state else "raw"
+    tensors = checkpoint.state["ema" if weights == "ema" else "model"]
+    try:
+        write_atomically(path, save(tensors, metadata={"format": "pt", "weights": weights, "step": str(step)}))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error}): make room or permission there and start the same command again; nothing is "
+            "trained twice"
+        ) from error
+    return path

@@ -1,0 +1,216 @@
+"""Checkpoints: written by all ranks in the background, complete or not there, verified by checksum, safe to read.
+
+``step-NNNNNNNN/`` holds tensors as safetensors, under their names in the model, so that a run with another layout of
+ranks can read them; everything else is in ``manifest.json``. The directory gets its final name only when all of it is
+on disk, so a name without ``.partial`` is a promise. The only position is the step number: order, draws and dropout
+follow from it (the invariant).
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
+from dali_train.checkpoint.storage import CheckpointError, Manifest, Tensors, Writer
+from dali_train.distributed.mesh import local
+from dali_train.files import NO_SPACE, sync_directory
+
+# More writers than this do not make a file system faster, and each has to hold its share in host memory.
+_MAX_WRITERS = 8
+
+
+class CheckpointWriter:
+    """Saves in the background; every rank has one and calls it at the same steps.
+
+    Args:
+        group: of all ranks, for host memory and used by nobody else; None for a single process.
+        keep: newest checkpoints that are kept.
+        keep_best: checkpoints with the best top-1 that are kept besides.
+        num_stages: of a pipeline, each of as many neighbouring ranks; ranks of one stage have tensors of the same names.
+    """
+
+    def __init__(self, directory: Path, group: dist.ProcessGroup | None, *, keep: int, keep_best: int, num_stages: int = 1) -> None:
+        self._directory = directory
+        self._group = group
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
+        self._num_stages = num_stages
+        self._keep, self._keep_best = keep, keep_best
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._host: Tensors = {}
+        self._num_bytes = 0
+
+    def prepare(self, start_step: int) -> float:
+        """Before the first save, on all ranks; gives the best accuracy of a kept checkpoint, -1 without one.
+
+        Removes what a killed run left half done, and sets aside what lies beyond `start_step`: it is damaged, or of a
+        future that resuming from an earlier step has abandoned.
+
+        Raises:
+            CheckpointError: the directory cannot be written to.
+        """
+        best, error = -1.0, None
+        if self._rank == 0:
+            try:
+                best = self._tidy(start_step)
+            except OSError as fault:
+                error = fault
+        best, error = self._from_rank_0((best, error))
+        if error is not None:
+            raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
+        return best
+
+    def save(self, step: int, state: Mapping[str, Mapping[str, torch.Tensor]], values: dict[str, Any]) -> None:
+        """Copy this rank's share of `state` to host memory, then write it in the background.
+
+        A replicated tensor is written by one rank, a sharded one (DTensor) by all that hold a part of it. Waits for the
+        save before, if it still runs.
+
+        Raises:
+            CheckpointError: the save before this one failed.
+        """
+        self.wait()
+        flat = {f"{section}.{name}": tensor for section, tensors in state.items() for name, tensor in tensors.items()}
+        self._num_bytes = self._num_stages * sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
+        self._copy_to_host({name: flat[name] for name in self._share(flat)})
+        # Not a daemon: what was begun is finished, also when the main thread ends with an error of its own.
+        self._thread = threading.Thread(target=self._write, args=(step, values), name="checkpoint")
+        self._thread.start()
+
+    def record_top1(self, step: int, top1: float) -> None:
+        """Note the accuracy of a checkpoint that was saved before it was evaluated. Waits for that save.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        self.wait()
+        path = self._directory / f"step-{step:08d}"
+        if self._rank == 0 and path.is_dir():
+            record_top1(path, top1)
+            self._retire()
+
+    def wait(self) -> None:
+        """Until the last save is complete on disk.
+
+        Raises:
+            CheckpointError: it is not; the message says why.
+        """
+        self.join()
+        self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointError(f"could not save a checkpoint in {self._directory}: {self._explain(error)}") from error
+
+    def join(self) -> None:
+        """Let the last save end, well or not: for when the run fails anyway."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _share(self, flat: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names that this rank writes: of similar size for some ranks of each stage, which are spread over the nodes."""
+        sharded = [name for name, tensor in flat.items() if isinstance(tensor, DTensor)]
+        ranks = self._world_size // self._num_stages
+        writers = min(ranks, max(1, _MAX_WRITERS // self._num_stages))
+        writer, off = divmod(self._rank % ranks, ranks // writers)
+        if off or writer >= writers:
+            return sharded
+        by_size = sorted(flat.keys() - set(sharded), key=lambda name: (-flat[name].numel(), name))
+        return sharded + by_size[writer::writers]
+
+    def _copy_to_host(self, tensors: Tensors) -> None:
+        for name in self._host.keys() - tensors.keys():
+            del self._host[name]
+        for name, tensor in tensors.items():
+            part = local(tensor).detach()
+            if name not in self._host:
+                host = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda, memory_format=torch.contiguous_format)
+                self._host[name] = DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
+            local(self._host[name]).copy_(part, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        final = self._directory / f"step-{step:08d}"
+        partial = self._directory / f".{final.name}.partial"
+        try:
+            writer = Writer(partial)
+            dcp.save(dict(self._host), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            digests = [writer.digests]
+            if self._group is not None:
+                digests = [{} for _ in range(self._world_size)] if self._rank == 0 else []
+                dist.gather_object(writer.digests, digests or None, dst=0, group=self._group)
+            error = None
+            if self._rank == 0:
+                files = {name: digest for part in digests for name, digest in part.items()}
+                try:
+                    self._commit(partial, final, Manifest(step=step, top1=None, values=values, files=files))
+                except BaseException as fault:
+                    error = fault
+            self._error = self._from_rank_0(error)
+        except BaseException as fault:  # raised in the main thread, by wait()
+            self._error = fault
+        if self._error is not None and self._rank == 0:  # so that the room is free again
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
+        manifest.write(partial)
+        if os.path.lexists(final):
+            set_aside(final)
+        partial.rename(final)
+        sync_directory(self._directory)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Point to the newest and the best checkpoint, and remove those that are neither among the newest nor the best."""
+        paths = checkpoint_paths(self._directory)
+        scores = {path: top1 for path in paths if (top1 := saved_top1(path)) is not None}
+        best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)
+        point_link(self._directory / "newest", paths[-1])
+        if best:
+            point_link(self._directory / "best", best[0])
+        for path in set(paths[: -self._keep]) - set(best[: self._keep_best]):
+            doomed = path.with_name(f".{path.name}.removed")
+            path.rename(doomed)  # at once, so that a kill leaves no half checkpoint
+            shutil.rmtree(doomed)
+
+    def _tidy(self, start_step: int) -> float:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for rest in (*self._directory.glob(".step-*.partial"), *self._directory.glob(".step-*.removed")):
+            if rest.is_dir() and not rest.is_symlink():
+                shutil.rmtree(rest)
+            else:
+                set_aside(rest)
+        paths = checkpoint_paths(self._directory)
+        for path in paths:
+            if step_of(path) > start_step:
+                set_aside(path)
+        return max((top1 for path in paths if path.exists() and (top1 := saved_top1(path)) is not None), default=-1.0)
+
+    def _from_rank_0(self, value: Any) -> Any:
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def _explain(self, error: BaseException) -> str:
+        """The first cause on each rank that has one, and what to do if there was no room."""
+        failures = {rank: cause for rank, (cause, _) in error.failures.items()} if isinstance(error, CheckpointException) else {}
+        causes = list(failures.values()) or [error]
+        text = "; ".join(f"{cause} (rank {rank})" for rank, cause in failures.items()) or str(error)
+        if any(isinstance(cause, OSError) and cause.errno in NO_SPACE for cause in causes):
+            free = shutil.disk_usage(self._directory).free
+            text += (
+                f". A checkpoint needs {self._num_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free (a quota may allow less): "
+                "make room and start the same command again"
+            )
+        return text

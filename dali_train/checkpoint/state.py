@@ -1,0 +1,176 @@
+"""What a checkpoint holds of a run, and how it is put back.
+
+Tensors stand under the parameter's name, not the optimizer's number for it, so that they can be read whatever the
+layout of ranks. Settings are not in it: they come from the config.
+
+Weights go through torch's functions for distributed state, which know of wrappers and shards. The optimizer's state
+does not: torch's function takes a step with gradients of zero first, which counts, and it demands state for every
+parameter and casts all of it to the parameter's dtype.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dali_train.checkpoint.load import Checkpoint
+from dali_train.checkpoint.storage import Tensors
+from dali_train.data.loading.loader import Loader
+from dali_train.distributed.mesh import laid_out_like
+from dali_train.distributed.parallelize import Parallel
+from dali_train.distributed.tensor import TimmOrder
+from dali_train.errors import ConfigError
+from dali_train.training.precision import Precision
+
+
+def in_timm_order(name: str, tensor: torch.Tensor, order: TimmOrder | None) -> torch.Tensor:
+    """`tensor`, which is the weight `name` or belongs to it, with rows as timm has them. All ranks call it together."""
+    if order is None or name not in order or not isinstance(tensor, DTensor):
+        return tensor
+    return laid_out_like(tensor, order.to_timm(name, tensor.full_tensor()))
+
+
+def from_timm_order(name: str, tensor: torch.Tensor, order: TimmOrder | None) -> torch.Tensor:
+    """The inverse for a complete tensor."""
+    return tensor if order is None else order.from_timm(name, tensor)
+
+
+def capture(
+    model: nn.Module, optimizer: Optimizer, precision: Precision, parallel: Parallel | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[dict[str, Tensors], dict[str, Any]]:  # fmt: skip
+    """(tensors, plain values) of the run, as `restore` takes them. All ranks call this together.
+
+    Args:
+        parallel: how the model is spread; None: not at all.
+        group: of all ranks, for host memory; needed where it is spread.
+    """
+    order = parallel.order if parallel is not None else None
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: Tensors = {}
+    numbers: dict[str, float] = {}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"state.{names[parameter]}.{key}"] = in_timm_order(names[parameter], value, order)
+            elif value is not None:
+                numbers[f"state.{names[parameter]}.{key}"] = value
+    if parallel is not None and parallel.stages:  # each has its own
+        everyone = [numbers] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, numbers, group=group)
+        numbers = {name: number for part in everyone for name, number in part.items()}
+    # What an optimizer keeps in a group besides its settings, such as LAMB's count of steps.
+    groups = [
+        {
+            key: float(value) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if _is_state(key, optimizer)
+        }
+        for group in optimizer.param_groups
+    ]
+    saved = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    weights: Tensors = get_model_state_dict(model)  # type: ignore[assignment]  # its other kinds of values are FSDP1's
+    values = {"optimizer": saved, "scaler": precision.scaler.state_dict()}
+    return {"model": {name: in_timm_order(name, tensor, order) for name, tensor in weights.items()}, "optimizer": tensors}, values
+
+
+def capture_loader(loader: Loader, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Plain values, if the loader has any: {"loader": its state on each rank of `group`}. All ranks call this together."""
+    state = loader.state()
+    if not state:
+        return {}
+    states = [state]
+    if group is not None:
+        states *= dist.get_world_size(group)
+        dist.all_gather_object(states, state, group=group)
+    return {"loader": states}
+
+
+def restore(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, precision: Precision, parallel: Parallel | None = None
+) -> list[str]:
+    """Put the weights, optimizer state and counters of `checkpoint` in place. Rates and the like stay those of the config.
+
+    Args:
+        parallel: how the model is spread; None: not at all.
+
+    Returns:
+        A warning for what could not be taken over, because another optimizer or precision made it.
+
+    Raises:
+        ConfigError: the weights do not fit the model.
+    """
+    restore_weights(checkpoint, model, parallel=parallel)
+    warnings = _restore_optimizer(checkpoint, model, optimizer, parallel.order if parallel is not None else None)
+    scaler = checkpoint.values.get("scaler")
+    if scaler and precision.scaler.is_enabled():
+        precision.scaler.load_state_dict(scaler)
+    return warnings
+
+
+def restore_weights(checkpoint: Checkpoint, model: nn.Module, section: str = "model", *, parallel: Parallel | None = None) -> None:
+    """Put the weights in `section` of a checkpoint in place: "model", or "ema" for their moving average.
+
+    Raises:
+        ConfigError: they do not fit the model.
+    """
+    current: Mapping[str, torch.Tensor] = get_model_state_dict(model)  # type: ignore[assignment]
+    saved = checkpoint.state.get(section, {})
+    theirs, ours = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (saved, current))
+    if parallel is not None and parallel.shapes is not None:  # of the complete model
+        ours = parallel.shapes
+    misfits = [
+        f"{name} {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]
+    if misfits:
+        more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
+        raise ConfigError(
+            f"the weights of {checkpoint.path} do not fit the model of this config: {'; '.join(misfits[:3])}{more}. Set model.name "
+            "and model.kwargs as they were, or choose another run.dir to start anew"
+        )
+    order = parallel.order if parallel is not None else None
+    weights: dict[str, Any] = {
+        name: laid_out_like(tensor, from_timm_order(name, saved[name], order)) for name, tensor in current.items()
+    }
+    set_model_state_dict(model, weights)
+
+
+def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, order: TimmOrder | None) -> list[str]:
+    saved = checkpoint.values.get("optimizer", {"class": "none", "groups": [], "numbers": {}})
+    if saved["class"] != type(optimizer).__name__:
+        return [f"{checkpoint.path} holds the state of {saved['class']}: {type(optimizer).__name__} starts without one"]
+    groups = optimizer.state_dict()["param_groups"]
+    # Another grouping of the parameters, as with optimizer.exclude_vectors changed: the counts of all groups are equal.
+    counters = saved["groups"] if len(saved["groups"]) == len(groups) else saved["groups"][:1] * len(groups)
+    for group, counter in zip(groups, counters, strict=False):
+        group.update({key: value for key, value in counter.items() if key not in group})
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+    named = {name: (parameter, group) for name, parameter in model.named_parameters() for group in _group_of(parameter, optimizer)}
+    for name, value in (*checkpoint.state.get("optimizer", {}).items(), *saved["numbers"].items()):
+        owner, _, key = name.removeprefix("state.").rpartition(".")
+        if owner not in named:  # a parameter that is not trained any more
+            continue
+        parameter, group = named[owner]
+        if isinstance(value, torch.Tensor):
+            # As torch does: counts of steps stay on the host, unless the kernels read them on the device.
+            on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+            if not on_host:
+                value = laid_out_like(parameter, from_timm_order(owner, value, order)).to(parameter.device)
+        optimizer.state[parameter][key] = value
+    return []
+
+
+def _group_of(parameter: torch.Tensor, optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [group for group in optimizer.param_groups if any(parameter is other for other in group["params"])]
+
+
+def _is_state(key: str, optimizer: Optimizer) -> bool:
+    return key not in optimizer.defaults and key != "params"

@@ -1,0 +1,187 @@
+"""The files of one checkpoint: tensors as safetensors, everything else in a JSON manifest. Nothing in them can run.
+
+Ranks write and read through DCP (``torch.distributed.checkpoint``), which cuts sharded tensors into the parts that each
+rank holds and puts them together again for any other layout. It does not see a flipped bit, so each file's SHA-256 is
+in the manifest, and the manifest's own is in a file beside it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dali_train.errors import RunError
+from dali_train.files import sha256, sync_directory, write_atomically
+
+MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
+# With data.reader stream it holds the loader's state on every rank, about 100 kB each.
+_MAX_MANIFEST_BYTES = 256 * 2**20
+
+Tensors = dict[str, torch.Tensor]
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is not what was written; the message names the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What is in a checkpoint besides the tensors, each field of the kind that it says."""
+
+    step: int  # optimizer steps done
+    top1: float | None  # of checkpoints in the older format: validation accuracy. It has a file of its own today
+    values: dict[str, Any]  # the state that is not tensors
+    files: dict[str, str]  # SHA-256 in hexadecimal by plain file name
+
+    def __post_init__(self) -> None:
+        def require(fulfilled: bool, name: str, kind: str) -> None:
+            if not fulfilled:
+                raise CheckpointError(f"{name} is not {kind}")
+
+        require(type(self.step) is int and 0 <= self.step < 10**18, "step", "a number of steps")
+        require(self.top1 is None or (_is_number(self.top1) and math.isfinite(self.top1)), "top1", "a number")
+        require(isinstance(self.values, dict), "values", "an object")
+        for name, fits in _KINDS.items():
+            require(name not in self.values or fits(self.values[name]), f"values.{name}", "what a checkpoint holds there")
+        require(isinstance(self.files, dict) and 0 < len(self.files) < 10**6, "files", "an object with names of files")
+        for name, digest in self.files.items():
+            require(re.fullmatch(r"[\w.-]+", name) is not None and name not in (".", ".."), f"files: {name!r}", "a plain file name")
+            require(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None, f"files.{name}", "a SHA-256")
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest":
+        """Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is damaged, or something in it is not of the kind it must be.
+        """
+        path = directory / MANIFEST
+        content = read_regular(path, _MAX_MANIFEST_BYTES)
+        if read_regular(directory / MANIFEST_DIGEST, 1000) != _digest_line(content):
+            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST_DIGEST}")
+        try:
+            return cls(**json.loads(content))
+        except (ValueError, TypeError, RecursionError, CheckpointError) as error:
+            raise CheckpointError(f"{path} is not the manifest of a checkpoint: {error}") from None
+
+    def write(self, directory: Path) -> None:
+        """Write it and flush it and the directory's list of names."""
+        content = (json.dumps(asdict(self), indent=1) + "\n").encode()
+        write_atomically(directory / MANIFEST, content)
+        write_atomically(directory / MANIFEST_DIGEST, _digest_line(content))
+        sync_directory(directory)
+
+    def verify(self, directory: Path) -> None:
+        """Raises:
+        OSError: a file cannot be read.
+        CheckpointError: a file is not what was written.
+        """
+        for name, digest in self.files.items():
+            check_regular(directory / name, (directory / name).lstat())
+            if sha256(directory / name) != digest:
+                raise CheckpointError(f"{directory / name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+
+
+class Writer(dcp.HuggingFaceStorageWriter):
+    """DCP's writer of safetensors, which flushes each file to disk; notes its checksum."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), save_distributed=True)
+        # Nothing is copied ahead: that would open a context on the first GPU in the thread that saves.
+        self.per_thread_copy_ahead = 0
+        self.digests: dict[str, str] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        written = super().write_data(plan, planner)
+        names = {result.storage_data.relative_path for result in written.wait()}
+        self.digests = {name: sha256(Path(self.path) / name) for name in names}
+        return written
+
+
+def read_tensors(directory: Path, names: set[str]) -> Tensors:
+    """All tensors in the safetensors files of these `names`, on the CPU and complete, whatever layout of ranks wrote them.
+
+    Raises:
+        CheckpointError: a tensor lacks a part, or there are safetensors files of other names.
+    """
+    if foreign := {path.name for path in directory.glob("*.safetensors")} - names:
+        raise CheckpointError(f"{directory / min(foreign)} does not belong to this checkpoint: {MANIFEST} does not name it")
+    reader = dcp.HuggingFaceStorageReader(str(directory))
+    tensors: Tensors = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):  # DCP would unpickle it
+            raise CheckpointError(f"{directory}: {name} is not a tensor")
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+            raise CheckpointError(f"{directory}: parts of {name} are missing")
+        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """The content of an ordinary file: a link is not followed and a FIFO or device is not waited for.
+
+    Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is something else, or larger.
+    """
+    check_regular(path, path.lstat())
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise CheckpointError(f"{path} is larger than the {max_bytes:,} bytes that such a file can have")
+    return content
+
+
+def check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+
+
+def _digest_line(manifest: bytes) -> bytes:
+    """As sha256sum -c reads it."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
+
+
+def _is_optimizer(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"class", "groups", "numbers"}
+        and isinstance(value["class"], str)
+        and isinstance(value["groups"], list)
+        and all(_are_numbers(group) for group in value["groups"])
+        and _are_numbers(value["numbers"])
+    )
+
+
+def _are_group_steps(value: object) -> bool:
+    return isinstance(value, list) and all(step is None or _is_number(step) for step in value)
+
+
+_KINDS = {
+    "optimizer": _is_optimizer,
+    "scaler": _are_numbers,
+    "recipe": lambda value: isinstance(value, dict),
+    "loader": lambda value: isinstance(value, list) and all(isinstance(state, dict) for state in value),
+    "epoch_accuracies": lambda value: isinstance(value, list) and all(map(_is_number, value)),
+    "group_steps": _are_group_steps,  # of checkpoints in the older format
+}

@@ -1,0 +1,138 @@
+"""``dali-train diff``: why two runs differ, from settings through samples to losses.
+
+A run keeps no record of its samples and needs none: they are a function of its settings (the invariant), so they are computed
+again here, for both runs, and compared in the order in which training met them.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dali_train.config import Config, load_config
+from dali_train.data.dataset.index import Split
+from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.errors import ConfigError
+
+# Of these the order matters: what comes first explains what follows.
+_FIRST = ("positions", "images", "labels")
+
+
+def diff(first: Path, second: Path, *, steps: int) -> bool:
+    """Print what differs between two runs.
+
+    Args:
+        steps: number of optimizer steps whose samples are compared; fewer if a run is shorter.
+
+    Returns:
+        Whether they are the same in everything that was compared.
+
+    Raises:
+        ConfigError, DatasetError: no such run, or its dataset is gone.
+    """
+    for directory in (first, second):
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{directory} is not a run directory: it has no config.json")
+    configs = [load_config(directory / "config.json") for directory in (first, second)]
+    findings = compare_settings(*configs)
+    print("settings")
+    for finding in findings or ["the same"]:
+        print(f"  {finding}")
+    samples = compare_samples(*configs, steps=steps)
+    print(f"samples\n  {samples or 'the same'}")
+    losses = compare_losses(first, second)
+    print(f"losses\n  {losses or 'the same in every line that both logged'}")
+    return not (findings or samples or losses)
+
+
+def compare_settings(first: Config, second: Config) -> list[str]:
+    """``section.field: value | value`` for each that differs, but for run.dir, which always does."""
+    ours, theirs = (_flat(json.loads(config.to_json())) for config in (first, second))
+    names = sorted({*ours, *theirs} - {"run.dir"})
+    return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
+
+
+def compare_samples(first: Config, second: Config, *, steps: int) -> str:
+    """The first step, micro-batch, image and draw that differ; empty if there is none.
+
+    Raises:
+        ConfigError: a run's samples do not follow from its settings.
+    """
+    for config in (first, second):
+        if config.data.reader == "stream":
+            raise ConfigError(
+                f"{config.run.dir} used data.reader stream: its samples depend on the number of ranks and cannot be computed again"
+            )
+    splits = [Split(config.data.root, "train", local=False) for config in (first, second)]
+    sources = [MicroBatches(split.rows, config) for split, config in zip(splits, (first, second), strict=True)]
+    lengths = [config.steps(config.run.epochs, len(split)) for split, config in zip(splits, (first, second), strict=True)]
+    num_per_step = [source.num_per_step for source in sources]
+    for step in range(min(steps, *lengths)):
+        for k in range(min(num_per_step)):
+            difference = _difference(*(source(step, k) for source in sources))
+            if difference:
+                return f"first difference: step {step}, micro-batch {k}, {difference}"
+        if num_per_step[0] != num_per_step[1]:
+            return f"first difference: step {step} has {num_per_step[0]} | {num_per_step[1]} micro-batches"
+    return ""
+
+
+def compare_losses(first: Path, second: Path) -> str:
+    """The first logged loss that differs and the largest difference; empty if there is none."""
+    ours, theirs = _losses(first), _losses(second)
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        return "no step has a logged loss in both runs"
+    different = [step for step in common if ours[step] != theirs[step]]
+    if not different:
+        return ""
+    relative = {step: abs(ours[step] - theirs[step]) / max(abs(ours[step]), 1e-300) for step in different}
+    largest = max(relative, key=lambda step: relative[step])
+    at = different[0]
+    return (
+        f"first difference: step {at}, {ours[at]!r} | {theirs[at]!r} ({relative[at]:.1e} relative); largest at step {largest}, "
+        f"{relative[largest]:.1e}; {len(different)} of {len(common)} lines differ"
+    )
+
+
+def _difference(first: MicroBatch, second: MicroBatch) -> str:
+    """Which image and which draw; empty if all are equal."""
+    fields = [field.name for field in dataclasses.fields(first) if field.name not in ("step", "k")]
+    for name in (*_FIRST, *(name for name in fields if name not in _FIRST)):
+        difference = _first_row(name, getattr(first, name), getattr(second, name))
+        if difference:
+            row, message = difference
+            where = f"place {row} (image {first.images[row]} | {second.images[row]}), " if row is not None else ""
+            return where + message
+    return ""
+
+
+def _first_row(name: str, ours: Any, theirs: Any) -> tuple[int | None, str] | None:
+    """(row, what differs there), with row None for what is not an array over the images; None if they are equal."""
+    if not isinstance(ours, np.ndarray) or not isinstance(theirs, np.ndarray):
+        return None if ours is theirs or ours == theirs else (None, f"{name}: {ours} | {theirs}")
+    if ours.shape != theirs.shape:
+        return None, f"{name}: {len(ours)} | {len(theirs)} images"
+    if not ours.size:  # such as the boxes of CutMix where none is drawn
+        return None
+    rows = np.flatnonzero((ours != theirs).reshape(len(ours), -1).any(axis=1))
+    return (int(rows[0]), f"{name}: {ours[rows[0]]} | {theirs[rows[0]]}") if len(rows) else None
+
+
+def _losses(directory: Path) -> dict[int, float]:
+    """Optimizer steps done -> training loss."""
+    path = directory / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

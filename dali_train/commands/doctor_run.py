@@ -1,0 +1,267 @@
+"""What `doctor` checks of one config: the recipe, the dataset, decoding as in training, and the run directory."""
+
+import errno
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, describe_ranks
+from dali_train.config import Config, HooksConfig, RunConfig
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
+from dali_train.data.loading.loader import make_loader
+from dali_train.distributed.launch import Launch
+from dali_train.distributed.layout import Layout
+from dali_train.distributed.pipeline import check_micro_batches
+from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.training.memory import Memory, estimate_memory
+from dali_train.training.model import build_model, check_evaluation_size, check_training_size, compare_with_timm
+
+Verdict = Literal["pass", "warn", "fail"]
+SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoint
+_DECODING_LIMIT_S = 180
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def recipe(config: Config, launch: Launch, device: torch.device) -> tuple[list[Finding], Memory | None]:
+    """Model, sizes and batch, as `train` takes them, on the meta device: nothing is computed. And the memory that it takes."""
+    findings, layout = [], None
+    try:
+        layout = Layout.for_config(launch, config.parallel)
+        grad_accum_steps = config.batch.grad_accum_steps(layout.data_size)
+        check_micro_batches(config.parallel, grad_accum_steps)
+        batch = f"{config.batch.global_batch:,} images per step: {grad_accum_steps} x {config.batch.micro_batch} on each rank"
+        findings.append(Finding("batch", "pass", batch))
+    except ConfigError as error:
+        findings.append(Finding("batch", "fail", str(error), "see the message"))
+    num_classes = 1000
+    with suppress(ConfigError, DatasetError, OSError):
+        num_classes = Split(config.data.root, "train", local=config.data.stream_url is None).num_classes
+    try:
+        model = build_model(config, num_classes, torch.device("meta"))
+        check_training_size(model, config)
+        check_evaluation_size(model, config)
+        memory = estimate_memory(config, num_classes)
+        ranks = describe_ranks(model, config, layout, memory) if layout is not None else []
+    except ConfigError as error:
+        return [*findings, Finding("model", "fail", str(error), "see the message")], None
+    differences = compare_with_timm(model, config)
+    name = (
+        f"{config.model.name}: {memory.num_parameters:,} parameters, takes {config.data.train_size} and {config.data.eval_size} px"
+    )
+    findings.append(Finding("model", "pass", name))
+    findings += [Finding("model", "warn", difference, FINE_WHEN_DRAWN) for difference in differences]
+    if device.type == "cuda" and layout is not None and config.batch.global_batch % layout.data_size == 0:
+        device_bytes = torch.cuda.get_device_properties(device).total_memory
+        mine = ranks[layout.pipeline_rank].memory
+        fits, words = describe_largest_micro_batch(config, mine, device_bytes, layout.data_size)
+        remedy = "" if fits else "a smaller batch.micro_batch, or model.activation_checkpointing true"
+        findings.append(Finding("memory", "pass" if fits else "warn", words, remedy))
+    return findings, memory
+
+
+def dataset(config: Config, launch: Launch, device: torch.device) -> Iterator[Finding]:
+    for name in ("train", "validation"):
+        streamed = name == "train" and config.data.reader == "stream"
+        try:
+            # Compares index, manifest and shards' sizes.
+            split = Split(config.data.root, name, local=not streamed or config.data.stream_url is None)
+            if streamed:  # does the storage answer, and with this dataset?
+                layout = Layout.for_config(launch, config.parallel)
+                make_loader(
+                    split, config, device, start_step=0, dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=1
+                ).next()
+                place = config.data.stream_url or split.root
+                yield Finding(f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, read from {place}")
+                continue
+        except (ConfigError, DatasetError, OSError, RunError) as error:
+            optional = name == "validation" and "has no validation split" in str(error)
+            yield Finding(f"data {name}", "warn" if optional else "fail", str(error), "" if optional else "see the message")
+            continue
+        images = np.random.default_rng(0).integers(0, len(split), size=64)
+        if split.manifest.encoding == "image":
+            strange = [
+                int(i) for i in images if not bytes(split.encoded(i)[:4]).startswith((b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF"))
+            ]
+            if strange:
+                remedy = f"dali-train data index {split.root}, or dali-train data verify {split.root} to see more"
+                yield Finding(
+                    f"data {name}", "fail", f"{split.describe(strange[0])} is not an image: index and shards differ", remedy
+                )
+                continue
+        yield Finding(f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, index fits its shards")
+
+
+def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
+    """The training graph's own operators on a first micro-batch, in a process of its own: some decoders end the process."""
+    if config.data.reader == "synthetic":
+        return
+    # Hooks are the user's own code, which may not travel, and a batch of 64 shows as much as a larger one.
+    size = min(config.batch.micro_batch, 64)
+    small = replace(config, batch=replace(config.batch, global_batch=size, micro_batch=size), hooks=HooksConfig())
+    small = replace(small, data=replace(small.data, num_threads=min(4, config.data.num_threads or 4)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), LOG_VARIABLE: "3"}
+    check = "decode a batch"
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", "from dali_train.commands.doctor_run import decode_first_batch; decode_first_batch()"],
+            input=pickle.dumps((small, device)), capture_output=True, env=environment, timeout=_DECODING_LIMIT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        remedy = "is the storage answering? Then set data.device cpu"
+        yield Finding(check, "fail", f"not done after {_DECODING_LIMIT_S} s", remedy)
+        return
+    errors = child.stderr.decode(errors="replace")
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        found = f"the process was ended by {name} while decoding on {_decoding_device(config, device)}"
+        yield Finding(check, "fail", found, "a fault of the decoder: install another version of DALI, or set data.device cpu")
+    elif child.returncode > 0:
+        said = [line for line in errors.splitlines() if line.strip() and "nvimgcodec" not in line]
+        yield Finding(check, "fail", child.stdout.decode().strip() or (said or ["no message"])[-1], "see the message")
+    else:
+        on_gpu = _decoding_device(config, device) == "the GPU"
+        decoders = decoder_in_log(errors) if on_gpu else {}  # the library is named even where nothing uses it
+        found = child.stdout.decode().strip() + "".join(f", {name} {value}" for name, value in decoders.items())
+        silent = on_gpu and "nvJPEG" not in decoders
+        remedy = "the log names no nvJPEG, so JPEGs may be decoded on the CPU: install nvidia-nvjpeg beside nvidia-nvimgcodec"
+        yield Finding(check, "warn" if silent else "pass", found, remedy if silent else "")
+
+
+def _decoding_device(config: Config, device: torch.device) -> str:
+    on_gpu = config.data.device == "gpu" or (config.data.device == "auto" and device.type == "cuda")
+    return "the GPU" if on_gpu else "the CPU"
+
+
+def decode_first_batch() -> None:
+    """The child of `decoding_a_batch`: config and device come from its parent through standard input."""
+    config, device = pickle.load(sys.stdin.buffer)
+    try:
+        split = Split(config.data.root, "train", local=config.data.stream_url is None)
+        start = time.perf_counter()
+        batch = make_loader(split, config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=config.data.num_threads).next()
+        mean = float(batch.images.float().mean())
+    except (ConfigError, DatasetError, RunError, OSError) as error:
+        print(error)
+        sys.exit(1)
+    seconds = time.perf_counter() - start
+    print(
+        f"{len(batch.images)} images of {batch.images.shape[-1]} px as {str(batch.images.dtype).removeprefix('torch.')} on "
+        f"{_decoding_device(config, device)}, mean {mean:.2f}, first after {seconds:.1f} s"
+    )
+
+
+_CAUSES = {
+    errno.EROFS: "the file system is mounted read-only: mount it writable, or set run.dir to another",
+    errno.ENOSPC: "the disk is full: free some space, or set run.dir to another",
+    errno.EDQUOT: "this user's quota is used up: free some space, or set run.dir to another file system",
+    errno.EACCES: "this user may not write there: change its permissions, or set run.dir to another directory",
+    errno.EPERM: "this user may not write there: change its permissions, or set run.dir to another directory",
+    errno.ENOTDIR: "a part of the path is a file: set run.dir to a directory that this user may write to",
+}
+
+
+def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iterator[Finding]:
+    """Speed, space, atomic replacement and links on rank 0, and that all ranks see the same directory. Leaves nothing behind."""
+    directory = Path(run.dir)
+    mark = [uuid.uuid4().hex]
+    made: list[Path] = []
+    try:
+        if launch.rank == 0:
+            made = _make_directories(directory)
+            (directory / f".doctor-{mark[0]}").write_text(mark[0])
+    except OSError as error:
+        yield _unusable(error)
+        mark = [""]
+    if launch.world_size > 1:
+        dist.broadcast_object_list(mark, src=0)
+        dist.barrier()
+    if not mark[0]:
+        return  # rank 0 has said why
+    try:
+        shared = (directory / f".doctor-{mark[0]}").read_text() == mark[0]
+    except OSError:
+        shared = False
+    if launch.rank != 0 and not shared:
+        remedy = "set run.dir to a file system that all hosts share"
+        yield Finding("run directory", "fail", f"{directory} is not that of rank 0", remedy)
+    if launch.world_size > 1:
+        dist.barrier()
+    if launch.rank != 0:
+        return
+    try:
+        if shared:
+            yield from _files(directory, mark[0])
+            yield _space(run, directory, checkpoint_bytes)
+    except OSError as error:
+        yield _unusable(error)
+    finally:
+        for path in directory.glob(f".doctor-{mark[0]}*"):
+            path.unlink(missing_ok=True)
+        for path in reversed(made):
+            with suppress(OSError):  # somebody else uses it by now
+                path.rmdir()
+
+
+def _make_directories(directory: Path) -> list[Path]:
+    """Make it; which directories were not there before, outermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _unusable(error: OSError) -> Finding:
+    remedy = _CAUSES.get(error.errno or 0, "set run.dir to a directory that this user may write to")
+    return Finding("run directory", "fail", str(error), remedy)
+
+
+def _files(directory: Path, mark: str) -> Iterator[Finding]:
+    file, fresh, link = (directory / f".doctor-{mark}{kind}" for kind in ("", "-fresh", "-link"))
+    block, count = os.urandom(1 << 20), 64
+    start = time.perf_counter()
+    with fresh.open("wb") as target:
+        for _ in range(count):
+            target.write(block)
+        target.flush()
+        os.fsync(target.fileno())
+    speed = count * len(block) / 1e6 / (time.perf_counter() - start)
+    fresh.replace(file)
+    link.symlink_to(file.name)
+    found = f"{directory}: {speed:.0f} MB/s written and flushed, rename and links work"
+    if link.stat().st_size != count * len(block):
+        yield Finding("run directory", "fail", f"{directory}: a renamed file is not what was written", "use another file system")
+    elif speed < SLOW_DISK_MB_S:
+        yield Finding("run directory", "warn", found, "checkpoints will take long: use a faster file system or save less often")
+    else:
+        yield Finding("run directory", "pass", found)
+
+
+def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
+    """Checkpoints are written before the oldest is removed, so there is one more than are kept."""
+    count = run.keep_checkpoints + run.keep_best_checkpoints + 1
+    needed, free = count * checkpoint_bytes, shutil.disk_usage(directory).free
+    found = f"{free / 1e9:,.1f} GB free, {count} checkpoints take {needed / 1e9:,.2f} GB"
+    if free < needed:
+        return Finding("free space", "fail", found, "free some, set run.dir to another disk, or lower run.keep_checkpoints")
+    return Finding("free space", "pass", found)

@@ -1,0 +1,56 @@
+"""``config.json`` and ``environment.json``: a run directory states what made it."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from nvidia import dali
+
+from dali_train.config import Config
+from dali_train.data.loading.decoder import describe_decoder
+from dali_train.data.loading.loader import pixel_format
+from dali_train.distributed.launch import Launch
+from dali_train.files import write_atomically
+from dali_train.text import plural
+
+
+def describe_run(
+    directory: Path, config: Config, launch: Launch, device: torch.device, command: Sequence[str], num_threads: int
+) -> None:
+    """Write both files."""
+    environment: dict[str, Any] = {
+        "command": list(command),
+        "git_commit": git_commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "dali": dali.__version__,
+        "device": device_name(device),
+        "host": platform.node(),
+        "host_cores": len(os.sched_getaffinity(0)),
+        "decoding_threads": num_threads,
+        "decoder": describe_decoder(config.data, pixel_format(config, device, num_threads)),
+        "ranks_on_host": launch.local_world_size,
+        "world_size": launch.world_size,
+    }
+    write_atomically(directory / "config.json", config.to_json().encode())
+    write_atomically(directory / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {plural(torch.get_num_threads(), 'thread')}"
+
+
+def git_commit(source: Path) -> str | None:
+    """The commit that is checked out in a directory; None if it is no checkout, or where there is no git."""
+    try:
+        commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return commit.stdout.strip() or None

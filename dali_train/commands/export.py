@@ -1,0 +1,137 @@
+"""``dali-train export``: a run's model for other programs. What was written is read back and compared before it is reported."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models import save_for_hf
+
+from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
+from dali_train.errors import ConfigError, RunError
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit, relative to the largest logit or 1, that is accepted."""
+
+_BATCH_SIZES = (1, 5)  # a graph that was traced with one size may hold on to it
+Logits = Callable[[torch.Tensor], torch.Tensor]
+
+
+def export(run_dir: Path, format_name: str, output: Path | None, checkpoint: str | None, weights: Weights | None) -> Path:
+    """Write the model of `run_dir` and print where.
+
+    Args:
+        format_name: one of `FORMATS`.
+        output: the directory to write into; None: ``RUN/export/FORMAT``.
+        checkpoint, weights: see `load_trained`.
+
+    Returns:
+        The directory. It holds the model and ``preprocessing.json``.
+
+    Raises:
+        ConfigError, CheckpointError: see `load_trained`; or the format needs a package that is not installed.
+        RunError: the written model does not give the same logits.
+    """
+    trained = load_trained(run_dir, checkpoint, weights)
+    output = output or run_dir / "export" / format_name
+    output.mkdir(parents=True, exist_ok=True)
+    exported = FORMATS[format_name](trained, output)
+    size = trained.config.data.eval_size
+    generator = torch.Generator().manual_seed(0)
+    difference = 0.0
+    for batch_size in _BATCH_SIZES:
+        images = torch.randn(batch_size, 3, size, size, generator=generator)
+        with torch.inference_mode():
+            ours, theirs = trained.model(images), exported(images)
+        if ours.shape != theirs.shape:
+            raise RunError(f"{output}: the exported model gives logits {tuple(theirs.shape)}, the trained one {tuple(ours.shape)}")
+        difference = max(difference, float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1)))
+    if not difference <= TOLERANCE:
+        raise RunError(
+            f"{output}: logits differ by {difference:.1e} from the trained model's, more than {TOLERANCE}: do not use it"
+        )
+    (output / "preprocessing.json").write_text(json.dumps(preprocessing(trained), indent=1) + "\n")
+    print(
+        f"{output}: {trained.describe()}. Read back, its logits differ by {difference:.1e} at most (batches of "
+        f"{' and '.join(map(str, _BATCH_SIZES))})"
+    )
+    return output
+
+
+def preprocessing(trained: TrainedModel) -> dict[str, Any]:
+    """How an image becomes the model's input, and what its outputs mean, as plain JSON values."""
+    data = trained.config.data
+    return {
+        "input": f"float32, (n, 3, {data.eval_size}, {data.eval_size}), RGB",
+        "resize": data.eval_resize,
+        "resize_to": data.eval_resize_to,
+        "center_crop": data.eval_size,
+        "interpolation": "bilinear",
+        "antialias": data.antialias,
+        "mean": list(data.mean),  # of 0 to 255
+        "std": list(data.std),
+        "output": "logits, (n, classes)",
+        "class_names": list(trained.class_names),
+        "checkpoint": str(trained.checkpoint.path),
+        "step": trained.checkpoint.step,
+        "weights": trained.weights,
+    }
+
+
+def _export_timm(trained: TrainedModel, output: Path) -> Logits:
+    """``timm.create_model("local-dir:OUTPUT", pretrained=True)`` reads it, and so does model.weights."""
+    data = trained.config.data
+    data_config = {
+        "input_size": (3, data.eval_size, data.eval_size),
+        "interpolation": "bilinear",
+        "mean": tuple(value / 255 for value in data.mean),
+        "std": tuple(value / 255 for value in data.std),
+        "crop_pct": data.eval_size / data.eval_resize_to,
+        "crop_mode": "squash" if data.eval_resize == "squash" else "center",
+    }
+    save_for_hf(
+        trained.model, output, safe_serialization=True, model_args=trained.config.model.kwargs,
+        model_config={"label_names": list(trained.class_names), "pretrained_cfg": data_config},
+    )  # fmt: skip
+    loaded: Logits = timm.create_model(f"local-dir:{output}", pretrained=True).eval()
+    return loaded
+
+
+def _export_onnx(trained: TrainedModel, output: Path) -> Logits:
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"--format onnx needs {', '.join(missing)}: pip install 'dali-train[export]'")
+    import onnxruntime
+
+    path = output / "model.onnx"
+    torch.onnx.export(
+        trained.model, (_example(trained),), path, dynamo=True, input_names=["images"], output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},), external_data=False, verbose=False,
+    )  # fmt: skip
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+
+def _export_torch(trained: TrainedModel, output: Path) -> Logits:
+    """``torch.export.load("model.pt2").module()`` reads it, without this package or timm."""
+    path = output / "model.pt2"
+    program = torch.export.export(trained.model, (_example(trained),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.export.save(program, path)
+    loaded: Logits = torch.export.load(path).module()
+    return loaded
+
+
+FORMATS: dict[str, Callable[[TrainedModel, Path], Logits]] = {
+    "timm": _export_timm,
+    "onnx": _export_onnx,
+    "torch-export": _export_torch,
+}
+"""Each writes a model into a directory and gives what was read back from there, as a function from images to logits."""
+
+
+def _example(trained: TrainedModel) -> torch.Tensor:
+    """Two images: a batch of one is traced as the constant 1."""
+    return torch.zeros(2, 3, trained.config.data.eval_size, trained.config.data.eval_size)

@@ -1,0 +1,228 @@
+"""What a run would do, computed without a GPU and without reading data: steps, accumulation, schedule, memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dali_train.config import Config
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.distributed.launch import Launch
+from dali_train.distributed.layout import Layout
+from dali_train.distributed.pipeline import Stage, Stream, bubble, check_micro_batches, cut, in_flight, make_stages, stages_of_rank
+from dali_train.distributed.tensor import check_model, grid_sizes, parameters_per_rank
+from dali_train.errors import ConfigError
+from dali_train.training.memory import Memory, estimate_memory
+from dali_train.training.model import build_model, check_evaluation_size, check_training_size, compare_with_timm, repeated_blocks
+from dali_train.training.schedule import learning_rate
+
+IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
+IMAGENET_IMAGE_BYTES = 110e3
+FINE_WHEN_DRAWN = "fine for weights drawn anew, wrong for pretrained ones"
+
+
+def print_plan(
+    config: Config, *, world_size: int | None, num_images: int | None, picture: Path | None, gpu_memory_gb: float | None = None
+) -> None:
+    """Print the plan for `world_size` ranks, and draw it into `picture`.
+
+    Args:
+        world_size: None for as few as the config's parallelism allows.
+        gpu_memory_gb: of each rank's device, for advice on the micro-batch.
+
+    Raises:
+        ConfigError: the batch does not divide among the ranks, model or optimizer cannot be built, or the model does not take
+            images of the config's sizes.
+    """
+    num_images, num_classes, source, image_bytes = _images(config, num_images)
+    batch = config.batch
+    layout = _layout(config, world_size)
+    grad_accum_steps = batch.grad_accum_steps(layout.data_size)
+    check_micro_batches(config.parallel, grad_accum_steps)
+    steps = config.steps(config.run.epochs, num_images)
+    model = build_model(config, num_classes, torch.device("meta"))
+    check_training_size(model, config)
+    check_evaluation_size(model, config)
+    memory = estimate_memory(config, num_classes)
+    ranks = describe_ranks(model, config, layout, memory)
+    fullest = max((rank.memory for rank in ranks), key=lambda memory: memory.state_bytes + memory.activation_bytes)
+
+    print(f"images         {num_images:,} in {num_classes} classes ({source})")
+    print(f"order          {describe_order(config, num_images, image_bytes)}")
+    print(f"model          {config.model.name}: {memory.num_parameters:,} parameters, precision {config.precision.dtype}")
+    for difference in compare_with_timm(model, config):
+        print(f"               {difference}: {FINE_WHEN_DRAWN}")
+    print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}")
+    print(
+        f"accumulation   {grad_accum_steps} micro-batches of {batch.micro_batch} per rank: {batch.global_batch:,} images per step"
+    )
+    if layout.pipeline > 1:
+        print_pipeline(model, config, ranks, grad_accum_steps)
+    print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")
+    if config.run.max_steps is not None and config.run.max_steps < steps:
+        print(f"               stops after run.max_steps {config.run.max_steps:,}")
+    print(f"rank's memory  {describe_memory(fullest)}")
+    if gpu_memory_gb is not None:
+        print(f"micro-batch    {describe_largest_micro_batch(config, fullest, gpu_memory_gb * 1e9, layout.data_size)[1]}")
+    print(f"checkpoint     {memory.checkpoint_bytes / 1e9:.2f} GB, weights and optimizer")
+    print(f"learning rate  moves every {config.schedule.step_every}")
+    for quarter in range(5):
+        epoch = config.run.epochs * quarter / 4
+        step = math.ceil(epoch * num_images / batch.global_batch - 1e-9)
+        print(f"  epoch {epoch:>6g}  step {step:>7,}  {learning_rate(config, step, num_images):.6g}")
+    if picture is not None:
+        draw_plan(config, num_images, fullest, picture)
+        print(f"picture        {picture}")
+
+
+def _layout(config: Config, world_size: int | None) -> Layout:
+    parallel = config.parallel
+    smallest = parallel.pipeline * parallel.tensor.size * (parallel.shard_ranks or 1)
+    launch = Launch(
+        rank=0, world_size=world_size or smallest, local_rank=0, local_world_size=1, host="localhost", port=1, launcher="plan"
+    )
+    return Layout.for_config(launch, parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlan:
+    """What the ranks of one place in the pipeline have."""
+
+    stages: Sequence[Stage]
+    parameters: tuple[int, ...]  # of each stage
+    memory: Memory
+
+
+def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Memory) -> list[RankPlan]:
+    """For each place in the pipeline; one entry without a pipeline.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    parallel = config.parallel
+    tensor, sizes = parallel.tensor, grid_sizes(parallel.tensor.mode, parallel.tensor.size, parallel.tensor.depth)
+
+    def count(part: nn.Module) -> int:
+        return parameters_per_rank(part, tensor.mode, sizes) if tensor.size > 1 else sum(p.numel() for p in part.parameters())
+
+    if tensor.size > 1:
+        check_model(model, tensor.mode, sizes)
+    num_blocks = max(1, len(repeated_blocks(model)))
+    if layout.pipeline == 1:
+        divided = memory.of_rank(
+            parameters=count(model), block_share=1, in_flight=1, level=parallel.shard, shard=layout.shard,
+            num_blocks=num_blocks,
+        )  # fmt: skip
+        return [RankPlan(stages=(), parameters=(count(model),), memory=divided)]
+    stages = make_stages(model, parallel)
+    counts = [count(cut(model, stage, torch.float32)) for stage in stages]
+    plans = []
+    for rank in range(layout.pipeline):
+        own = stages_of_rank(stages, rank, parallel)
+        blocks = sum(len(stage.blocks) for stage in own)
+        flying = in_flight(parallel, rank, config.batch.grad_accum_steps(layout.data_size))
+        divided = memory.of_rank(
+            parameters=sum(counts[stage.index] for stage in own), block_share=blocks / len(own) / num_blocks, in_flight=flying,
+            level=parallel.shard, shard=layout.shard, num_blocks=blocks,
+        )  # fmt: skip
+        plans.append(RankPlan(stages=own, parameters=tuple(counts[stage.index] for stage in own), memory=divided))
+    return plans
+
+
+def print_pipeline(model: nn.Module, config: Config, ranks: Sequence[RankPlan], grad_accum_steps: int) -> None:
+    stream, parallel = Stream.of(model, config), config.parallel
+    print(
+        f"pipeline       {parallel.schedule}, {parallel.num_stages} stages; ranks wait for each other during "
+        f"{bubble(parallel, grad_accum_steps):.1%} of a step at least"
+    )
+    each = " on each rank" if parallel.tensor.size > 1 else ""
+    for rank in ranks:
+        for stage, parameters in zip(rank.stages, rank.parameters, strict=True):
+            print(f"  stage {stage.index:<6} {stage.describe()}: {parameters:,} parameters{each}")
+        print(f"               {describe_memory(rank.memory)}")
+    shape = (config.batch.micro_batch, *stream.training)
+    megabytes = math.prod(shape) * stream.dtype.itemsize / 1e6
+    print(f"  between them {shape} {str(stream.dtype).removeprefix('torch.')}, {megabytes:.1f} MB per micro-batch")
+
+
+def describe_memory(memory: Memory) -> str:
+    kinds = "weights, gradients and optimizer"
+    gathered = f" ({memory.weight_bytes / 1e9:.2f} GB weights between steps)" if memory.gathered_bytes else ""
+    return f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, about {memory.activation_bytes / 1e9:.2f} GB activations"
+
+
+def _images(config: Config, num_images: int | None) -> tuple[int, int, str, float]:
+    """(training images, classes, where these numbers are from, mean bytes per image)."""
+    if num_images is not None:
+        if num_images < 1:
+            raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
+        return num_images, IMAGENET_CLASSES, "--num-images", IMAGENET_IMAGE_BYTES
+    if (Path(config.data.root) / "dataset.json").exists():
+        manifest = Manifest.read(Path(config.data.root))
+        split = manifest.splits["train"]
+        image_bytes = sum(shard.num_bytes for shard in split.shards) / split.num_records
+        return split.num_records, manifest.num_classes, config.data.root, image_bytes
+    source = f"ImageNet-1k's: {config.data.root} has no dataset.json"
+    return IMAGENET_IMAGES, IMAGENET_CLASSES, source, IMAGENET_IMAGE_BYTES
+
+
+def describe_largest_micro_batch(config: Config, memory: Memory, device_bytes: float, data_size: int) -> tuple[bool, str]:
+    """Whether batch.micro_batch fits into a device, by the estimate, and the largest that does, in words."""
+    ours, gigabytes = config.batch.micro_batch, device_bytes / 1e9
+    largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch // data_size)
+    if largest is None:
+        return False, f"not even one image fits into {gigabytes:.0f} GB: a smaller model, or model.activation_checkpointing true"
+    return largest >= ours, f"about {largest} is the largest that fits into {gigabytes:.0f} GB; batch.micro_batch is {ours}"
+
+
+def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
+    """data.shuffle in words, and what a block order asks of the page caches."""
+    data = config.data
+    if data.shuffle == "none":
+        return "none: as on disk, the same every epoch"
+    if data.shuffle == "full":
+        return "full: any image may follow any other"
+    lanes = config.batch.global_batch // config.batch.micro_batch
+    pool = min(num_images, lanes * data.window_blocks * data.block_images)
+    return (
+        f"block: {data.window_blocks} blocks of {data.block_images} images are mixed in each of a step's {lanes} micro-batches; "
+        f"about {pool * image_bytes / 1e9:.1f} GB in the page caches of all hosts together"
+    )
+
+
+def draw_plan(config: Config, num_images: int, memory: Memory, picture: Path) -> None:
+    """The learning rate over the run, and what each rank's memory is used for."""
+    import matplotlib  # only where a picture is wanted
+    from matplotlib.figure import Figure
+
+    steps = config.steps(config.run.epochs, num_images)
+    shown = range(0, steps, max(1, steps // 2000))
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(7, 4.6), dpi=150, layout="constrained")
+        rate, bars = figure.subplots(2, 1, height_ratios=(4, 1))
+        rate.plot(
+            [step * config.batch.global_batch / num_images for step in shown], [learning_rate(config, s, num_images) for s in shown]
+        )
+        rate.set(
+            title=f"Learning rate, {steps:,} steps",
+            xlabel="epoch",
+            ylim=(0, 1.08 * config.optimizer.lr),
+            xlim=(0, config.run.epochs),
+        )
+        rate.grid(color="#e3e3e3")
+        parts = {"weights": memory.weight_bytes, "gradients": memory.gradient_bytes, "optimizer": memory.optimizer_bytes}
+        parts["activations, about"] = memory.activation_bytes
+        left = 0.0
+        for (name, size), colour in zip(parts.items(), ("#0072B2", "#56B4E9", "#009E73", "#E69F00"), strict=True):
+            bars.barh([""], [size / 1e9], left=left, color=colour, label=f"{name} {size / 1e9:.2f} GB")
+            left += size / 1e9
+        micro_batch = config.batch.micro_batch
+        bars.set(title=f"Memory of a rank, {left:.1f} GB with micro-batches of {micro_batch}", xlabel="GB")
+        bars.tick_params(axis="y", length=0)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(picture)

@@ -1,0 +1,174 @@
+"""``dali-train predict``: what a run's model sees in images, decoded by DALI as in training or by PIL as most programs do."""
+
+import io
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import nn
+from torchvision.transforms import functional
+
+from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
+from dali_train.config import DataConfig
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.tfrecord import write_records
+from dali_train.data.loading.pipeline import EvaluationPipeline
+from dali_train.data.loading.pixels import PixelFormat
+from dali_train.errors import ConfigError
+
+_BATCH = 32
+_TOP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """Of each image: the classes, likeliest first, and their probabilities; both (n, classes)."""
+
+    classes: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
+
+
+def predict(
+    run_dir: Path, images: Sequence[Path], *, decoder: str, picture: Path | None, checkpoint: str | None, weights: Weights | None
+) -> Predictions:
+    """Print a table of `images`; without any, compare both decoders on the validation split of the run's dataset.
+
+    Args:
+        decoder: ``dali`` or ``pil``.
+        picture: where to draw the images with their likeliest classes.
+        checkpoint, weights: see `load_trained`.
+
+    Raises:
+        ConfigError: a file is missing or is not an image.
+        CheckpointError, DatasetError: see `load_trained`, `Split` and `EvaluationPipeline`.
+    """
+    trained = load_trained(run_dir, checkpoint, weights)
+    data = trained.config.data
+    print(trained.describe())
+    if not images:
+        if picture is not None:
+            raise ConfigError("--picture needs images: name some files")
+        return compare_decoders(trained)
+    missing = [path for path in images if not path.is_file()]
+    if missing:
+        raise ConfigError(f"{', '.join(map(str, missing))}: file not found")
+    for path in images:
+        try:
+            Image.open(path).close()
+        except OSError as error:
+            raise ConfigError(f"{path} is not an image that can be read: {error}") from error
+    if decoder == "pil":
+        predictions = _classify(trained.model, _with_pil([path.read_bytes for path in images], [*map(str, images)], data))
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            predictions = _classify(trained.model, _with_dali(_as_split(images, Path(directory)), data))
+    names = trained.class_names
+    width = max(len(str(path)) for path in images)
+    for path, classes, probabilities in zip(images, predictions.classes, predictions.probabilities, strict=True):
+        best = "  ".join(f"{names[c]} {p:.1%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True))
+        print(f"{path!s:<{width}}  {best}")
+    if picture is not None:
+        draw(picture, images, predictions, names)
+        print(picture)
+    return predictions
+
+
+def compare_decoders(trained: TrainedModel) -> Predictions:
+    """Print top-1 on the validation split as DALI and as PIL decode and resize it; returns DALI's predictions."""
+    data = trained.config.data
+    split = Split(data.root, "validation")
+    if split.manifest.encoding == "raw":
+        raise ConfigError(f"{data.root} holds pixels, not encoded images: there is nothing for a decoder to do; name image files")
+    labels = split.rows["label"].astype(np.int64)
+    dali = _classify(trained.model, _with_dali(split, data))
+    numbers = range(len(split))
+    encoded = [lambda number=number: split.encoded(number).tobytes() for number in numbers]
+    pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data))
+    top1 = {name: float((p.classes[:, 0] == labels).mean()) for name, p in (("dali", dali), ("pil", pil))}
+    changed = int((dali.classes[:, 0] != pil.classes[:, 0]).sum())
+    print(
+        f"{len(split)} validation images of {data.root}: top-1 {top1['dali']:.2%} decoded by DALI, {top1['pil']:.2%} by PIL, "
+        f"a difference of {abs(top1['dali'] - top1['pil']) * 100:.2f} points; {changed} images are classified differently"
+    )
+    return dali
+
+
+def draw(picture: Path, images: Sequence[Path], predictions: Predictions, names: Sequence[str]) -> None:
+    """A PNG with each image above its likeliest classes.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--picture needs matplotlib: pip install 'dali-train[report]'") from error
+    columns = min(4, len(images))
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(3 * columns, 3.4 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for ax in axes:
+        ax.axis("off")
+    for ax, path, classes, probabilities in zip(axes, images, predictions.classes, predictions.probabilities, strict=False):
+        with Image.open(path) as image:
+            ax.imshow(image.convert("RGB"))
+        ax.set_title(
+            "\n".join(f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)), fontsize=9
+        )
+    figure.savefig(picture, dpi=120)
+
+
+@torch.inference_mode()
+def _classify(model: nn.Module, batches: Iterable[torch.Tensor]) -> Predictions:
+    """`batches`: each (n, 3, size, size) float32, normalised."""
+    probabilities, classes = torch.cat([model(images).softmax(dim=-1) for images in batches]).sort(
+        dim=-1, descending=True, stable=True
+    )
+    return Predictions(classes=classes.numpy(), probabilities=probabilities.numpy())
+
+
+def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
+    """Batches of all images of `split`, exactly as an evaluation on the CPU sees them."""
+    numbers = np.arange(len(split))
+    batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
+    pixels = PixelFormat(device_id=None, num_threads=data.num_threads or 2, dtype=torch.float32, channels_last=False, pinned=False)
+    pipeline = EvaluationPipeline(split, batches, data, pixels)
+    for _ in batches:
+        images, _ = pipeline.run()
+        yield images.clone()  # DALI uses the memory again
+
+
+def _as_split(images: Sequence[Path], directory: Path) -> Split:
+    """Files as the validation split of a dataset in `directory`, so that they go through the same code as all others."""
+    records: list[tuple[bytes, dict[str, bytes | str | int]]] = [
+        (path.read_bytes(), {"image/class/label": 1, "image/filename": str(path)}) for path in images
+    ]
+    write_records(directory / "validation" / "validation-00000-of-00001", records)
+    build_index(directory)
+    return Split(directory, "validation")
+
+
+def _with_pil(encoded: Sequence[Callable[[], bytes]], names: Sequence[str], data: DataConfig) -> Iterator[torch.Tensor]:
+    """Batches of images, resized and cut by torchvision as most programs do. Like DALI here it ignores EXIF's rotation."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
+
+    def pixels(read: Callable[[], bytes], name: str) -> torch.Tensor:
+        try:
+            with Image.open(io.BytesIO(read())) as image:
+                rgb = image.convert("RGB")
+        except OSError as error:
+            raise ConfigError(f"{name} is not an image that PIL can decode: {error}") from error
+        size = data.eval_resize_to
+        sides = [size, size] if data.eval_resize == "squash" else [size]
+        resized = functional.resize(rgb, sides, functional.InterpolationMode(data.interpolation))
+        return (functional.pil_to_tensor(functional.center_crop(resized, [data.eval_size])) - mean) / std
+
+    for start in range(0, len(encoded), _BATCH):
+        part = zip(encoded[start : start + _BATCH], names[start : start + _BATCH], strict=True)
+        yield torch.stack([pixels(read, name) for read, name in part])

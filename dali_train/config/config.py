@@ -1,0 +1,194 @@
+"""A complete config: one section per file, and what concerns several of them."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from operator import attrgetter
+from typing import Any, NamedTuple, get_type_hints
+
+from dali_train.config.batch import BatchConfig
+from dali_train.config.check import Machine, default_of, is_machine, require, section
+from dali_train.config.data import DataConfig
+from dali_train.config.ema import EmaConfig
+from dali_train.config.hooks import HooksConfig
+from dali_train.config.loss import LossConfig
+from dali_train.config.mixup import MixupConfig
+from dali_train.config.model import ModelConfig
+from dali_train.config.names import unknown_setting
+from dali_train.config.optimizer import OptimizerConfig
+from dali_train.config.parallel import ParallelConfig
+from dali_train.config.precision import PrecisionConfig
+from dali_train.config.run import RunConfig
+from dali_train.config.schedule import ScheduleConfig
+from dali_train.errors import ConfigError
+
+KWARGS = "model.kwargs."
+"""How the name of a keyword argument of the model begins: ``model.kwargs.drop_path_rate``."""
+
+
+@section("")
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    batch: BatchConfig
+    run: RunConfig
+    loss: LossConfig = field(default_factory=LossConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    mixup: MixupConfig = field(default_factory=MixupConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: Machine[ParallelConfig] = field(default_factory=ParallelConfig)
+    hooks: Machine[HooksConfig] = field(default_factory=HooksConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            self.schedule.warmup_epochs <= self.run.epochs,
+            f"schedule.warmup_epochs {self.schedule.warmup_epochs} exceeds run.epochs {self.run.epochs}: shorten the warmup",
+        )
+        decay_epochs = self.schedule.decay_epochs
+        require(
+            self.schedule.name != "warmup-stable-decay" or (decay_epochs or 0) + self.schedule.warmup_epochs <= self.run.epochs,
+            f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {self.schedule.warmup_epochs} exceeds run.epochs "
+            f"{self.run.epochs}: shorten the decay or the warmup",
+        )
+        require(
+            not self.mixup.enabled or self.batch.micro_batch > 1,
+            f"mixup.alpha is {self.mixup.alpha} and mixup.cutmix_alpha {self.mixup.cutmix_alpha} with batch.micro_batch 1: "
+            "partners are found within a micro-batch, so use at least 2 images, or 0 for both",
+        )
+        require(
+            self.mixup.cutmix_alpha == 0 or self.data.reader != "stream",
+            f"mixup.cutmix_alpha is {self.mixup.cutmix_alpha} with data.reader stream, which has only Mixup: set data.reader "
+            "index, or mixup.cutmix_alpha 0",
+        )
+        repeats, micro_batch = self.data.repeats, self.batch.micro_batch
+        require(
+            self.data.split_repeats or micro_batch % repeats == 0,
+            f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}: use a multiple of {repeats} such as "
+            f"{max(1, round(micro_batch / repeats)) * repeats}, or data.split_repeats true to let repeats be in two micro-batches",
+        )
+        require(
+            self.data.reader != "stream" or not self.hooks.trace_samples,
+            "hooks.trace_samples is true with data.reader stream, which does not know the numbers of its images: "
+            "set hooks.trace_samples false, or data.reader index",
+        )
+        require(
+            self.precision.dtype != "fp64" or self.run.device != "cuda",
+            "precision.dtype fp64 is for checks on the CPU: set run.device cpu",
+        )
+        require(
+            not self.precision.pure or not self.model.fast_norm,
+            "precision.pure is true with model.fast_norm true: without autocast norms are in half precision anyway, set "
+            "model.fast_norm false",
+        )
+        require(
+            not self.precision.pure or self.model.compile in ("auto", "none"),
+            f"precision.pure is true with model.compile {self.model.compile}: the weights' copies are not compiled, set "
+            "model.compile none, or precision.pure false",
+        )
+        require(
+            not self.model.cuda_graphs or self.run.device != "cpu",
+            "model.cuda_graphs is true with run.device cpu: CUDA graphs need a GPU, set model.cuda_graphs false",
+        )
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        """What does not go together with a model that no rank holds all of."""
+        parallel = self.parallel
+        require(
+            not parallel.kind or self.model.compile in ("auto", "none"),
+            f"model.compile is {self.model.compile} with {parallel.kind}, which divides the model among ranks: what then "
+            "communicates is not compiled, set model.compile none",
+        )
+        parts, micro_batch = parallel.tensor.image_parts, self.batch.micro_batch
+        require(
+            micro_batch % parts == 0,
+            f"parallel.tensor.size {parallel.tensor.size} with mode {parallel.tensor.mode} divides the images of a micro-batch "
+            f"into {parts} parts, but batch.micro_batch is {micro_batch}: use a multiple of {parts}",
+        )
+        require(
+            self.data.reader != "stream" or (parallel.pipeline == 1 and parallel.tensor.size == 1),
+            f"data.reader is stream with {parallel.kind}: ranks that compute the same micro-batch would each read for themselves; "
+            "set data.reader index",
+        )
+        if parallel.pipeline == 1:
+            return
+        stages = f"parallel.pipeline is {parallel.pipeline}"
+        require(
+            self.loss.distillation == "none",
+            f"{stages} with loss.distillation {self.loss.distillation}: the last stage has no images to show the teacher; set "
+            "parallel.pipeline 1, or loss.distillation none",
+        )
+        require(
+            self.optimizer.layer_decay is None,
+            f"{stages} with optimizer.layer_decay {self.optimizer.layer_decay}: a stage does not know the layers of the others; "
+            "leave one of them out",
+        )
+
+    def steps(self, epochs: float, num_images: int) -> int:
+        """Optimizer steps that `epochs` passes over `num_images` take, rounded up so that the last pass is complete."""
+        return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
+
+    def replace(self, changes: Mapping[str, Any]) -> "Config":
+        """This config with other values, by full name: ``config.replace({"batch.global_batch": 64, "batch.micro_batch": 8})``.
+
+        The result is checked once, after all changes, so fields that depend on each other can change together.
+        ``model.kwargs.NAME`` sets one keyword argument of the model; None removes it.
+
+        Raises:
+            ConfigError: a name that no setting has, or values that do not fit.
+        """
+        sections: dict[str, dict[str, Any]] = defaultdict(dict)
+        kwargs = {name.removeprefix(KWARGS): value for name, value in changes.items() if name.startswith(KWARGS)}
+        if kwargs:
+            arguments = {**changes.get("model.kwargs", self.model.kwargs), **kwargs}
+            sections["model"]["kwargs"] = {name: value for name, value in arguments.items() if value is not None}
+        for name, value in changes.items():
+            if name.startswith(KWARGS):
+                continue
+            if name not in SETTINGS:
+                raise ConfigError(unknown_setting(name, SETTINGS))
+            group, _, one = name.rpartition(".")
+            sections[group].setdefault(one, value)
+        for inner in [group for group in sections if "." in group]:  # a section within another
+            outer, _, one = inner.partition(".")
+            sections[outer][one] = replace(attrgetter(inner)(self), **sections.pop(inner))
+        return replace(self, **{group: replace(getattr(self, group), **values) for group, values in sections.items()})
+
+    def to_json(self) -> str:
+        """The settings as run.dir/config.json has them; `load_config` reads it. User hooks are written by name."""
+        return json.dumps(asdict(self), indent=1, default=_callable_name) + "\n"
+
+
+class Setting(NamedTuple):
+    hint: Any
+    """The field's type hint, with what `dali_train.config.check` needs to know."""
+    default: Any
+    """MISSING if there is none."""
+    machine: bool
+    """It decides how fast, where or how closely watched a run is. Otherwise it belongs to the recipe, which decides the result."""
+
+
+def _settings(cls: type, prefix: str = "", *, machine: bool = False) -> Iterator[tuple[str, Setting]]:
+    """All settings of a section, with those of the sections in it; `machine`: that all of them are."""
+    hints = get_type_hints(cls, include_extras=True)
+    plain = get_type_hints(cls)
+    for one in fields(cls):
+        is_for_machine = machine or is_machine(hints[one.name])
+        if is_dataclass(plain[one.name]):
+            yield from _settings(plain[one.name], f"{prefix}{one.name}.", machine=is_for_machine)
+        else:
+            yield f"{prefix}{one.name}", Setting(hints[one.name], default_of(one), is_for_machine)
+
+
+SETTINGS = dict(_settings(Config))
+"""Every setting by its full name, ``section.field``, or ``section.section.field``."""
+
+
+def _callable_name(value: Any) -> str:
+    """What stands in JSON for a user's hook."""
+    return str(getattr(value, "__qualname__", value))

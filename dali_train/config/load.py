@@ -1,0 +1,99 @@
+"""Loading a config from a Python file, or from the config.json of a run."""
+
+import importlib.util
+import json
+import sys
+import traceback
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from dali_train.config.config import Config
+from dali_train.config.names import unknown_setting
+from dali_train.config.parallel import ParallelConfig
+from dali_train.errors import ConfigError
+
+
+def load_config(path: Path | str) -> Config:
+    """The ``config`` that a Python file defines, or that a run's config.json holds. A Python file is run: use your own.
+
+    A config.json only has the names of user hooks: they are left out, with a warning.
+
+    Raises:
+        ConfigError: no such file, an error in it, or it defines no Config named ``config``; the message names file and line.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"--config {path}: this is a directory; name a file, for a run's directory {path / 'config.json'}")
+    if not path.is_file():
+        raise ConfigError(f"--config {path}: this file does not exist; the recipes are in configs/")
+    if path.suffix == ".json":
+        try:
+            return config_from_json(path.read_bytes(), str(path))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read as a run's config.json: {error}") from None
+    if path.suffix != ".py":
+        raise ConfigError(f"--config {path}: not a Python file; its name must end in .py, or in .json for a run's config.json")
+    names = vars(_executed(path))
+    config = names.get("config")
+    if not isinstance(config, Config):
+        raise ConfigError(f"--config {path}: the file must define `config = Config(...)`, found {config!r}")
+    parallel = names.get("parallel")  # as ColossalAI's config files have it: parallel = dict(pipeline=2, tensor=dict(...))
+    if isinstance(parallel, dict):
+        try:
+            return replace(config, parallel=ParallelConfig(**parallel))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    return config
+
+
+def _executed(path: Path) -> ModuleType:
+    # By path, not by module name: names like vit-b16.py are no identifiers.
+    spec = importlib.util.spec_from_file_location(f"dali_train_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # timm's register_model, dataclasses and pickle look a function's or class's module up by its name.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename or path}, line {error.lineno}: {error.msg}") from error
+    except Exception as error:
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()
+        ]
+        place = f"{path}, line {lines[-1]}" if lines else str(path)
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{place}: {kind}{error}") from error
+    return module
+
+
+def config_from_json(text: str | bytes, source: str) -> Config:
+    """The config that `Config.to_json` wrote; `source` names the text in messages.
+
+    Raises:
+        ConfigError: it is no such text, or a value does not fit.
+    """
+    try:
+        return _assembled(source, json.loads(text))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
+        raise ConfigError(f"{source} cannot be read as a run's config.json: {error}") from None
+
+
+def _assembled(source: str, values: Any) -> Config:
+    if not isinstance(values, dict) or not all(isinstance(fields, dict) for fields in values.values()):
+        raise ConfigError('expected an object of sections, {"data": {...}, "model": {...}, ...}, as a run writes it')
+    sections = get_type_hints(Config)
+    for name in values:
+        if name not in sections:
+            raise ConfigError(unknown_setting(name, sections))
+    data = values.get("data", {})
+    if "mean" in data and "std" in data:  # as runs wrote it before data.normalise
+        data["normalise"] = (data.pop("mean"), data.pop("std"))
+    if hooks := values.get("hooks", {}).pop("user", None):
+        warnings.warn(f"{source}: hooks.user {hooks} are left out, since only a config file in Python can name them", stacklevel=4)
+    return Config(**{name: sections[name](**fields) for name, fields in values.items()})

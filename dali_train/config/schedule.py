@@ -1,0 +1,65 @@
+"""The learning rate over the run."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Range, require, section
+
+
+@section("schedule")
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """A linear warmup to the peak rate (optimizer.lr, scaled as optimizer.scale_lr says), then a decay."""
+
+    name: Literal["linear", "cosine", "polynomial", "step", "warmup-stable-decay"] = "linear"
+    """How the rate decays until run.epochs. step: times decay_rate every decay_epochs. warmup-stable-decay: constant until
+    decay_epochs before the end."""
+    warmup_epochs: NotNegative = 0.0
+    """Passes over the training split during which the rate rises."""
+    warmup_steps: CountOr0 | None = None
+    """Length of the warmup in optimizer steps, in place of warmup_epochs."""
+    warmup_lr: NotNegative | None = None
+    """Rate of the first warmup step, from which it rises by (peak - warmup_lr) / warmup per step, as in timm; 0 is big_vision's.
+    None: step t has (t + 1) / (warmup + 1) of the peak, as in ColossalAI."""
+    decay_from: Literal["warmup-end", "start"] = "warmup-end"
+    """Where the decay is counted from. start: the warmup hides its beginning, as in timm by default, in DeiT and ResNet strikes
+    back; the rate then jumps down a little where the warmup ends."""
+    min_lr: NotNegative = 0.0
+    """Rate at the end, and the lowest after the warmup. Not scaled with the batch."""
+    power: Positive = 1.0
+    """Exponent of polynomial, and of the decay of warmup-stable-decay."""
+    decay_epochs: Positive | None = None
+    """step: epochs between two decays. warmup-stable-decay: length of the decay."""
+    decay_rate: Annotated[float, Range(OVER_0, 1, "a factor over 0 and up to 1")] = 0.1
+    """Factor of each decay of step."""
+    step_every: Literal["step", "epoch"] = "step"
+    """Whether the rate moves at every optimizer step or only when an epoch begins."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.step_every == "step" or float(self.warmup_epochs).is_integer(),
+            f"schedule.warmup_epochs is {self.warmup_epochs}: with schedule.step_every epoch it must be a whole number",
+        )
+        require(
+            self.warmup_steps is None or self.warmup_epochs == 0,
+            f"schedule.warmup_steps is {self.warmup_steps} and schedule.warmup_epochs {self.warmup_epochs}: set one of them",
+        )
+        require(
+            self.warmup_steps is None or self.step_every == "step",
+            f"schedule.warmup_steps is {self.warmup_steps} with schedule.step_every epoch: set schedule.warmup_epochs instead",
+        )
+        needs_decay_epochs = self.name in ("step", "warmup-stable-decay")
+        require(
+            not needs_decay_epochs or self.decay_epochs is not None,
+            f"schedule.name {self.name} needs schedule.decay_epochs: set it",
+        )
+        require(
+            needs_decay_epochs or self.decay_epochs is None,
+            f"schedule.decay_epochs is {self.decay_epochs}, which schedule.name {self.name} ignores: leave it out, or use step or "
+            "warmup-stable-decay",
+        )
+        require(
+            self.name in ("polynomial", "warmup-stable-decay") or self.power == 1,
+            f"schedule.power is {self.power}, which schedule.name {self.name} ignores: leave it out, or use polynomial or "
+            "warmup-stable-decay",
+        )

@@ -1,0 +1,195 @@
+"""Reading a dataset on disk: ``dataset.json``, the columnar index and the shards, which are mapped.
+
+One row of the index is one image: which shard, where the encoded image itself begins and ends, its label and its
+size in pixels. With it a slice of a memory map is the JPEG, and nothing is parsed while training. `build_index` makes it.
+"""
+
+import mmap
+import os
+import resource
+import stat
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.data.dataset.manifest import Manifest, Shard, SplitManifest, SplitName, index_path, text_index_path
+from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
+from dali_train.errors import DatasetError
+from dali_train.files import open_regular, read_limited
+
+# One row per image. `offset` and `size` are bytes of the encoded image within its shard; `label` counts from 0.
+INDEX_DTYPE = np.dtype(
+    [("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4"), ("height", "<u2"), ("width", "<u2")]
+)
+_MAX_TEXT_INDEX_BYTES = 1 << 28  # of one shard
+
+
+class Split:
+    """One split of an indexed dataset, opened for reading.
+
+    `rows` is the memory-mapped index (``INDEX_DTYPE``); ``encoded(i)`` is image i's file content as a read-only
+    uint8 view of its mapped shard. Shards are mapped when first touched and stay mapped: rewriting one while it is
+    in use kills the process, as with any mapped file.
+
+    Args:
+        local: whether the shards lie below `root`. If not, only the index can be read.
+        strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
+
+    Raises:
+        DatasetError: a part is missing, the index is not the one that ``dataset.json`` was written with, a row of it cannot
+            be, or a shard does not fit it.
+    """
+
+    def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
+        self.root = Path(root)
+        self.name = name
+        self.manifest = Manifest.read(self.root)
+        split = self.manifest.splits.get(name)
+        if split is None:
+            raise DatasetError(f"{self.root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
+        self._remedy = f"run `dali-train data index {self.root}` again"
+        self.rows: NDArray[np.void] = self._open_index(split)
+        self.shards: tuple[Shard, ...] = split.shards
+        self.paths = [self.root / name / shard.name for shard in self.shards]
+        self.first_images = np.cumsum([0, *(shard.num_records for shard in self.shards)])  # of each shard, and the end: (N + 1,)
+        if strict:
+            self._check_rows()
+        index_time = index_path(self.root, name).stat().st_mtime_ns
+        for number, path in enumerate(self.paths if local else ()):
+            if self._check_file(path, self.shards[number]) > index_time:
+                self._check_ends(number)
+        shortage = allow_open_files(len(self.paths) + 256)  # a mapped shard holds a descriptor
+        if shortage:
+            raise DatasetError(f"{self.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards")
+        self._maps: list[NDArray[np.uint8] | None] = [None] * len(self.paths)
+
+    @property
+    def num_classes(self) -> int:
+        return self.manifest.num_classes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def encoded(self, image: int) -> NDArray[np.uint8]:
+        row = self.rows[image]
+        shard, start = int(row["shard"]), int(row["offset"])
+        content = self._maps[shard]
+        if content is None:
+            content = self._maps[shard] = np.frombuffer(map_file(self.paths[shard]), dtype=np.uint8)
+        return content[start : start + int(row["size"])]
+
+    def describe(self, image: int) -> str:
+        """Where image number `image` lies, for error messages."""
+        row = self.rows[image]
+        return f"image {image} ({self.paths[int(row['shard'])]}, {row['size']} bytes at byte {row['offset']})"
+
+    def record_offsets(self, shard: int) -> NDArray[np.int64]:
+        """Where the records of a shard begin, (num_records,), from DALI's text index. Raises DatasetError: it does not fit."""
+        path = text_index_path(self.root, self.name, self.shards[shard].name)
+        try:
+            numbers = np.array(read_limited(path, _MAX_TEXT_INDEX_BYTES).split(), dtype=np.int64)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DatasetError(f"{path} is missing or cannot be read ({error}): {self._remedy}") from error
+        expected = self.shards[shard].num_records
+        if len(numbers) != 2 * expected or (numbers < 0).any():
+            raise DatasetError(f"{path} has {len(numbers) / 2:g} records, dataset.json says {expected}: {self._remedy}")
+        return numbers[::2]
+
+    def index_problem(self) -> str | None:
+        """Whether the index is not the one that ``dataset.json`` was written with: then labels or places may be another run's."""
+        path, expected = index_path(self.root, self.name), self.manifest.splits[self.name].index_crc32c
+        found = f"{crc32c(map_file(path)):08x}"
+        if expected is None or found == expected:
+            return None
+        return f"{path} has CRC32C {found}, dataset.json says {expected}: they were not written together"
+
+    def _open_index(self, split: SplitManifest) -> NDArray[np.void]:
+        path = index_path(self.root, self.name)
+        try:
+            open_regular(path).close()
+            rows: NDArray[np.void] = np.lib.format.open_memmap(path, mode="r")
+        except Exception as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
+            raise DatasetError(f"{path} cannot be read ({error}): {self._remedy}") from error
+        if rows.dtype != INDEX_DTYPE or rows.shape != (split.num_records,):
+            size = len(rows) if rows.ndim else 0
+            raise DatasetError(f"{path} has {size} rows, dataset.json says {split.num_records}: {self._remedy}")
+        return rows
+
+    def _check_rows(self) -> None:
+        """30 ms for a million rows, and no row leads out of its shard or to a class that does not exist."""
+        problem = self.index_problem()
+        if problem is not None:
+            raise DatasetError(f"{problem}; {self._remedy}")
+        rows = self.rows
+        counts = [shard.num_records for shard in self.shards]
+        num_bytes = np.repeat(np.array([shard.num_bytes for shard in self.shards], np.uint64), counts)
+        wrong = {
+            "shard": rows["shard"] != np.repeat(np.arange(len(self.shards)), counts),
+            "label": (rows["label"] < 0) | (rows["label"] >= self.num_classes),
+            "offset": rows["offset"] > num_bytes,
+            "size": (rows["size"] == 0) | (rows["size"] > num_bytes - np.minimum(rows["offset"], num_bytes)),
+            "height": rows["height"] == 0,
+            "width": rows["width"] == 0,
+        }
+        for column, faults in wrong.items():
+            if faults.any():
+                row = int(faults.argmax())
+                shard = int(np.searchsorted(self.first_images, row, side="right")) - 1
+                raise DatasetError(
+                    f"{index_path(self.root, self.name)}: row {row} (record {row - self.first_images[shard]} of "
+                    f"{self.shards[shard].name}) has {column} {rows[column][row]}, which cannot be with {self.num_classes} classes "
+                    f"and {self.shards[shard].num_bytes} bytes: {self._remedy}"
+                )
+
+    def _check_file(self, path: Path, shard: Shard) -> int:
+        """A shard's time of change in ns. Raises DatasetError: it is missing, no file, or has another size."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            raise DatasetError(f"{path} is missing, dataset.json names it: restore the shard, or {self._remedy}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise DatasetError(f"{path} is not a regular file: restore the shard, or {self._remedy}")
+        if status.st_size != shard.num_bytes:
+            raise DatasetError(f"{path} has {status.st_size} bytes, the index was made for {shard.num_bytes}: {self._remedy}")
+        return status.st_mtime_ns
+
+    def _check_ends(self, number: int) -> None:
+        """Compare the first and the last record of a shard with their rows.
+
+        For shards newer than the index: copied without their times, which is harmless, or written anew. Of another content
+        with the same number of bytes, the last record hardly ever begins at the same byte; `verify` compares them all.
+        """
+        path, offsets = self.paths[number], self.record_offsets(number)
+        content = memoryview(map_file(path))
+        for record in (0, len(offsets) - 1):
+            row = self.rows[int(self.first_images[number]) + record]
+            try:
+                span = next(walk_records(content, path, check_payload=False, start_at=int(offsets[record])))
+                features = parse_example(content, span, path)
+                fits = features[self.manifest.image_key].spans == ((row["offset"], row["offset"] + row["size"]),)
+                fits &= features[self.manifest.label_key].integers == (row["label"] + self.manifest.label_base,)
+            except (TFRecordError, StopIteration, KeyError):
+                fits = False
+            if not fits:
+                raise DatasetError(
+                    f"{path} is newer than {index_path(self.root, self.name)}, and its record {record} is not what the index says: "
+                    f"the shard was written anew, {self._remedy}"
+                )
+
+
+def allow_open_files(needed: int) -> str:
+    """Raise this process's limit of open files to `needed`; says why where that cannot be, else empty."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return f"{needed} files would be open, `ulimit -Hn` allows {hard}"
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ""
+
+
+def map_file(path: Path) -> mmap.mmap | bytes:
+    """The file's content, mapped read-only; an empty file cannot be mapped and is empty bytes."""
+    with open_regular(path) as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""

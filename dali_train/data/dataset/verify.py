@@ -1,0 +1,311 @@
+"""Is a dataset what it says? Records against their checksums, index against records, manifest against files, and each image
+against the decoder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.data.dataset.build_index import Features, IndexedShard, index_record, index_shard, map_shards
+from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
+from dali_train.data.dataset.index import Split, map_file
+from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitManifest, SplitName, text_index_path
+from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
+from dali_train.data.progress import Progress
+from dali_train.data.sampling.rng import shuffled
+from dali_train.errors import DatasetError
+
+_MOST_LISTED = 10  # of one kind
+_COMPARED = ("offset", "size", "label", "height", "width")
+_SAMPLE_STREAM = 0x5645_5249_4659  # "VERIFY", apart from what else is drawn
+
+
+@dataclass
+class Findings:
+    """What a check found. Problems make the dataset unfit for use; notes are for people to judge."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
+
+    def summary(self) -> list[str]:
+        """Lines for people: counts, then notes, then problems."""
+        counts = [
+            f"{split}: {counts.sum():,} images in {len(counts)} classes, {counts.min():,} to {counts.max():,} per class"
+            for split, counts in self.images_per_class.items()
+        ]
+        return [*counts, *(f"note: {note}" for note in self.notes), *(f"fault: {problem}" for problem in self.problems)]
+
+
+def verify(root: Path, *, sample: int | None = None, decode: bool = True, workers: int = 1) -> Findings:
+    """Compare everything with everything: all of it, or the records of `sample` images per split.
+
+    Args:
+        decode: whether DALI also decodes the images, which takes most of the time.
+
+    Raises:
+        DatasetError: there is no manifest, so nothing that could be checked.
+    """
+    manifest = Manifest.read(root)
+    findings = Findings()
+    splits: dict[SplitName, Split] = {}
+    for name in SPLITS:
+        if name not in manifest.splits:
+            continue
+        try:
+            splits[name] = split = Split(root, name, strict=False)
+        except DatasetError as error:
+            # It stops at the first fault. The shards can still be looked at, one by one.
+            findings.problems.append(str(error))
+            findings.problems += _check_files(root / name, manifest, manifest.splits[name], workers)
+            continue
+        problem = split.index_problem()
+        if problem is not None:
+            findings.problems.append(problem)
+        if _check_shard_numbers(split, findings):
+            _check_classes(split, findings)
+        else:
+            del splits[name]
+        _check_strangers(split, findings)
+    if sample is None:
+        checksums = {name: _check_all(split, decode, workers, findings) for name, split in splits.items()}
+        _find_duplicates(splits, checksums, findings)
+    else:
+        for split in splits.values():
+            _check_sample(split, sample, decode, findings)
+    return findings
+
+
+def _check_shard_numbers(split: Split, findings: Findings) -> bool:
+    """Whether the rows stand in the order of the shards, as dataset.json counts them. Else no row can be looked up."""
+    expected = np.repeat(np.arange(len(split.shards)), np.diff(split.first_images))
+    wrong = np.flatnonzero(split.rows["shard"] != expected)
+    if len(wrong):
+        row = int(wrong[0])
+        findings.problems.append(
+            f"{split.name}: row {row} of the index has shard {split.rows['shard'][row]}, by dataset.json it is in {expected[row]}"
+        )
+    return not len(wrong)
+
+
+def _check_classes(split: Split, findings: Findings) -> None:
+    labels = split.rows["label"]
+    if labels.min() < 0 or labels.max() >= split.num_classes:
+        findings.problems.append(
+            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are {split.num_classes} classes from 0"
+        )
+        return
+    counts = np.bincount(labels, minlength=split.num_classes)
+    findings.images_per_class[split.name] = counts
+    empty = np.flatnonzero(counts == 0)
+    if len(empty):
+        names = [split.manifest.class_names[number] for number in empty]
+        findings.notes.append(f"{split.name}: {len(empty)} classes without images: {_some(names)}")
+
+
+def _check_strangers(split: Split, findings: Findings) -> None:
+    known = {path.name for path in split.paths}
+    strangers = sorted(path.name for path in (split.root / split.name).iterdir() if path.name not in known)
+    if strangers:
+        findings.problems.append(
+            f"{split.root / split.name}: {len(strangers)} files that dataset.json does not name: {_some(strangers)}"
+        )
+
+
+def _check_files(directory: Path, manifest: Manifest, split: SplitManifest, workers: int) -> list[str]:
+    """What is wrong with the shards by themselves, without an index."""
+    problems, there = [], []
+    for shard in split.shards:
+        path = directory / shard.name
+        if not path.is_file():
+            problems.append(f"{path}: is missing")
+        elif path.stat().st_size != shard.num_bytes:
+            problems.append(f"{path}: has {path.stat().st_size} bytes, dataset.json says {shard.num_bytes}")
+        else:
+            there.append(path)
+    for _, problem in map_shards(there, partial(_first_fault, Features.of(manifest)), workers=workers):
+        problems += problem
+    return problems
+
+
+def _first_fault(features: Features, path: Path) -> list[str]:
+    try:
+        index_shard(path, check_crc=True, features=features)
+    except TFRecordError as error:
+        return [str(error)]
+    return []
+
+
+def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> NDArray[np.uint32]:
+    """Check every shard; returns the checksum of each image's bytes, (N,), 0 where a shard cannot be read."""
+    checksums = np.zeros(len(split), dtype=np.uint32)
+    bounds = list(pairwise(split.first_images.tolist()))
+    shards = {path: number for number, path in enumerate(split.paths)}
+    check = partial(_check_shard, split, shards, bounds, decode)
+    with Progress(f"verifying {split.name}", total=len(split), unit="images") as progress:
+        for path, (problems, images) in map_shards(split.paths, check, workers=workers):
+            first, end = bounds[shards[path]]
+            findings.problems += problems
+            if len(images) == end - first:
+                checksums[first:end] = images
+            progress.update(end - first, num_bytes=split.shards[shards[path]].num_bytes)
+    return checksums
+
+
+def _check_shard(
+    split: Split, shards: dict[Path, int], bounds: Sequence[tuple[int, int]], decode: bool, path: Path
+) -> tuple[list[str], NDArray[np.uint32]]:
+    """What is wrong with one shard, and the checksums of its images."""
+    number = shards[path]
+    expected = split.shards[number]
+    rows = split.rows[slice(*bounds[number])]
+    try:
+        found = index_shard(path, check_crc=True, features=Features.of(split.manifest))
+    except TFRecordError as error:
+        return [str(error)], np.empty(0, dtype=np.uint32)
+    problems = []
+    if expected.crc32c is not None and found.shard.crc32c != expected.crc32c:
+        problems.append(f"{path}: has CRC32C {found.shard.crc32c}, dataset.json says {expected.crc32c}")
+    if found.encoding != split.manifest.encoding:
+        problems.append(f"{path}: holds {found.encoding} records, dataset.json says {split.manifest.encoding}")
+    text_index = text_index_path(split.root, split.name, path.name)
+    if not text_index.is_file() or text_index.read_text() != found.text_index():
+        problems.append(f"{text_index}: is missing or does not fit its shard")
+    problems += _compare_rows(path, rows, found, label_base=split.manifest.label_base)
+    content = memoryview(map_file(path))
+    if decode and found.encoding == "image":
+        problems += _undecodable(path, content, found.rows)
+    spans = zip(found.rows["offset"].tolist(), found.rows["size"].tolist(), strict=True)
+    return problems, np.array([crc32c(content[start : start + size]) for start, size in spans], dtype=np.uint32)
+
+
+def _undecodable(path: Path, content: memoryview, rows: NDArray[np.void]) -> list[str]:
+    """The images of one shard, given by rows of the index, that DALI does not decode."""
+    checker, problems = DecodeChecker(), []
+    pixels = rows["height"].astype(np.int64) * rows["width"]
+    first = 0
+    while first < len(rows):
+        # As many as fit into memory at once, but at least one.
+        fitting = int(np.searchsorted(np.cumsum(pixels[first : first + checker.BATCH]), BATCH_PIXELS, side="right"))
+        batch = rows[first : first + max(1, fitting)]
+        images = [np.frombuffer(content[int(row["offset"]) : int(row["offset"]) + int(row["size"])], np.uint8) for row in batch]
+        for number, reason in checker.failures(images).items():
+            place = f"record {first + number}, {batch[number]['size']} bytes at byte {batch[number]['offset']}"
+            problems.append(f"{path}: the image of {place} cannot be decoded: {reason}")
+        first += len(batch)
+    return problems
+
+
+def _compare_rows(path: Path, rows: NDArray[np.void], found: IndexedShard, *, label_base: int) -> list[str]:
+    if len(rows) != len(found.rows):
+        return [f"{path}: has {len(found.rows)} records, the index {len(rows)}"]
+    truth = found.rows.copy()
+    truth["label"] = found.labels - label_base
+    problems = []
+    for column in _COMPARED:
+        for record in np.flatnonzero(truth[column] != rows[column])[:_MOST_LISTED]:
+            problems.append(f"{path}: record {record} has {column} {truth[column][record]}, the index says {rows[column][record]}")
+    return problems
+
+
+def _check_sample(split: Split, sample: int, decode: bool, findings: Findings) -> None:
+    """Check the records of some images, found through DALI's text index, against their rows of the index."""
+    order = shuffled(np.random.Philox(key=[0, _SAMPLE_STREAM]), len(split))
+    chosen = np.sort(order[: min(sample, len(split))])
+    with Progress(f"verifying {split.name}", total=len(chosen), unit="images") as progress:
+        for shard, (first, end) in enumerate(pairwise(split.first_images.tolist())):
+            images = chosen[(chosen >= first) & (chosen < end)]
+            if len(images):
+                findings.problems += _check_records(split, shard, images, decode)
+                progress.update(len(images))
+
+
+def _check_records(split: Split, shard: int, images: NDArray[np.int64], decode: bool) -> list[str]:
+    path = split.paths[shard]
+    try:
+        offsets = split.record_offsets(shard)[images - split.first_images[shard]].tolist()
+    except DatasetError as error:
+        return [str(error)]
+    content = memoryview(map_file(path))
+    problems, sound = [], []
+    for image, offset in zip(images.tolist(), offsets, strict=True):
+        row = split.rows[image]
+        try:
+            record = next(walk_records(content, path, check_payload=True, start_at=offset))
+            found = index_record(content, record, path, Features.of(split.manifest))
+        except (TFRecordError, StopIteration) as error:
+            problems.append(str(error) or f"{path}: no record at byte {offset}, where its text index has one")
+            continue
+        truth = (found.start, found.size, found.label - split.manifest.label_base, found.height, found.width)
+        differing = [column for column, value in zip(_COMPARED, truth, strict=True) if row[column] != value]
+        for column in differing:
+            value = truth[_COMPARED.index(column)]
+            problems.append(f"{path}: the record at byte {offset} has {column} {value}, the index says {row[column]}")
+        if not differing:
+            sound.append(image)
+    if decode and split.manifest.encoding == "image":
+        problems += _undecodable(path, content, split.rows[sound])
+    return problems
+
+
+def _find_duplicates(splits: dict[SplitName, Split], checksums: dict[SplitName, NDArray[np.uint32]], findings: Findings) -> None:
+    """Images of equal bytes: of one label they waste a little time, of two labels at least one is wrong."""
+    names = [name for name in splits if name in findings.images_per_class]  # the others' labels name no class
+    if not names:
+        return
+    starts = np.cumsum([0, *(len(splits[name]) for name in names)])
+    sizes = np.concatenate([splits[name].rows["size"] for name in names])
+    keys = np.concatenate([checksums[name] for name in names]).astype(np.uint64) << np.uint64(32) | sizes
+
+    def find(image: int) -> tuple[Split, int]:
+        part = int(np.searchsorted(starts, image, side="right")) - 1
+        return splits[names[part]], image - int(starts[part])
+
+    order = np.argsort(keys, kind="stable")
+    same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+    num_equal, two_labels, two_splits = 0, _Examples(), _Examples()
+    for position in same.tolist():
+        (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
+        # The checksum only proposes: 32 bits and a size agree by chance once in some hundred such datasets.
+        if not np.array_equal(split.encoded(image), other.encoded(twin)):
+            continue
+        num_equal += 1
+        if split.rows["label"][image] != other.rows["label"][twin]:
+            two_labels.add(f"{_called(split, image)} = {_called(other, twin)}")
+        elif split is not other:
+            two_splits.add(f"{_called(split, image)} = {_called(other, twin)}")
+    if num_equal:
+        findings.notes.append(f"{num_equal} images have the same bytes as another one")
+    if two_labels.count:
+        findings.notes.append(f"{two_labels.count} duplicates under two labels: {two_labels}")
+    if two_splits.count:
+        findings.notes.append(f"{two_splits.count} duplicates in two splits: {two_splits}")
+
+
+class _Examples:
+    """How many there are, and the first few of them: a million lines would help nobody."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: list[str] = []
+
+    def add(self, example: str) -> None:
+        self.count += 1
+        if self.count <= _MOST_LISTED:
+            self._first.append(example)
+
+    def __str__(self) -> str:
+        return ", ".join(self._first) + (", ..." if self.count > _MOST_LISTED else "")
+
+
+def _called(split: Split, image: int) -> str:
+    return f"{split.name} image {image} ({split.manifest.class_names[int(split.rows['label'][image])]})"
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:_MOST_LISTED]) + (", ..." if len(items) > _MOST_LISTED else "")

@@ -1,0 +1,363 @@
+"""The operators that augment images: one table, one row for each operator.
+
+A row says what a level becomes (degrees, pixels, a factor), and has the operator's two forms: for one image on the CPU, mostly
+PIL's, and for a batch in DALI's graph, meant for a GPU. A test compares the two on photographs. To add an operator, add a
+row; `data.augment rand-tNAME+NAME` draws from any rows, and the policies are in data/sampling/augment.py.
+
+Ranges are timm's, so that a recipe's magnitude means the same; names with Increasing are those of timm's `inc1`, names with
+Wide those of TrivialAugment. Forms interpolate bilinearly and fill with 128.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from nvidia.dali import fn, types
+from nvidia.dali import math as dali_math
+from nvidia.dali.auto_aug import augmentations as dali_ops
+from nvidia.dali.auto_aug.core import select
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+
+from dali_train.config import DataConfig
+from dali_train.data.sampling.augment import IDENTITY, Policy, policy_of
+from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.errors import ConfigError
+
+Argument = Callable[[NDArray[np.float32], int], NDArray[np.floating[Any]]]
+CpuForm = Callable[[torch.Tensor, float], torch.Tensor]
+PilForm = Callable[[Image.Image, float], Image.Image]
+DaliForm = Callable[[Any, Any], Any]
+
+_FILL = 128
+_ROW = 4096  # float32 has all whole numbers up to its square
+_BLUR_WINDOW = 13  # pixels: three standard deviations of the strongest blur on each side
+
+
+@dataclass(frozen=True)
+class Operator:
+    """
+    argument: levels with a sign, (n,), and the images' side in pixels -> what the forms take, (n,).
+    cpu: a (3, h, w) uint8 image and its argument -> such an image.
+    dali: a node of (h, w, 3) uint8 images and a node of float32 arguments -> a node of such images.
+    """
+
+    argument: Argument
+    cpu: CpuForm
+    dali: DaliForm
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a level becomes
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def none(levels: NDArray[np.float32], side: int) -> NDArray[np.float32]:
+    return np.zeros_like(levels)
+
+
+def signed(most: float) -> Argument:
+    return lambda levels, side: levels * most
+
+
+def between(low: float, high: float) -> Argument:
+    return lambda levels, side: low + np.abs(levels) * (high - low)
+
+
+def of_side(share: float) -> Argument:
+    return lambda levels, side: levels * share * side
+
+
+def around_one(most: float, least: float = 0.0) -> Argument:
+    return lambda levels, side: np.maximum(least, 1 + levels * most)
+
+
+def threshold(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
+    return np.minimum(256, np.floor(np.abs(levels) * 256))
+
+
+def falling_threshold(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
+    return 256 - threshold(levels, side)
+
+
+def mask_of(bits: Callable[[NDArray[np.float32]], NDArray[np.floating[Any]]]) -> Argument:
+    """The mask that keeps the `bits` highest bits; at least one, as in DALI: without any an image is black, and Pillow refuses."""
+    return lambda levels, side: 256 - 2.0 ** (8 - np.clip(bits(np.abs(levels)), 1, 8))
+
+
+def place(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
+    """A pixel of the image, each equally likely if the level is uniform: row * 4096 + column."""
+    if side > _ROW:
+        raise ConfigError(f"data.train_size is {side}: Cutout takes images of at most {_ROW} pixels")
+    pixel = np.minimum(np.floor(np.abs(levels.astype(np.float64)) * side**2), side**2 - 1)
+    return pixel // side * _ROW + pixel % side
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Forms
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def by_pil(operate: PilForm) -> CpuForm:
+    """PIL's own operators: what timm's augmentations are made of, and half the time of torchvision's on tensors (measured)."""
+
+    def cpu(image: torch.Tensor, argument: float) -> torch.Tensor:
+        pixels = image.permute(1, 2, 0).contiguous()  # where it is channels-last, as from the data path, nothing is copied
+        return torch.from_numpy(np.array(operate(Image.fromarray(pixels.numpy()), argument))).permute(2, 0, 1)
+
+    return cpu
+
+
+def _beside(argument: Any, images: Any) -> Any:
+    """Where arithmetic on images wants it."""
+    return argument.gpu() if images.device == "gpu" else argument
+
+
+def solarize(image: Image.Image, limit: float) -> Image.Image:
+    return image.point([value if value < limit else 255 - value for value in range(256)] * 3)
+
+
+def solarize_add(image: Image.Image, add: float) -> Image.Image:
+    return image.point([min(255, value + int(add)) if value < 128 else value for value in range(256)] * 3)
+
+
+def dali_solarize(images: Any, limit: Any) -> Any:
+    return dali_ops.solarize.op(images, _beside(limit, images))
+
+
+def dali_solarize_add(images: Any, add: Any) -> Any:
+    return dali_ops.solarize_add.op(images, _beside(fn.cast(add, dtype=types.UINT8), images))
+
+
+def dali_posterize(images: Any, mask: Any) -> Any:
+    return images & _beside(fn.cast(mask, dtype=types.UINT8), images)
+
+
+def dali_sharpness(images: Any, factor: Any) -> Any:
+    """As PIL's but for the outermost pixels, which PIL leaves as they are."""
+    smooth = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / 13
+    sharp = np.zeros((3, 3), dtype=np.float32)
+    sharp[1, 1] = 1
+    kernel = types.Constant(smooth) + types.Constant(sharp - smooth) * factor
+    return fn.experimental.filter(images, _beside(kernel, images))  # type: ignore[attr-defined]
+
+
+def dali_contrast(images: Any, factor: Any) -> Any:
+    return dali_ops.contrast.op(images, _beside(factor, images))
+
+
+def dali_blur(images: Any, sigma: Any) -> Any:
+    return fn.gaussian_blur(images, sigma=sigma, window_size=_BLUR_WINDOW)
+
+
+def cutout(radius: int) -> tuple[CpuForm, DaliForm]:
+    """Fills the square of 2 * `radius` pixels around a place, as far as it is in the image."""
+
+    def cpu(image: torch.Tensor, at: float) -> torch.Tensor:
+        row, column = divmod(int(at), _ROW)
+        image = image.clone()
+        image[:, max(0, row - radius) : row + radius, max(0, column - radius) : column + radius] = _FILL
+        return image
+
+    def dali(images: Any, at: Any) -> Any:
+        row = dali_math.floor(at / _ROW)
+        corner = fn.stack(row, at - row * _ROW) - float(radius)
+        return fn.erase(images, anchor=corner, shape=[2.0 * radius] * 2, axis_names="HW", fill_value=_FILL)
+
+    return cpu, dali
+
+
+def rotate(image: Image.Image, degrees: float) -> Image.Image:
+    return image.rotate(degrees, Image.Resampling.BILINEAR, fillcolor=(_FILL,) * 3)
+
+
+def dali_rotate(images: Any, degrees: Any) -> Any:
+    return fn.rotate(images, angle=degrees, keep_size=True, fill_value=_FILL, interp_type=types.INTERP_LINEAR)
+
+
+def moved(*, shear_x: int = 0, shear_y: int = 0, x: int = 0, y: int = 0) -> tuple[CpuForm, DaliForm]:
+    """Each pixel (x, y) of the result is taken from (x + shear_x * a * y + x * a, y + shear_y * a * x + y * a), a the argument."""
+
+    def pil(image: Image.Image, amount: float) -> Image.Image:
+        matrix = (1, shear_x * amount, x * amount, shear_y * amount, 1, y * amount)
+        return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=(_FILL,) * 3)
+
+    def dali(images: Any, amount: Any) -> Any:
+        stay = types.Constant(np.array([[1, 0, 0], [0, 1, 0]], dtype=np.float32))
+        matrix = stay + types.Constant(np.array([[0, shear_x, x], [shear_y, 0, y]], dtype=np.float32)) * amount
+        return fn.warp_affine(images, matrix=matrix, fill_value=_FILL, interp_type=types.INTERP_LINEAR)
+
+    return by_pil(pil), dali
+
+
+_SHEAR_X, _SHEAR_Y, _MOVE_X, _MOVE_Y = moved(shear_x=1), moved(shear_y=1), moved(x=1), moved(y=1)
+_BRIGHTNESS: tuple[CpuForm, DaliForm] = (
+    by_pil(lambda image, factor: ImageEnhance.Brightness(image).enhance(factor)),
+    lambda images, factor: fn.brightness(images, brightness=factor),
+)
+_CONTRAST: tuple[CpuForm, DaliForm] = (
+    by_pil(lambda image, factor: ImageEnhance.Contrast(image).enhance(factor)),
+    dali_contrast,
+)
+_COLOR: tuple[CpuForm, DaliForm] = (
+    by_pil(lambda image, factor: ImageEnhance.Color(image).enhance(factor)),
+    lambda images, factor: fn.saturation(images, saturation=factor),
+)
+_SHARPNESS: tuple[CpuForm, DaliForm] = (
+    by_pil(lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor)),
+    dali_sharpness,
+)
+_POSTERIZE: tuple[CpuForm, DaliForm] = (lambda image, mask: image & int(mask), dali_posterize)
+_SOLARIZE: tuple[CpuForm, DaliForm] = (by_pil(solarize), dali_solarize)
+_ROTATE: tuple[CpuForm, DaliForm] = (by_pil(rotate), dali_rotate)
+
+OPERATORS: dict[str, Operator] = {
+    IDENTITY: Operator(none, lambda image, _: image, lambda images, _: images),
+    "AutoContrast": Operator(none, by_pil(lambda image, _: ImageOps.autocontrast(image)), dali_ops.auto_contrast.op),
+    # PIL's histogram equalization on the CPU, OpenCV's in DALI: its lookup table is made by a slightly different formula.
+    "Equalize": Operator(none, by_pil(lambda image, _: ImageOps.equalize(image)), dali_ops.equalize.op),
+    "Invert": Operator(none, lambda image, _: 255 - image, dali_ops.invert.op),
+    "Grayscale": Operator(
+        none, by_pil(lambda image, _: image.convert("L").convert("RGB")), lambda images, _: fn.saturation(images, saturation=0.0)
+    ),
+    "GaussianBlur": Operator(
+        between(0.1, 2.0), by_pil(lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))), dali_blur
+    ),
+    "Rotate": Operator(signed(30), *_ROTATE),
+    "RotateWide": Operator(signed(135), *_ROTATE),
+    "ShearX": Operator(signed(0.3), *_SHEAR_X),
+    "ShearY": Operator(signed(0.3), *_SHEAR_Y),
+    "ShearXWide": Operator(signed(0.99), *_SHEAR_X),
+    "ShearYWide": Operator(signed(0.99), *_SHEAR_Y),
+    "TranslateXRel": Operator(of_side(0.45), *_MOVE_X),
+    "TranslateYRel": Operator(of_side(0.45), *_MOVE_Y),
+    "TranslateX100": Operator(signed(100), *_MOVE_X),
+    "TranslateY100": Operator(signed(100), *_MOVE_Y),
+    "TranslateX40": Operator(signed(40), *_MOVE_X),
+    "TranslateY40": Operator(signed(40), *_MOVE_Y),
+    "TranslateX32": Operator(signed(32), *_MOVE_X),
+    "TranslateY32": Operator(signed(32), *_MOVE_Y),
+    "Cutout40": Operator(place, *cutout(40)),
+    "Posterize": Operator(mask_of(lambda level: np.floor(level * 4)), *_POSTERIZE),
+    "PosterizeIncreasing": Operator(mask_of(lambda level: 4 - np.floor(level * 4)), *_POSTERIZE),
+    "PosterizeOriginal": Operator(mask_of(lambda level: 4 + np.floor(level * 4)), *_POSTERIZE),
+    "Posterize8": Operator(mask_of(lambda level: 8 - np.rint(level * 4)), *_POSTERIZE),
+    "PosterizeWide": Operator(mask_of(lambda level: 8 - np.rint(level * 6)), *_POSTERIZE),
+    "Solarize": Operator(threshold, *_SOLARIZE),
+    "SolarizeIncreasing": Operator(falling_threshold, *_SOLARIZE),
+    "Solarize128": Operator(between(128, 128), *_SOLARIZE),
+    "Solarize200": Operator(between(200, 200), *_SOLARIZE),
+    "SolarizeAdd": Operator(
+        lambda levels, side: np.minimum(127, np.floor(np.abs(levels) * 110)), by_pil(solarize_add), dali_solarize_add
+    ),
+    "Brightness": Operator(between(0.1, 1.9), *_BRIGHTNESS),
+    "BrightnessIncreasing": Operator(around_one(0.9, least=0.1), *_BRIGHTNESS),
+    "BrightnessWide": Operator(around_one(0.99), *_BRIGHTNESS),
+    "BrightnessBy": Operator(around_one(1.0), *_BRIGHTNESS),
+    "Contrast": Operator(between(0.1, 1.9), *_CONTRAST),
+    "ContrastIncreasing": Operator(around_one(0.9, least=0.1), *_CONTRAST),
+    "ContrastWide": Operator(around_one(0.99), *_CONTRAST),
+    "ContrastBy": Operator(around_one(1.0), *_CONTRAST),
+    "Color": Operator(between(0.1, 1.9), *_COLOR),
+    "ColorIncreasing": Operator(around_one(0.9, least=0.1), *_COLOR),
+    "ColorWide": Operator(around_one(0.99), *_COLOR),
+    "ColorBy": Operator(around_one(1.0), *_COLOR),
+    "Sharpness": Operator(between(0.1, 1.9), *_SHARPNESS),
+    "SharpnessIncreasing": Operator(around_one(0.9, least=0.1), *_SHARPNESS),
+    "SharpnessWide": Operator(around_one(0.99), *_SHARPNESS),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A micro-batch's draws, applied
+# ---------------------------------------------------------------------------------------------------------------
+
+
+class Augmentation:
+    """What a config's policy does with the draws of a micro-batch, in either form.
+
+    Raises:
+        ConfigError: data.augment names an operator that has no row.
+    """
+
+    def __init__(self, policy: Policy, data: DataConfig) -> None:
+        for name in policy.names:
+            if name not in OPERATORS:
+                close = difflib.get_close_matches(name, OPERATORS, n=1)
+                meant = f"; did you mean {close[0]}?" if close else f": use {', '.join(OPERATORS)}"
+                raise ConfigError(f"data.augment is {data.augment!r}: there is no operator {name}{meant}")
+        self.operators = [OPERATORS[name] for name in policy.names]
+        self.num_steps = policy.num_steps
+        self.shows_noise = data.random_erasing_fill == "noise"
+        self.erases = data.random_erasing > 0 and not self.shows_noise  # in a graph; noise comes after it, see mixing.py
+        self.fill = [round(value) for value in data.mean]
+        self._side = data.train_size
+
+    @classmethod
+    def of(cls, data: DataConfig) -> "Augmentation | None":
+        policy = policy_of(data)
+        return cls(policy, data) if policy.groups or data.random_erasing > 0 else None
+
+    def arguments(self, batch: MicroBatch) -> NDArray[np.float32]:
+        """(n, steps): what the operators drawn take."""
+        arguments = np.zeros_like(batch.levels)
+        for number in np.unique(batch.operators):
+            here = batch.operators == number
+            arguments[here] = self.operators[number].argument(batch.levels[here], self._side)
+        return arguments
+
+    def operations(self, batch: MicroBatch) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+        """For each image what the CPU does with it: (3, h, w) uint8 to the same."""
+        rows = zip(batch.operators.tolist(), self.arguments(batch).tolist(), batch.erased.tolist(), strict=True)
+        if self.shows_noise:
+            fill = torch.from_numpy(batch.noise).permute(2, 0, 1)
+        else:
+            fill = torch.tensor(self.fill, dtype=torch.uint8)[:, None, None].expand(3, self._side, self._side)
+        return [self._operation(*row, fill) for row in rows]
+
+    def _operation(
+        self, numbers: list[int], arguments: list[float], box: list[int], fill: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        steps = [(self.operators[number].cpu, argument) for number, argument in zip(numbers, arguments, strict=True) if number]
+        top, left, height, width = box
+
+        def apply(image: torch.Tensor) -> torch.Tensor:
+            for operate, argument in steps:
+                image = operate(image, argument)
+            if height:
+                image = image.clone()
+                where = (slice(None), slice(top, top + height), slice(left, left + width))
+                image[where] = fill[where]
+            return image
+
+        return apply
+
+    def dali_inputs(self) -> tuple[list[Any], list[int]]:
+        """(dtypes, numbers of dimensions) of what `fed` gives to a graph."""
+        steps = ([types.INT32, types.FLOAT] * self.num_steps, [0, 0] * self.num_steps)
+        return (steps[0] + [types.FLOAT] * 2, steps[1] + [1, 1]) if self.erases else steps
+
+    def fed(self, batch: MicroBatch) -> list[NDArray[Any]]:
+        """For each step the operators' numbers, (n,) int32, and arguments, (n,) float32; the corners and shapes of the
+        boxes that are filled with the mean."""
+        arguments = self.arguments(batch)
+        steps = [np.ascontiguousarray(array[:, step]) for step in range(self.num_steps) for array in (batch.operators, arguments)]
+        if self.erases:
+            boxes = batch.erased.astype(np.float32)  # fn.erase takes no other type
+            steps += [np.ascontiguousarray(boxes[:, :2]), np.ascontiguousarray(boxes[:, 2:])]
+        return steps
+
+
+def applied_by_dali(augmentation: Augmentation, images: Any, draws: list[Any]) -> Any:
+    """A graph's node of augmented images, from the nodes of what ``augmentation.fed`` gives. The graph needs conditionals."""
+    forms = [operator.dali for operator in augmentation.operators]
+    for step in range(augmentation.num_steps):
+        number, argument = draws[2 * step : 2 * step + 2]
+        images = select(forms, number, images, argument)
+    if augmentation.erases:
+        anchor, shape = draws[-2:]
+        images = fn.erase(images, anchor=anchor, shape=shape, axis_names="HW", fill_value=augmentation.fill)
+    return images

@@ -1,0 +1,174 @@
+"""How images leave the data path, and the CPU's way from decoded crops to a batch.
+
+On a GPU one DALI graph does everything. On the CPU DALI decodes and torch does the rest, one image after the other
+while it is in the core's cache: torch's resize of 8-bit pixels takes a quarter of the time of DALI's (0.15 to 0.19
+and 0.70 ms per image on an AMD EPYC) and computes in integers what PIL computes.
+"""
+
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from dali_train.config import DataConfig
+from dali_train.data.loading.pixels import PixelFormat
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _leave(image: torch.Tensor) -> torch.Tensor:
+    return image
+
+
+class CpuTransform:
+    """Resize, mirror, augment, normalise and mix crops, on threads of its own.
+
+    Args:
+        size: images in a batch.
+    """
+
+    def __init__(self, data: DataConfig, pixels: PixelFormat, *, size: int) -> None:
+        side = data.train_size
+        self._side, self._antialias, self._mode = side, data.antialias, data.interpolation
+        # One row of pixels each, channels innermost: long enough a row for the arithmetic to be vectorised.
+        self._scale = 1 / torch.tensor(data.std).repeat(side)
+        self._shift = -torch.tensor(data.mean).repeat(side) * self._scale
+        self._nchw = not pixels.channels_last
+        shape = (size, 3, side, side) if self._nchw else (size, side, side, 3)
+        self._batches = _Batches(shape, pixels.dtype, pinned=pixels.pinned)
+        self._in_place = pixels.dtype == torch.float32 and not self._nchw
+        self._num_threads = pixels.num_threads
+        self._pool = _single_threads(pixels.num_threads)
+
+    def __call__(
+        self,
+        crops: Sequence[NDArray[np.uint8]],
+        flips: NDArray[np.int32],
+        mixing: tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]] | None,
+        operations: Sequence[Operation] | None = None,
+    ) -> torch.Tensor:
+        """(n, 3, size, size) of the pixel format's dtype, on the CPU.
+
+        Args:
+            crops: n arrays of (height, width, 3): contiguous, or read-only views of mapped pixels.
+            flips: (n,), 1: mirrored.
+            mixing: (partners, lambdas, cuts), (n,), (n,) and (n, 4), as for `mixing.mix`; None: nothing is mixed.
+            operations: n functions, applied to the images, (3, size, size) uint8, once they are mirrored.
+        """
+        batch = self._batches.take()
+        if mixing is None:
+            mirrored, augment = flips.tolist(), operations or [_leave] * len(crops)
+            self._each(len(crops), lambda i: self._normalise(batch[i], self._resize(crops[i], mirrored[i], augment[i])))
+        else:
+            partners, lambdas, cuts = (array.tolist() for array in mixing)
+            resized = self.resize(crops, flips, operations)
+
+            def work(i: int) -> None:
+                own, partner = resized[i], resized[partners[i]]
+                if cuts[i][2]:
+                    self._normalise(batch[i], _with_box_of(partner, own, *cuts[i]))
+                else:
+                    self._normalise(batch[i], own, lambdas[i], partner)
+
+            self._each(len(crops), work)
+        return batch if self._nchw else batch.permute(0, 3, 1, 2)
+
+    def resize(
+        self, crops: Sequence[NDArray[np.uint8]], flips: NDArray[np.int32], operations: Sequence[Operation] | None = None
+    ) -> list[torch.Tensor]:
+        """Each crop as the square that is trained on, a row for each row of pixels: (side, 3 * side) uint8."""
+        mirrored, augment = flips.tolist(), operations or [_leave] * len(crops)
+        resized: dict[int, torch.Tensor] = {}
+
+        def work(i: int) -> None:
+            resized[i] = self._resize(crops[i], mirrored[i], augment[i])
+
+        self._each(len(crops), work)
+        return [resized[i] for i in range(len(crops))]
+
+    def _resize(self, crop: NDArray[np.uint8], mirrored: int, operation: Operation) -> torch.Tensor:
+        if not crop.flags.writeable:  # here and not before: each thread copies its own
+            crop = crop.copy()
+        image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # in this order torch sees that it is channels-last
+        if image.shape[2:] != (self._side, self._side):
+            image = F.interpolate(image, (self._side, self._side), mode=self._mode, antialias=self._antialias)
+        if mirrored:
+            image = image.flip(-1)
+        return operation(image[0]).permute(1, 2, 0).reshape(self._side, -1)
+
+    def _normalise(self, out: torch.Tensor, image: torch.Tensor, weight: float = 1.0, partner: torch.Tensor | None = None) -> None:
+        # `mixing.mix` of normalised images, w * (x * scale + shift) + (1 - w) * (partner * scale + shift), multiplied out: two
+        # passes over an image that is in the core's cache.
+        target = out.view(self._side, -1) if self._in_place else torch.empty_like(image, dtype=torch.float32)
+        torch.addcmul(self._shift, image, self._scale, value=weight, out=target)
+        if partner is not None:
+            target.addcmul_(partner, self._scale, value=1 - weight)
+        if not self._in_place:
+            pixels = target.view(self._side, self._side, 3)
+            out.copy_(pixels.permute(2, 0, 1) if self._nchw else pixels)
+
+    def _each(self, count: int, work: Callable[[int], None]) -> None:
+        """``work(i)`` for i from 0 to `count` - 1, spread over the threads."""
+        numbers = iter(range(count))  # shared: whichever thread is free takes the next
+
+        def worker() -> None:
+            for number in numbers:
+                work(number)
+
+        for future in [self._pool.submit(worker) for _ in range(self._num_threads)]:
+            future.result()
+
+
+def _with_box_of(partner: torch.Tensor, own: torch.Tensor, top: int, left: int, height: int, width: int) -> torch.Tensor:
+    """`own` with the pixels of `partner` in the box, (side, 3 * side) each."""
+    image = own.clone()
+    rows, columns = slice(top, top + height), slice(3 * left, 3 * (left + width))
+    image[rows, columns] = partner[rows, columns]
+    return image
+
+
+class _Batches:
+    """Memory for batches, used again once no tensor is left on it.
+
+    Fresh memory costs more than the arithmetic: the kernel clears each page when it is first touched (normalising an
+    image into it takes 0.32 instead of 0.06 ms, measured).
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> None:
+        self._shape, self._dtype, self._pinned = shape, dtype, pinned
+        self._num_bytes = math.prod(shape) * dtype.itemsize
+        self._free: deque[NDArray[np.uint8]] = deque()
+
+    def take(self) -> torch.Tensor:
+        if self._pinned:  # torch keeps page-locked memory for the next, and knows when the copy from it is done
+            return torch.empty(self._shape, dtype=self._dtype, pin_memory=True)
+        # As bytes: NumPy has no bfloat16. Torch allocates them, at an address that suits vectorised arithmetic.
+        memory = self._free.popleft() if self._free else torch.empty(self._num_bytes, dtype=torch.uint8).numpy()
+        lent = memory[:]
+        weakref.finalize(lent, self._free.append, memory).atexit = False
+        return torch.from_numpy(lent).view(self._dtype).view(self._shape)  # whatever shares its storage keeps `lent` alive
+
+
+def _single_threads(count: int) -> ThreadPoolExecutor:
+    """A pool of `count` threads in each of which torch's operators keep to the one thread."""
+    others = torch.get_num_threads()
+    started = threading.Barrier(count + 1)
+
+    def initialise() -> None:
+        torch.set_num_threads(1)  # of this thread, and of all that first ask from now on
+        torch.get_num_threads()  # so this thread asks before the number is set back
+        started.wait()
+
+    pool = ThreadPoolExecutor(count, "resize", initialise)
+    for _ in range(count):
+        pool.submit(int)  # each starts a thread, since all before it are waiting
+    started.wait()
+    torch.set_num_threads(others)
+    return pool

@@ -1,0 +1,119 @@
+"""Which decoder decodes, and how: what depends on nvImageCodec's version and on the number of threads."""
+
+import ctypes
+import ctypes.util
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nvidia import dali
+from nvidia.dali import backend_impl, fn, types
+
+from dali_train.config import DataConfig
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.pixels import PixelFormat
+
+# nvImageCodec 0.9.0 fails or crashes when it decodes a box of a JPEG on a GPU (its issue 55: an error on A100, SIGSEGV on
+# H100 and B200; 0.8.0 works). No later version is known to be mended, so from 0.9 on complete frames are decoded and sliced:
+# the same pixels, and the hardware decoder decodes complete frames anyway. The CPU's decoder has no such fault.
+_FIRST_BAD_WITH_BOXES = 900  # 0.9.0 in DALI's spelling, major * 1,000 + minor * 100 + patch
+
+LOG_VARIABLE = "DALI_NVIMGCODEC_LOG_LEVEL"
+"""Set to 3 before the first decoder is made, it has nvImageCodec print the lines that `decoder_in_log` reads."""
+
+# RGB, and not rotated by EXIF, as PIL and torchvision read images. affine=True would pin threads through NVML, which virtual
+# machines and containers may not support, and override the placement that was chosen at the start.
+COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine": False}
+
+# NVIDIA's configurations for MLPerf and for DALI's own tests: decoding threads per GPU, and the hardware's share.
+_KNOWN_THREADS, _KNOWN_SHARES = (6, 70), (0.99, 0.12)
+
+
+def decodes_boxes(pixels: PixelFormat) -> bool:
+    """Whether only the crop's box of an image is decoded, rather than all of it."""
+    return pixels.device_id is None or _nvimagecodec_version() < _FIRST_BAD_WITH_BOXES
+
+
+def _nvimagecodec_version() -> int:
+    version: int = backend_impl.GetNvimgcodecVersion()  # type: ignore[attr-defined]
+    return version
+
+
+def hardware_share(data: DataConfig, num_threads: int) -> float:
+    """The share of the JPEGs that go to a GPU's hardware decoder: data.hw_decoder_load, or by the number of decoding threads.
+
+    The hardware has a fixed speed, so the more threads there are beside it, the smaller its share. Published are 0.99 with 6
+    threads per GPU and 0.12 with 70; between them the share falls in a straight line, beyond them it stays.
+    """
+    if data.hw_decoder_load is not None:
+        return data.hw_decoder_load
+    return float(np.interp(num_threads, _KNOWN_THREADS, _KNOWN_SHARES))
+
+
+def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None = None) -> dict[str, Any]:
+    """Arguments of DALI's image decoders.
+
+    `split` (for training) sizes the hardware decoder's memory: DALI preallocates it for a micro-batch of images of one size. That
+    size is the 99th percentile of the split's heights and widths; for larger images the decoder allocates more. Preallocating
+    for the largest image, some tens of megapixels in ImageNet, would take tens of gigabytes.
+    """
+    if pixels.device_id is None:
+        return {"device": "cpu", **COMMON_OPTIONS}
+    options = {"device": "mixed", **COMMON_OPTIONS, "hw_decoder_load": hardware_share(data, pixels.num_threads)}
+    if split is not None:
+        for side in ("height", "width"):
+            options[f"preallocate_{side}_hint"] = int(np.percentile(split.rows[side], 99))
+    return options
+
+
+def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, boxes: bool, **options: Any) -> Any:
+    """A graph's node: each image's box, (height, width, 3) uint8, decoded alone (`boxes`) or sliced from the complete image.
+
+    Args:
+        anchor, shape: nodes with (2,) int32 for each image: y, x in pixels.
+        options: from `decoder_options`.
+    """
+    absolute: dict[str, Any] = {"axis_names": "HW", "normalized_anchor": False, "normalized_shape": False}
+    if boxes:
+        return fn.decoders.image_slice(encoded, anchor, shape, **absolute, **options)
+    images: Any = fn.decoders.image(encoded, **options)
+    return fn.slice(images, anchor, shape, **absolute)
+
+
+def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
+    """What decodes, for environment.json and reports: versions, and what was chosen from them. Plain values by name."""
+    version = _nvimagecodec_version()
+    described: dict[str, Any] = {
+        "dali": dali.__version__,
+        "nvimagecodec": f"{version // 1000}.{version // 100 % 10}.{version % 100}",
+        "device": "cpu" if pixels.device_id is None else f"cuda:{pixels.device_id}",
+        "threads": pixels.num_threads,
+        "decodes": "boxes" if decodes_boxes(pixels) else "complete images, then slices",
+    }
+    if pixels.device_id is not None:
+        described |= {"hw_decoder_load": hardware_share(data, pixels.num_threads), "nvjpeg": nvjpeg_library()}
+    return described
+
+
+def nvjpeg_library() -> str | None:
+    """The libnvjpeg that nvImageCodec will load; None if there is none: then "mixed" silently decodes on the CPU."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
+    folders = [folder for root in roots for folder in [*sorted(root.glob("cu[0-9]*/lib")), root / "nvjpeg" / "lib"]]
+    for folder in [*folders, Path("/usr/local/cuda/lib64")]:
+        found = next(iter(sorted(folder.glob("libnvjpeg.so*"))), None)
+        if found is not None:
+            return str(found)
+    return ctypes.util.find_library("nvjpeg")
+
+
+def decoder_in_log(log: str) -> dict[str, str | int]:
+    """What nvImageCodec's log (`LOG_VARIABLE`) says of a GPU: "nvJPEG" (version), "hardware engines". Empty: the CPU decodes."""
+    found: dict[str, str | int] = {}
+    if version := re.search(r"nvJPEG version:? *(\d[\d.]*)", log):
+        found["nvJPEG"] = version[1]
+    if engines := re.search(r"num_hw_engines *= *(\d+)", log):
+        found["hardware engines"] = int(engines[1])
+    return found

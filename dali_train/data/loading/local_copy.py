@@ -1,0 +1,263 @@
+"""The dataset on a disk of each host: copied once before training, then read from there.
+
+Each version of a dataset has a directory of its own, named after what its ``dataset.json`` and its index are. So a
+source that has changed is copied again and a run that still reads the version before is left alone. Files get their
+names when they are complete and flushed: what is there is finished, and a copy that was interrupted is resumed.
+
+What was copied is recorded beside the copy. A file that has been changed since is noticed and copied again: the manifest and
+the index by their checksums, shards by size and time. Copies lie in a directory that only their user can open, so nobody
+trains on what somebody else put there.
+
+Processes agree through two locks (flock, which ends with its process however that ends): one is held exclusively while
+copying, so that one process of a host copies and the others, of this run or of another, wait; one is held shared while
+a version is in use, so that nobody removes it. Locks and not the launcher's numbers: they hold across runs, and where a
+local rank says nothing about the host.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO
+
+import torch.distributed as dist
+from crc32c import crc32c
+
+from dali_train.config import Config
+from dali_train.data.dataset.build_index import map_shards
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import SPLITS, Manifest, index_path, text_index_path
+from dali_train.data.progress import Progress
+from dali_train.distributed.launch import Launch
+from dali_train.distributed.process_group import host_group
+from dali_train.errors import DatasetError
+from dali_train.files import NO_SPACE, try_lock, write_atomically
+
+WAITING_LINE_S = 30.0
+_NUM_STREAMS = 4  # a parallel file system gives one reader only part of its speed
+_CHUNK_BYTES = 4 << 20
+_NO_LIMIT = timedelta(days=30)  # a host's copy takes as long as it takes, and the others wait for it
+
+
+@dataclass(frozen=True)
+class DatasetRoot:
+    """Where to read the dataset from. A copy is not removed while this lives."""
+
+    path: Path
+    in_use: BinaryIO | None
+
+
+def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
+    """data.root, or the copy of it that data.local_copy asks for, made if need be. All ranks call this together.
+
+    Raises:
+        DatasetError: on all ranks, if any host cannot have its copy.
+    """
+    if config.data.local_copy is None:
+        return DatasetRoot(Path(config.data.root), None)
+    group = host_group(launch, config, timeout=_NO_LIMIT)
+    copy, failure = None, ""
+    try:
+        copy = make_copy(Path(config.data.root), Path(config.data.local_copy), verbose=launch.local_rank == 0)
+    except (DatasetError, OSError) as error:
+        failure = f"{error} (on {platform.node()})"
+    if group is not None:
+        failures = [""] * launch.world_size
+        dist.all_gather_object(failures, failure, group=group)
+        dist.destroy_process_group(group)
+        failure = next((text for text in failures if text), "")
+    if failure or copy is None:
+        raise DatasetError(failure)
+    return copy
+
+
+def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
+    """Copy the dataset to a directory below `directory`, or wait for the process that does, or find it done.
+
+    Args:
+        verbose: report on stderr when this process waits.
+
+    Raises:
+        DatasetError: `source` is not a complete dataset, it changes meanwhile, the disk is too small, or `directory` cannot be
+            written to.
+    """
+    directory = _own_directory(directory)
+    source = source.resolve()
+    manifest = Manifest.read(source)
+    family = f"{source.name}-{_digest(str(source).encode())}"
+    content = [(source / "dataset.json").read_bytes()]
+    for name in manifest.splits:
+        index = index_path(source, name)
+        if index.exists():  # else opening it will say what is wrong
+            content.append(f"{index.stat().st_size} {index.stat().st_mtime_ns}".encode())
+    root = directory / f"{family}-{_digest(*content)}"
+    in_use = _beside(root, "in-use").open("ab")
+    fcntl.flock(in_use, fcntl.LOCK_SH)
+    with _alone(root, f"the copy of {source} to {root}" if verbose else None):
+        if not _is_complete(root, manifest):
+            _remove_older(directory, family, keep=root)
+            _copy(source, root, manifest)
+    return DatasetRoot(root, in_use)
+
+
+def _own_directory(directory: Path) -> Path:
+    """Where this user's copies lie below `directory`; nobody else can open it."""
+    own = directory / f"user-{os.getuid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        own.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise DatasetError(
+            f"data.local_copy {directory} cannot be written to ({error.strerror}): name a directory of your own, or one that "
+            "every user may write to, like /tmp"
+        ) from error
+    if own.is_symlink() or own.stat().st_uid != os.getuid():
+        raise DatasetError(f"{own} belongs to another user, so it is not trusted: name another directory as data.local_copy")
+    own.chmod(0o700)
+    return own
+
+
+def _copy(source: Path, root: Path, manifest: Manifest) -> None:
+    checksums: dict[Path, str | None] = {}
+    for name in SPLITS:
+        if name not in manifest.splits:
+            continue
+        split = Split(source, name)  # complete, and no shard newer than the index
+        for path, shard in zip(split.paths, split.shards, strict=True):
+            checksums[path] = shard.crc32c
+            text_index = text_index_path(source, name, path.name)
+            if text_index.exists():
+                checksums[text_index] = None
+        checksums[index_path(source, name)] = None
+    for leftover in root.rglob(".*.partial"):
+        leftover.unlink()
+    needed = {path: path.stat().st_size for path in checksums if not _is_copied(path, root / path.relative_to(source))}
+    num_bytes = sum(needed.values()) + (source / "dataset.json").stat().st_size
+    _check_space(source, root.parent.parent, num_bytes)
+    with Progress(f"copying {source} to {root}", total=num_bytes, unit="B") as progress:
+
+        def copy(path: Path) -> None:
+            _copy_file(path, root / path.relative_to(source), checksums[path], progress)
+
+        try:
+            for _ in map_shards(list(needed), copy, workers=_NUM_STREAMS):
+                pass
+            _copy_file(source / "dataset.json", root / "dataset.json", None, progress)  # last: now it is a dataset
+            copied = [path.relative_to(source) for path in (*checksums, source / "dataset.json")]
+            _write_record(root, copied)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise DatasetError(
+                    f"data.local_copy {root.parent.parent} is full: something else was written there while {source} was "
+                    "copied; free some space and start again, what is copied stays"
+                ) from error
+            raise
+
+
+def _copy_file(path: Path, target: Path, checksum: str | None, progress: Progress) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    buffer, crc = memoryview(bytearray(_CHUNK_BYTES)), 0
+    with path.open("rb", buffering=0) as reading, partial.open("wb", buffering=0) as writing:
+        stat = os.fstat(reading.fileno())
+        while size := reading.readinto(buffer):
+            crc = crc32c(buffer[:size], crc)
+            written = 0
+            while written < size:
+                written += writing.write(buffer[written:size])
+            progress.update(size)
+        os.fsync(writing.fileno())
+    if checksum is not None and f"{crc:08x}" != checksum:
+        partial.unlink()
+        raise DatasetError(
+            f"{path} has checksum {crc:08x}, dataset.json says {checksum}: run `dali-train data verify` on the dataset"
+        )
+    os.utime(partial, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # an index must not be older than its shards
+    partial.replace(target)
+
+
+def _is_copied(path: Path, target: Path) -> bool:
+    """Whether `target` is `path`: only complete files bear such a name, so size and time suffice."""
+    return target.exists() and _size_and_time(path) == _size_and_time(target)
+
+
+def _size_and_time(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _write_record(root: Path, copied: list[Path]) -> None:
+    record = {str(path): [*_size_and_time(root / path), _checksum(root, path)] for path in copied}
+    write_atomically(_beside(root, "copied"), json.dumps(record).encode())
+
+
+def _checksum(root: Path, path: Path) -> str | None:
+    """Of the manifest and the index, which are small and decide what all the rest means; of a shard None."""
+    small = path.name == "dataset.json" or path.suffix == ".npy"
+    return f"{crc32c((root / path).read_bytes()):08x}" if small else None
+
+
+def _is_complete(root: Path, manifest: Manifest) -> bool:
+    """Whether all files are there as they were copied, without a look at the source. Removes those that have changed since."""
+    try:
+        record = json.loads(_beside(root, "copied").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    complete = True
+    for name, (size, time_ns, checksum) in record.items():
+        path = root / name
+        if path.exists() and ([size, time_ns], checksum) != (_size_and_time(path), _checksum(root, Path(name))):
+            path.unlink()
+        complete &= path.exists()
+    return complete and all(f"{name}/{shard.name}" in record for name, split in manifest.splits.items() for shard in split.shards)
+
+
+def _check_space(source: Path, directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise DatasetError(
+            f"data.local_copy {directory} has {free:,} bytes free, the copy of {source} needs {needed:,} more: free "
+            f"{needed - free:,} bytes, name a larger disk, or leave data.local_copy out"
+        )
+
+
+def _remove_older(directory: Path, family: str, *, keep: Path) -> None:
+    """Remove versions of the same source that no run reads any more."""
+    for root in directory.iterdir():
+        if root.name.startswith(f"{family}-") and root != keep:
+            with _beside(root, "in-use").open("ab") as lock:
+                if try_lock(lock):
+                    shutil.rmtree(root, ignore_errors=True)
+
+
+@contextmanager
+def _alone(root: Path, what: str | None) -> Iterator[None]:
+    """Hold the lock under which `root` is made. Says now and then that it waits for `what`."""
+    said = time.monotonic()
+    with _beside(root, "copying").open("ab") as lock:
+        while not try_lock(lock):
+            time.sleep(0.2)
+            if what is not None and time.monotonic() - said > WAITING_LINE_S:
+                said = time.monotonic()
+                finished = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
+                size = sum(path.stat().st_size for path in finished)
+                print(f"waiting for {what} by another process, {size / 1e9:,.1f} GB are there", file=sys.stderr, flush=True)
+        yield
+
+
+def _beside(root: Path, kind: str) -> Path:
+    """A file beside the copy's directory, not in it: locks must outlive the directory."""
+    return root.with_name(f".{root.name}.{kind}")
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:12]

@@ -1,0 +1,99 @@
+"""One epoch's order for storage that wants long reads: shuffled blocks of neighbours, mixed within windows.
+
+Two bijections of the epoch, one after the other, both closed-form but for one sort of the blocks' numbers:
+
+1. *Dealing.* Micro-batch k of every step takes from lane k, a stretch of the shuffled order of its own. Were
+   neighbouring micro-batches neighbours in the order too, all ranks would share each block and every host would read a
+   few images of it, so nothing would be read in sequence. A lane belongs to whoever computes its micro-batch: with any
+   number of ranks each block is read by one of them (by two where a lane ends within a window), and the pool that
+   images are mixed in, all lanes' windows together, is divided among the hosts instead of read by each. And a global
+   batch comes from as many places of the dataset as there are micro-batches.
+2. *Shuffling.* The images in file order are cut into blocks of neighbours, the blocks are permuted, and within windows
+   of consecutive permuted blocks the images are permuted: a shuffle buffer without state. Where cutting begins changes
+   from epoch to epoch (and goes round the end of the dataset), so that the same images do not always share a block.
+
+The number of ranks is nowhere in it; that of micro-batches in a step is, as it is in every draw of a micro-batch.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """What a block order depends on besides seed and epoch."""
+
+    num_images: int
+    block_images: int  # a block's length; images and not bytes, so that a dataset stored smaller has the same order
+    window_blocks: int
+    global_batch: int
+    micro_batch: int
+
+
+class BlockOrder:
+    """The order of `epoch`. Only the permuted block numbers are kept, and the windows used last."""
+
+    def __init__(self, blocks: Blocks, *, seed: int, epoch: int) -> None:
+        self._blocks, self._seed, self._epoch = blocks, seed, epoch
+        generator = philox_generator(seed, Purpose.BLOCKS, low=0, high=epoch)
+        self._shift = int(generator.random_raw()) % blocks.num_images
+        self._permuted = shuffled(generator, -(-blocks.num_images // blocks.block_images)).astype(np.int64)
+        ends = np.cumsum(self._lengths(self._permuted))  # the last block of the dataset, wherever it is now, may be shorter
+        self._window_starts = np.concatenate([[0], ends[blocks.window_blocks - 1 : -1 : blocks.window_blocks]])
+        # For each lane: how many images it was dealt before this epoch, and how many of this epoch the lanes before it get.
+        lanes = np.arange(blocks.global_batch // blocks.micro_batch)
+        self._start = epoch * blocks.num_images
+        self._before = self._num_dealt(np.int64(self._start), lanes)
+        in_epoch = self._num_dealt(np.int64(self._start + blocks.num_images), lanes) - self._before
+        self._lane_starts = np.cumsum(in_epoch) - in_epoch
+        self._window = lru_cache(maxsize=2 * len(lanes))(self._shuffled_window)  # a rank comes back to each of its lanes
+
+    def images_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Images at these positions of the epoch, each from 0 to under num_images."""
+        places = self._deal(within)
+        images = np.empty_like(places)
+        windows = self._window_at(places)
+        for window in np.unique(windows):
+            here = windows == window
+            images[here] = self._window(int(window))[places[here] - self._window_starts[window]]
+        return images
+
+    def windows_at(self, within: NDArray[np.int64]) -> list[int]:
+        """Numbers of the windows that these positions' images come from."""
+        return [int(window) for window in np.unique(self._window_at(self._deal(within)))]
+
+    def images_in(self, window: int) -> NDArray[np.int64]:
+        """The images of a window's blocks, block after block."""
+        size = self._blocks.window_blocks
+        numbers = self._permuted[window * size : (window + 1) * size]
+        lengths = self._lengths(numbers)
+        inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return (np.repeat(numbers * self._blocks.block_images, lengths) + inside + self._shift) % self._blocks.num_images
+
+    def _deal(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in the shuffled order: lane after lane, in each the positions of its micro-batches as they come."""
+        positions = self._start + within
+        lanes = positions % self._blocks.global_batch // self._blocks.micro_batch
+        return self._lane_starts[lanes] + self._num_dealt(positions, lanes) - self._before[lanes]
+
+    def _num_dealt(self, positions: NDArray[np.int64] | np.int64, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many of the stream's first `positions` belong to each of `lanes`."""
+        steps, rest = np.divmod(positions, self._blocks.global_batch)
+        micro_batch = self._blocks.micro_batch
+        return np.asarray(steps * micro_batch + np.clip(rest - lanes * micro_batch, 0, micro_batch))
+
+    def _window_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._window_starts, places, side="right") - 1
+
+    def _shuffled_window(self, window: int) -> NDArray[np.int64]:
+        images = self.images_in(window)
+        return images[shuffled(philox_generator(self._seed, Purpose.WINDOW, low=window, high=self._epoch), len(images))]
+
+    def _lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Images in each block of these numbers."""
+        return np.minimum(self._blocks.num_images - numbers * self._blocks.block_images, self._blocks.block_images)

@@ -1,0 +1,193 @@
+"""What is drawn for an image and for a micro-batch: crop boxes, flips and mixing, each a pure function of its place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.config import MixupConfig
+from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled, uniform
+
+Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.bool_]]]
+"""(boxes, whether they fit) of image ``who[i]`` at attempt ``attempts[i]``, counted from 1."""
+
+
+def crop_boxes(
+    seed: int,
+    *,
+    epochs: NDArray[np.int64],
+    images: NDArray[np.int64],
+    heights: NDArray[np.int64],
+    widths: NDArray[np.int64],
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+    purpose: Purpose = Purpose.CROP,
+) -> NDArray[np.int32]:
+    """torchvision's RandomResizedCrop, one box per image: (top, left, height, width) in pixels, shape (n, 4).
+
+    Up to ten tries with an area uniform in `area` (fraction of the image) and an aspect ratio log-uniform in `aspect`
+    (width / height), then the largest central box with an allowed ratio.
+    """
+
+    def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        draws = uniform(seed, purpose, attempts, low=images[who], high=epochs[who])
+        height, width = heights[who], widths[who]
+        target = height * width * (area[0] + draws[:, 0] * (area[1] - area[0]))
+        ratio = np.exp(log_aspect[0] + draws[:, 1] * (log_aspect[1] - log_aspect[0]))
+        box_width = np.rint(np.sqrt(target * ratio)).astype(np.int64)
+        box_height = np.rint(np.sqrt(target / ratio)).astype(np.int64)
+        top = (draws[:, 2] * (height - box_height + 1)).astype(np.int64)
+        left = (draws[:, 3] * (width - box_width + 1)).astype(np.int64)
+        fits = (box_width > 0) & (box_width <= width) & (box_height > 0) & (box_height <= height)
+        return np.stack([top, left, box_height, box_width], axis=-1), fits
+
+    def central(who: NDArray[np.intp]) -> NDArray[np.int64]:
+        height, width = heights[who], widths[who]
+        box_width = np.clip(np.rint(height * aspect[1]).astype(np.int64), 1, width)
+        box_height = np.clip(np.rint(width / aspect[0]).astype(np.int64), 1, height)
+        return np.stack([(height - box_height) // 2, (width - box_width) // 2, box_height, box_width], axis=-1)
+
+    log_aspect = np.log(aspect)
+    return _first_that_fits(candidates, len(images), central)
+
+
+def inception_boxes(
+    seed: int,
+    *,
+    epochs: NDArray[np.int64],
+    images: NDArray[np.int64],
+    heights: NDArray[np.int64],
+    widths: NDArray[np.int64],
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+) -> NDArray[np.int32]:
+    """TensorFlow's sample_distorted_bounding_box, the original Inception crop, as `crop_boxes`: (n, 4).
+
+    The aspect ratio is uniform in `aspect`, then the height uniform between those of the smallest and of the largest `area` with
+    that ratio that the image has room for: small crops are more frequent than with an area that is uniform. A box that does
+    not start at 0 leaves out the last possible row and column, as there. After ten tries: the complete image.
+    """
+
+    def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        draws = uniform(seed, Purpose.CROP, attempts, low=images[who], high=epochs[who])
+        height, width = heights[who], widths[who]
+        least, most = area[0] * height * width, area[1] * height * width
+        ratio = aspect[0] + draws[:, 0] * (aspect[1] - aspect[0])
+        highest = np.minimum(np.rint(np.sqrt(most / ratio)), height)
+        highest = np.where(np.rint(highest * ratio) > width, np.floor((width + 0.5 - 1e-7) / ratio), highest)
+        lowest = np.minimum(np.rint(np.sqrt(least / ratio)), highest)
+        box_height = lowest + np.floor(draws[:, 1] * (highest - lowest + 1))
+        # Rounding may have left the range of areas.
+        box_height += np.rint(box_height * ratio) * box_height < least
+        box_height -= np.rint(box_height * ratio) * box_height > most
+        box_width = np.rint(box_height * ratio)
+        covered = box_width * box_height
+        fits = (covered >= least) & (covered <= most) & (box_width <= width) & (box_height <= height) & (covered > 0)
+        top, left = np.floor(draws[:, 2] * (height - box_height)), np.floor(draws[:, 3] * (width - box_width))
+        return np.stack([top, left, box_height, box_width], axis=-1).astype(np.int64), fits
+
+    def complete(who: NDArray[np.intp]) -> NDArray[np.int64]:
+        none = np.zeros_like(heights[who])
+        return np.stack([none, none, heights[who], widths[who]], axis=-1)
+
+    return _first_that_fits(candidates, len(images), complete)
+
+
+BOXES = {"random-resized": crop_boxes, "inception": inception_boxes}
+"""What data.crop chooses."""
+
+
+def _first_that_fits(
+    candidates: Candidates, count: int, otherwise: Callable[[NDArray[np.intp]], NDArray[np.int64]]
+) -> NDArray[np.int32]:
+    """For each of `count` images the first of ten candidates that fits, or `otherwise` of the images without any."""
+    boxes, fits = candidates(np.arange(count), np.ones(count, dtype=np.int64))
+    pending = np.flatnonzero(~fits)
+    if len(pending):
+        # All other attempts at once: a few dozen NumPy calls cost more here than the numbers they work on.
+        later, fits = candidates(np.tile(pending, 9), np.repeat(np.arange(2, 11), len(pending)))
+        later, fits = later.reshape(9, -1, 4), fits.reshape(9, -1)
+        first = later[fits.argmax(axis=0), np.arange(len(pending))]
+        boxes[pending] = np.where(np.logical_or.reduce(fits)[:, None], first, otherwise(pending))
+    return boxes.astype(np.int32)
+
+
+def flips(seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], probability: float) -> NDArray[np.int32]:
+    """1 where the image is mirrored, else 0, shape (n,)."""
+    draws = uniform(seed, Purpose.FLIP, np.ones_like(images), low=images, high=epochs)
+    return (draws[:, 0] < probability).astype(np.int32)
+
+
+def padded_crops(
+    seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], heights: NDArray[np.int64], widths: NDArray[np.int64],
+    side: int, padding: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
+    """(boxes, offsets): squares of `side` pixels, anywhere in images that have `padding` black pixels on each side.
+
+    boxes: (n, 4), the part of the square that is in the image: top, left, height, width in pixels of the stored image;
+    offsets: (n, 2), where that part begins in the square, from the top and from the left. As torchvision's RandomCrop. The
+    square must be larger than the padding, and not larger than the padded images.
+    """
+    draws = uniform(seed, Purpose.CROP, np.ones_like(images), low=images, high=epochs)
+    starts, lengths, offsets = [], [], []
+    for place, length in enumerate((heights, widths)):
+        start = np.floor(draws[:, place] * (length + 2 * padding - side + 1)).astype(np.int64) - padding
+        first = np.maximum(start, 0)
+        starts.append(first)
+        lengths.append(np.minimum(start + side, length) - first)
+        offsets.append(first - start)
+    return np.stack([*starts, *lengths], axis=-1).astype(np.int32), np.stack(offsets, axis=-1).astype(np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """How the images of one micro-batch are mixed; what it is for is in data/loading/mixing.py. One row per image."""
+
+    partners: NDArray[np.int32]  # place of the partner within the micro-batch
+    lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
+    cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
+
+
+def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int, side: int) -> Mixing:
+    """The mixing of `size` images of `side` pixels, drawn once per image or once for all of them.
+
+    Mixup (Zhang et al., arXiv 1710.09412) has lambda from Beta(alpha, alpha). CutMix (Yun et al., arXiv 1905.04899) has a square
+    of about 1 - lambda of the area around a uniformly random center, cut off at the image's edges, after which lambda is
+    what is left of the image. Rounded as in timm. With both alphas 0 nothing is mixed.
+    """
+    cuts = np.zeros((size, 4), dtype=np.int32)
+    if not config.enabled:
+        return Mixing(partners=np.arange(size, dtype=np.int32), lambdas=np.ones(size, dtype=np.float32), cuts=cuts)
+    generator = philox_generator(seed, Purpose.MIXUP, low=k, high=step)
+    partners = shuffled(generator, size).astype(np.int32)
+    count = size if config.per_image else 1
+    lambdas = np.ones(count)
+    if config.alpha > 0:
+        lambdas = np.random.Generator(generator).beta(config.alpha, config.alpha, size=count)
+    if config.cutmix_alpha > 0 or config.prob < 1:
+        more = np.random.Generator(philox_generator(seed, Purpose.CUTMIX, low=k, high=step))
+        whether, switch, *center = more.random((4, count))
+        if config.cutmix_alpha > 0:
+            is_cut = (config.alpha == 0) | (switch < config.switch_prob)
+            shares = more.beta(config.cutmix_alpha, config.cutmix_alpha, size=count)
+            lambdas = np.where(is_cut, shares, lambdas)
+        else:
+            is_cut = np.zeros(count, dtype=bool)
+        is_mixed = whether < config.prob
+        lambdas = np.where(is_mixed, lambdas, 1.0)
+        boxes = _cut_boxes(lambdas, center[0], center[1], side)
+        boxes[~(is_cut & is_mixed)] = 0
+        lambdas = np.where(is_cut, 1 - boxes[:, 2] * boxes[:, 3] / side**2, lambdas)
+        cuts[:] = boxes
+    return Mixing(partners=partners, lambdas=np.broadcast_to(lambdas, size).astype(np.float32), cuts=cuts)
+
+
+def _cut_boxes(lambdas: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.float64], side: int) -> NDArray[np.int32]:
+    """(n, 4): squares that cover 1 - lambda of an image, around (y, x) as fractions of it, as far as they are within it."""
+    cut = (side * np.sqrt(1 - lambdas)).astype(np.int64)
+    corners = []
+    for center in ((y * side).astype(np.int64), (x * side).astype(np.int64)):
+        corners.append((np.clip(center - cut // 2, 0, side), np.clip(center + (cut + 1) // 2, 0, side)))
+    (top, bottom), (left, right) = corners
+    return np.stack([top, left, bottom - top, right - left], axis=-1).astype(np.int32)

@@ -1,0 +1,125 @@
+"""The invariant's core: micro-batch k of step s is a pure function of (dataset, seed, s, k).
+
+The world size is not among the arguments. Whoever computes a micro-batch computes the same one, so a run can be
+spread over any number of ranks, stopped, and resumed on another number.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.config import Config
+from dali_train.config.check import require
+from dali_train.data.sampling.augment import draw_operators, erased_boxes, erasing_noise, policy_of
+from dali_train.data.sampling.draws import BOXES, draw_mixing, flips, padded_crops
+from dali_train.data.sampling.order import SampleOrder
+from dali_train.data.sampling.rng import Purpose, torch_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchDraws:
+    """What (seed, step, k) decide whatever the images are: all that is known ahead of a stream. One row per image."""
+
+    step: int
+    k: int
+    partners: NDArray[np.int32]  # place of the partner that it is mixed with within the micro-batch
+    lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
+    cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
+    dropout_seed: int
+
+    @classmethod
+    def at(cls, config: Config, step: int, k: int) -> "MicroBatchDraws":
+        seed = config.data.seed
+        mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=config.batch.micro_batch, side=config.data.train_size)
+        dropout_seed = torch_seed(seed, Purpose.DROPOUT, step=step, k=k)
+        return cls(step=step, k=k, **vars(mixing), dropout_seed=dropout_seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch(MicroBatchDraws):
+    """Everything about one micro-batch but the pixels. Arrays have one row per image, in the batch's order."""
+
+    positions: NDArray[np.int64]  # in the training stream
+    images: NDArray[np.int64]  # numbers in the split's index
+    labels: NDArray[np.int64]  # from 0
+    boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
+    offsets: NDArray[np.int32]  # (n, 2): where the box begins in the square of data.crop_side, from the top and left; else 0
+    flips: NDArray[np.int32]  # 1: mirrored
+    operators: NDArray[np.int32]  # (n, steps): numbers in the policy's names, applied one after the other
+    levels: NDArray[np.float32]  # (n, steps): how strong each of them is, with a sign
+    erased: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the training image; all zero: none
+    noise: NDArray[np.uint8]  # (train_size, train_size, 3): what erased boxes show, each its part of it; empty: the mean color
+
+    @property
+    def corners(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(anchors, shapes) of the boxes, each (n, 2), as a decoder takes them."""
+        return np.ascontiguousarray(self.boxes[:, :2]), np.ascontiguousarray(self.boxes[:, 2:])
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """(n, 2): the class of each image and of its partner."""
+        return np.stack([self.labels, self.labels[self.partners]], axis=-1)
+
+
+class MicroBatches:
+    """``micro_batches(step, k)`` for one dataset and config.
+
+    Args:
+        rows: the training split's index (``INDEX_DTYPE``).
+    """
+
+    def __init__(self, rows: NDArray[np.void], config: Config) -> None:
+        self.num_per_step = config.batch.global_batch // config.batch.micro_batch
+        self._rows = rows
+        self._config = config
+        self._policy = policy_of(config.data)
+        self.order = SampleOrder.of(config, len(rows))
+        side, padding = config.data.crop_side, config.data.crop_padding
+        if side is not None and len(rows):
+            smallest = int(min(rows["height"].min(), rows["width"].min()))
+            require(
+                side <= smallest + 2 * padding,
+                f"data.crop_side is {side}, but the dataset has an image with a side of {smallest} pixels: use at most "
+                f"{smallest + 2 * padding}, or data.crop_padding {-(-(side - smallest) // 2)}",
+            )
+
+    def positions(self, step: int, k: int) -> NDArray[np.int64]:
+        """Where its images stand in the training stream."""
+        batch = self._config.batch
+        start = step * batch.global_batch + k * batch.micro_batch
+        return np.arange(start, start + batch.micro_batch, dtype=np.int64)
+
+    def __call__(self, step: int, k: int) -> MicroBatch:
+        data = self._config.data
+        positions = self.positions(step, k)
+        images, epochs = self.order.images_at(positions)
+        rows = self._rows[images]
+        operators, levels = draw_operators(data.seed, self._policy, epochs=epochs, images=images)
+        heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
+        if data.crop_side is None:
+            offsets = np.zeros((len(images), 2), dtype=np.int32)
+            boxes = BOXES[data.crop](
+                data.seed, epochs=epochs, images=images, heights=heights, widths=widths,
+                area=data.crop_area, aspect=data.crop_aspect,
+            )  # fmt: skip
+        else:
+            boxes, offsets = padded_crops(
+                data.seed, epochs=epochs, images=images, heights=heights, widths=widths,
+                side=data.crop_side, padding=data.crop_padding,
+            )  # fmt: skip
+        return MicroBatch(
+            **vars(MicroBatchDraws.at(self._config, step, k)),
+            positions=positions,
+            images=images,
+            labels=rows["label"].astype(np.int64),
+            boxes=boxes,
+            offsets=offsets,
+            flips=flips(data.seed, epochs=epochs, images=images, probability=data.horizontal_flip),
+            operators=operators,
+            levels=levels,
+            erased=erased_boxes(
+                data.seed, epochs=epochs, images=images, probability=data.random_erasing, size=data.train_size
+            ),
+            noise=erasing_noise(data, step=step, k=k),
+        )  # fmt: skip

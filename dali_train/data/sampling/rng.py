@@ -1,0 +1,107 @@
+"""Every random number of the data path and of dropout, as pure functions of where it is used.
+
+The generator is Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a block
+cipher that turns (key, counter) into random bits, with no state in between. The key is (seed, purpose); the counter
+says which epoch and image, or which step and micro-batch. So a draw does not depend on who makes it, nor on which
+draws were made before. NumPy ships the same generator; `philox` is its vectorised form (a test compares the two),
+since one generator object per image would cost more than all the arithmetic here.
+"""
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+UInt64s = NDArray[np.uint64]
+
+
+class Purpose(IntEnum):
+    """The key's second half: what the numbers are for. Never renumber: old runs would not be reproduced."""
+
+    ORDER = 0
+    CROP = 1
+    FLIP = 2
+    MIXUP = 3
+    DROPOUT = 4
+    INITIALISATION = 5
+    BLOCKS = 6
+    WINDOW = 7
+    STREAM = 8  # the seeds of DALI's own operators
+    AUGMENT = 9
+    ERASE = 10
+    CUTMIX = 11  # and whether anything is mixed
+    NOISE = 12  # in erased boxes
+
+
+def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:
+    """Four random uint64 for each counter (block, low, high, 0), shape (len(low), 4).
+
+    Row i equals the first four numbers of ``np.random.Philox(key=[seed, purpose], counter=[block[i] - 1, low[i],
+    high[i], 0])``, which increments its counter before it draws.
+    """
+    key0, key1 = seed, int(purpose)
+    c0, c1, c2, c3 = block, low, high, np.zeros_like(low)
+    for _ in range(10):
+        high0, low0 = _multiply(_M0, c0)
+        high1, low1 = _multiply(_M1, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(key0), low1, high0 ^ c3 ^ np.uint64(key1), low0
+        key0, key1 = (key0 + _W0) & _MASK64, (key1 + _W1) & _MASK64
+    return np.stack([c0, c1, c2, c3], axis=-1)
+
+
+def philox_generator(seed: int, purpose: Purpose, *, low: int, high: int) -> np.random.Philox:
+    """NumPy's own generator for one place, where many numbers are drawn from it."""
+    words = np.array([seed, int(purpose), 0, low, high, 0], dtype=np.uint64)
+    return np.random.Philox(key=words[:2], counter=words[2:])
+
+
+def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
+    """``range(count)`` in a uniformly random order, shape (count,).
+
+    Each number gets random bits and they are sorted by them. The number itself fills the low bits, so that one
+    vectorised sort of plain integers does it and a tie falls the same way everywhere. For 14 million numbers 40
+    random bits are left: about 90 pairs tie, which no training can notice. Only the generator's raw bits are used:
+    NumPy keeps those the same for ever, but not its own `permutation` (NEP 19).
+
+    Raises:
+        ValueError: a count of 0 or over 2**32.
+    """
+    if not 0 < count <= 1 << 32:
+        raise ValueError(f"cannot order {count} numbers: expected 1 to 2**32")
+    bits = np.uint64((count - 1).bit_length())
+    keys: UInt64s = generator.random_raw(count)
+    keys >>= bits
+    keys <<= bits
+    keys |= np.arange(count, dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << bits) - np.uint64(1)
+    return keys.astype(np.uint32)
+
+
+def torch_seed(seed: int, purpose: Purpose, *, step: int = 0, k: int = 0) -> int:
+    """A seed for torch's generators (63 bits): for dropout in one micro-batch, or for the first weights."""
+    return int(philox_generator(seed, purpose, low=k, high=step).random_raw()) >> 1
+
+
+_M0, _M1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157  # Philox4x64's multipliers and key increments, Table 2 of the paper
+_W0, _W1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+_MASK64 = (1 << 64) - 1
+_MASK32 = np.uint64((1 << 32) - 1)
+_32 = np.uint64(32)
+
+
+def _multiply(a: int, b: UInt64s) -> tuple[UInt64s, UInt64s]:
+    """The high and the low 64 bits of a * b, from products of 32-bit halves."""
+    a_low, a_high = np.uint64(a & 0xFFFFFFFF), np.uint64(a >> 32)
+    b_low, b_high = b & _MASK32, b >> _32
+    low_high = a_low * b_high
+    middle = (a_low * b_low >> _32) + (low_high & _MASK32) + a_high * b_low
+    return a_high * b_high + (low_high >> _32) + (middle >> _32), np.uint64(a) * b
+
+
+def uniform(
+    seed: int, purpose: Purpose, block: NDArray[np.int64], *, low: NDArray[np.int64], high: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Four numbers in [0, 1) for each counter, shape (n, 4): the top 53 bits of each random integer."""
+    raw = philox(seed, purpose, block.astype(np.uint64), low.astype(np.uint64), high.astype(np.uint64))
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,103 @@
+"""How the ranks are divided among the kinds of parallelism, and where this process stands in each.
+
+Who computes what depends on the data coordinate alone, never on the global rank: ranks that share a coordinate (the
+stages of a pipeline, the parts of a tensor) work on the same micro-batch.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from dali_train.config import ParallelConfig
+from dali_train.distributed.launch import Launch
+from dali_train.errors import ConfigError
+from dali_train.text import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes of the mesh, slowest dimension first, and this process's rank in it.
+
+    Neighbouring ranks are tensor peers, since those exchange most and neighbours share a host. `shard` ranks split one
+    copy of the model's state, and `replicas` are further copies; both compute different micro-batches.
+    """
+
+    rank: int
+    pipeline: int = 1
+    replicas: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, launch: Launch, *, pipeline: int = 1, shard: int = 1, tensor: int = 1) -> "Layout":
+        """The layout of all ranks of `launch`; as many replicas as the other sizes leave room for.
+
+        Raises:
+            ConfigError: the sizes do not divide the number of ranks.
+        """
+        sizes = {"pipeline": pipeline, "shard": shard, "tensor": tensor}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigError(f"parallel.{name} is {size}: use at least 1")
+        ranks_per_replica = prod(sizes.values())
+        if launch.world_size % ranks_per_replica:
+            factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ConfigError(
+                f"{plural(launch.world_size, 'rank')} cannot be divided into {factors} = {ranks_per_replica} ranks per "
+                f"copy of the model: start a multiple of {ranks_per_replica} ranks, or use smaller sizes"
+            )
+        return cls(rank=launch.rank, replicas=launch.world_size // ranks_per_replica, **sizes)
+
+    @classmethod
+    def for_config(cls, launch: Launch, parallel: ParallelConfig) -> "Layout":
+        """The layout that `parallel` asks for.
+
+        Raises:
+            ConfigError: its sizes do not divide the number of ranks.
+        """
+        layout = cls.of(launch, pipeline=parallel.pipeline, tensor=parallel.tensor.size)
+        if parallel.shard == "none":
+            return layout
+        shard = parallel.shard_ranks or layout.data_size
+        if layout.data_size % shard:
+            raise ConfigError(
+                f"parallel.shard_ranks {shard} does not divide the {layout.data_size} data-parallel ranks ({layout.describe()}): "
+                f"use a divisor of {layout.data_size}, or leave it out"
+            )
+        return replace(layout, shard=shard, replicas=layout.data_size // shard)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, self
+
+    def describe(self) -> str:
+        """As in "8 ranks = pipeline 2 x data 2 x tensor 2, ..."."""
+        sizes = {"pipeline": self.pipeline, "data": self.data_size, "tensor": self.tensor}
+        factors = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
+        shard = f", state divided among {self.shard} data-parallel ranks" if self.shard > 1 else ""
+        return f"{self.world_size} ranks = {factors}{shard}"
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether no rank holds the complete model and its optimizer state."""
+        return self.pipeline * self.shard * self.tensor > 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.replicas * self.shard * self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """The number of data-parallel coordinates, which share the micro-batches of a step."""
+        return self.replicas * self.shard
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this process is: it computes micro-batches data_rank, data_rank + data_size, ..."""
+        return self.rank // self.tensor % self.data_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // (self.tensor * self.data_size)
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor

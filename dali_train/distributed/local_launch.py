@@ -1,0 +1,165 @@
+"""Several ranks from one process, a notebook's perhaps: torchrun's own agent, without its command line."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from dali_train.distributed.orphan import end_with_launcher
+from dali_train.errors import ConfigError, RunError
+
+Result = TypeVar("Result")
+
+_POLL_S = 0.2
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class WorkerError(RunError):
+    """A rank failed; the message holds its number and its traceback, or what killed it."""
+
+
+def launch_locally(function: Callable[..., Result], *arguments: Any, num_processes: int | Literal["auto"]) -> dict[int, Result]:
+    """Call ``function(*arguments)`` in each of several new processes, which find each other as under torchrun.
+
+    The processes are started afresh, not forked, so this may be called where CUDA is in use already; `function`, `arguments`
+    and results must be picklable. No process outlives this one. What they print appears where this process prints, for example
+    in the cell of a notebook. From the main thread, SIGINT (Ctrl-C, a notebook's interrupt), TERM and USR1 are handed to one
+    of them, and it is for `function` to end on all; a second SIGINT kills them.
+
+    Args:
+        num_processes: auto: one for each GPU, one where there is none.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        ConfigError: `num_processes` is less than 1.
+        WorkerError: a rank failed, and the others were ended.
+        KeyboardInterrupt: a second SIGINT, or one that `function` does not handle.
+    """
+    count = max(1, torch.cuda.device_count()) if num_processes == "auto" else num_processes
+    if count < 1:
+        raise ConfigError(f"num_processes is {count}: use at least 1, or auto for one for each GPU")
+    with TemporaryDirectory(prefix="dali-train-") as logs, ThreadPoolExecutor(1, "agent") as thread, _quiet_agent():
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0",  # port 0: one that is free
+            max_restarts=0, start_method="spawn", monitor_interval=_POLL_S,
+            logs_specs=DefaultLogsSpecs(logs, tee=Std.NONE if _inherit_output() else Std.ALL),
+            log_line_prefix_template=" ",  # an empty one would become "[default0]:"
+        )  # fmt: skip
+        with _Ranks(count) as ranks:
+            # In the main thread the agent would take signals over, end all ranks at the first, and never give them back.
+            launched = thread.submit(elastic_launch(config, _work), function, *arguments)
+            ranks.supervise(launched)
+        try:
+            results: dict[int, Result] = launched.result()
+        except ChildFailedError as error:
+            if ranks.num_interrupts:
+                raise KeyboardInterrupt from None
+            raise WorkerError(ranks.explain(*error.get_first_failure())) from None
+    return results
+
+
+def _work(function: Callable[..., Result], *arguments: Any) -> Result:
+    os.setsid()  # a terminal and a notebook send SIGINT to the process group: it is for the parent alone, which hands it on
+    end_with_launcher()
+    try:
+        return function(*arguments)
+    except RunError as error:
+        raise RunError(str(error)) from error  # by this name the parent knows that the message says all
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None  # torch would take it for a result that is still to come
+
+
+class _Ranks:
+    """The new processes, seen from their parent: signals for them, and why they ended."""
+
+    def __init__(self, count: int) -> None:
+        self.num_interrupts, self._count = 0, count
+        self._others = set(multiprocessing.active_children())
+        self._processes: list[BaseProcess] = []  # by rank
+        self._first_ended: set[int] = set()  # ranks; the agent ends the others then
+        self._pending: list[int] = []  # signals to hand on
+
+    def __enter__(self) -> "_Ranks":
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self._before = {number: signal.signal(number, self._note) for number in _FORWARDED} if in_main_thread else {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.num_interrupts += number == signal.SIGINT
+        self._pending.append(number)
+
+    def supervise(self, launched: "Future[Any]") -> None:
+        """Hand signals on until all processes have ended."""
+        while not wait([launched], timeout=_POLL_S).done:
+            if len(self._processes) < self._count:
+                started = set(multiprocessing.active_children()) - self._others
+                self._processes = sorted(started, key=lambda process: process.pid or 0)
+                continue
+            if not self._first_ended:  # by what does not reap them: that is the agent's part
+                ended = connection.wait([process.sentinel for process in self._processes], timeout=0)
+                self._first_ended = {rank for rank, process in enumerate(self._processes) if process.sentinel in ended}
+            if self.num_interrupts > 1:
+                for process in self._processes:
+                    process.kill()
+            elif self._pending:
+                os.kill(self._processes[0].pid or 0, self._pending.pop(0))
+
+    def explain(self, rank: int, failure: ProcessFailure) -> str:
+        """What the first failed rank says; or which rank was killed, since then the others only miss its answers."""
+        killed = [r for r in self._first_ended if self._processes[r].exitcode == -signal.SIGKILL]
+        if killed:
+            return f"rank {killed[0]} of {self._count} was killed (SIGKILL), perhaps for lack of memory: start again to resume"
+        message: Any = failure.message  # torch declares it as text
+        if isinstance(message, str):  # the rank had no time to say anything
+            return (
+                f"rank {rank} of {self._count} ended with exit status {failure.exitcode} and no Python error: see what it printed"
+            )
+        said, trace = str(message["message"]), str(message["extraInfo"]["py_callstack"])
+        text = said.removeprefix("RunError: ") if said.startswith("RunError: ") else trace.strip()
+        return f"rank {rank} of {self._count} failed: {text}"
+
+
+def _inherit_output() -> bool:
+    """Whether what new processes print goes where this one's goes; not in a notebook, which has put something else there."""
+    try:
+        return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
+    except (AttributeError, OSError):
+        return False
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """What the agent logs about failed ranks is in the exception, and its warning about signals does not apply."""
+    names = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,29 @@
+"""A rank ends with its launcher: torchrun that is killed leaves its workers behind, and they would still train beside a new run."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+CHECK_S = 1.0
+
+
+def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Under torchrun (or `local_launch`, which is torchrun's agent in a process of ours), watch that the parent lives.
+
+    Elsewhere a parent may go away and the run is to stay: nohup, a shell that has been closed. Linux's own signal for
+    this (PR_SET_PDEATHSIG) comes when the *thread* that started the process ends, so it is not used.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        threading.Thread(target=_watch, args=(os.getppid(),), name="launcher", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(CHECK_S)
+    print(
+        f"rank {os.environ.get('RANK', '?')}: the launcher (pid {parent}) is gone, so this rank ends; start again to resume",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    os._exit(1)

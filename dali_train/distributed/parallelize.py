@@ -1,0 +1,212 @@
+"""How the model is spread over the ranks. The only place that knows; other kinds of parallelism slot in here.
+
+What the trainer needs from it: a model to call, a data-parallel coordinate, gradients that are the mean over the
+step's micro-batches whoever computed them, and statistics that do not depend on the number of ranks.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from dali_train.config import ParallelConfig
+from dali_train.distributed.layout import Layout
+from dali_train.distributed.mesh import average_gradients, make_mesh
+from dali_train.distributed.pipeline import Stage, Stream, cut, joined, make_stages, stages_of_rank
+from dali_train.distributed.shard import Level, prepare_backward, shard_model
+from dali_train.distributed.tensor import TimmOrder, make_grid, tensor_parallel
+from dali_train.errors import ConfigError
+
+Prepare = Callable[[nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The model as the trainer calls it, and how it is spread."""
+
+    model: nn.Module
+    layout: Layout
+    num_parameters: int  # of the complete model
+    static_graph: bool = False  # DDP assumes that the graph never changes
+    mesh: DeviceMesh | None = None  # of a model that is divided among ranks
+    level: Level | None = None  # how far it is sharded
+    stages: Sequence[Stage] = ()  # of a pipeline, those of this rank
+    parts: Sequence[nn.Module] = ()  # what computes each of them; `model` has the weights of all
+    stream: Stream | None = None  # what they hand on
+    shapes: dict[str, list[int]] | None = None  # of the complete model's weights and buffers, by name
+    order: TimmOrder | None = None  # of rows that tensor parallelism has moved
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward: gradients are exchanged only after the last micro-batch of a step."""
+        if isinstance(self.model, DistributedDataParallel) and not last:
+            return self.model.no_sync()
+        self.prepare_backward(self.model, last=last)
+        return nullcontext()
+
+    def prepare_backward(self, part: nn.Module, *, last: bool) -> None:
+        """Before a backward pass through `part` of the model; `last`: of the step."""
+        if self.level is not None:
+            prepare_backward(part, self.level, last=last)
+
+    def finish_gradients(self) -> None:
+        """After the last backward pass of a step: gradients become the mean over the data-parallel ranks, if they are not yet."""
+        if self.mesh is not None and self.level is None and self.layout.data_size > 1:
+            average_gradients(self.model.parameters(), self.mesh["replicas"].get_group())
+
+
+def parallelize(
+    model: nn.Module,
+    layout: Layout,
+    config: ParallelConfig,
+    device: torch.device,
+    blocks: Sequence[nn.Module] = (),
+    stream: Stream | None = None,
+    prepare: Prepare | None = None,
+) -> Parallel:
+    """Spread `model` over the ranks. Data parallelism alone is DDP, or nothing for a single process.
+
+    Args:
+        model: on `device`, or in host memory where the layout divides it.
+        blocks: of which the model consists; they are gathered one by one where it is sharded.
+        stream: what the stages of a pipeline hand on.
+        prepare: called for each part of the model, after modules were replaced and before it is wrapped.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    if layout.splits_model:
+        return _divide(model, layout, config, device, blocks, stream, prepare)
+    if prepare is not None:
+        prepare(model)
+    if layout.data_size > 1:
+        with warnings.catch_warnings():
+            # torch 2.15 renames the option, earlier versions know only this name.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            # Buffers are not broadcast: rank 0's would win over the others'. RunningStatistics keeps them equal.
+            model = DistributedDataParallel(
+                model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb,
+                static_graph=config.static_graph,
+            )  # fmt: skip
+        if config.exchange_dtype == "bf16":
+            model.register_comm_hook(None, bf16_compress_hook)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Parallel(model, layout, num_parameters, static_graph=config.static_graph and layout.data_size > 1)
+
+
+def _divide(
+    model: nn.Module, layout: Layout, config: ParallelConfig, device: torch.device, blocks: Sequence[nn.Module],
+    stream: Stream | None, prepare: Prepare | None,
+) -> Parallel:  # fmt: skip
+    mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    stages: Sequence[Stage] = ()
+    parts: Sequence[nn.Module] = (model,)
+    if stream is not None:
+        stages = stages_of_rank(make_stages(model, config), layout.pipeline_rank, config)
+        parts = [cut(model, stage, stream.dtype) for stage in stages]
+    if layout.tensor > 1:
+        grid = make_grid(mesh["tensor"], config.tensor.mode, config.tensor.depth)
+        for part in parts:
+            tensor_parallel(part, grid, config.tensor.mode, sequence_parallel=config.tensor.sequence_parallel)
+    level = config.shard if layout.shard > 1 and config.shard != "none" else None
+    for part in parts:
+        if prepare is not None:
+            prepare(part)
+        if level is not None:
+            own = set(part.modules())
+            shard_model(part, [block for block in blocks if block in own], mesh, level)
+        else:
+            part.to(device)
+    whole = joined(parts)
+    return Parallel(
+        whole, layout, num_parameters, mesh=mesh, level=level, stages=stages, parts=parts, stream=stream, shapes=shapes,
+        order=TimmOrder(whole) if layout.tensor > 1 else None,
+    )  # fmt: skip
+
+
+def warm_up(
+    parallel: Parallel, images: torch.Tensor, autocast: AbstractContextManager[None], *, keep_gradients: bool = False
+) -> list[nn.Parameter]:
+    """A forward and backward pass that leaves no trace, so that the first step sums like every other.
+
+    DDP orders its gradient buckets anew after the first backward pass, and with three or more ranks the order of a
+    sum depends on a gradient's place in its bucket. Without this pass a resumed run would sum its first step
+    differently from a run that was never stopped. With a static graph DDP looks for it in the first pass, which must not
+    accumulate (pytorch/pytorch#187732), and orders its buckets only in the second, so then there are two.
+
+    Args:
+        images: blank, in the form in which the loader gives them, so that a compiled model is compiled for it.
+        keep_gradients: end with gradients of zero rather than None.
+
+    Returns:
+        The parameters in the order in which the last backward pass reached them.
+
+    Raises:
+        ConfigError: the model has parameters without a gradient, or buffers whose values would depend on the number of ranks.
+    """
+    model = parallel.model
+    if keep_gradients:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    order: list[nn.Parameter] = []
+    handles = [
+        parameter.register_post_accumulate_grad_hook(order.append) for parameter in model.parameters() if parameter.requires_grad
+    ]
+    for _ in range(2 if parallel.static_graph else 1):
+        order.clear()
+        with autocast:
+            output = model(images)
+        outputs = output if isinstance(output, tuple) else (output,)  # a second one is a distillation token's
+        (sum(output.float().sum() for output in outputs) * 0).backward()
+        if not parallel.static_graph:  # which copes with them
+            _refuse_unused_parameters(model, order)
+        model.zero_grad(set_to_none=not keep_gradients)
+    for handle in handles:
+        handle.remove()
+    _refuse_foreign_buffers(model, before)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+    return order
+
+
+def _refuse_unused_parameters(model: nn.Module, reached: list[nn.Parameter]) -> None:
+    """DDP would wait for their gradients on several ranks, so that what works on one fails on two."""
+    used = {id(parameter) for parameter in reached}
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]
+    if unused:
+        raise ConfigError(
+            f"the model does not use {_names(unused)}: they get no gradient, and data parallelism waits for all of them. "
+            "Leave them out with model.kwargs, or choose another model.name"
+        )
+
+
+def _refuse_foreign_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    """Only BatchNorm's statistics are made the same on all ranks (`RunningStatistics`)."""
+    handled = {
+        id(buffer)
+        for layer in model.modules()
+        if isinstance(layer, _BatchNorm) and layer.momentum is not None
+        for buffer in layer.buffers(recurse=False)
+    }
+    changed = [
+        name for name, buffer in model.named_buffers() if id(buffer) not in handled and not torch.equal(buffer, before[name])
+    ]
+    if changed:
+        raise ConfigError(
+            f"a forward pass changes the model's {_names(changed)}, which would depend on the number of ranks: only the running "
+            "statistics of BatchNorm layers with a momentum are handled. Choose other layers (model.kwargs) or another model.name"
+        )
+
+
+def _names(names: list[str]) -> str:
+    names = [name.removeprefix("module.") for name in names]
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

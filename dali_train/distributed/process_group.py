@@ -1,0 +1,156 @@
+"""How the ranks meet, and the process groups in which they communicate."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from dali_train.config import Config
+from dali_train.distributed.launch import Launch
+from dali_train.distributed.run_lock import Holder, RunLock
+from dali_train.errors import ConfigError, RunError
+
+MEETING_TIMEOUT = timedelta(seconds=50)  # a minute with the start of the program
+# The watchdog ends a rank that waits for longer than parallel.timeout_s, with a report; collectives give up after it.
+_AFTER_WATCHDOG = timedelta(seconds=15)
+_SILENCE_S = 10
+
+
+class LaunchError(RunError):
+    """The ranks did not meet; the message says which rank waited where for which."""
+
+
+@contextmanager
+def process_group(launch: Launch, device: torch.device, backend: str = "auto", timeout_s: float = 600) -> Iterator[Launch]:
+    """The default process group, up and down. A single process has none.
+
+    Gives the launch back, with the port of the store that the ranks share.
+
+    Args:
+        backend: as `run.backend`.
+        timeout_s: as `parallel.timeout_s`; collectives give up a little later.
+
+    Raises:
+        LaunchError: the other ranks were not reached within a minute.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before NCCL starts: its object collectives use the current device, else all of them cuda:0
+    if launch.world_size == 1:
+        yield launch
+        return
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.update(
+        RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank),
+        MASTER_ADDR=launch.host, MASTER_PORT=str(launch.port),
+    )  # fmt: skip
+    # torch (2.15) waits without end for what listens on the port and never answers: another program. Its own limit comes first
+    # in all other cases, though some seconds late.
+    silence = threading.Timer(MEETING_TIMEOUT.total_seconds() + _SILENCE_S, _give_up, (launch,))
+    silence.daemon = True
+    silence.start()
+    try:
+        # Short while the ranks meet, longer while they work.
+        store, port = _meet(launch)
+        store.set_timeout(MEETING_TIMEOUT)
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("default_pg", store), rank=launch.rank, world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_s) + _AFTER_WATCHDOG,
+            device_id=device if backend == "nccl" else None,
+        )  # fmt: skip
+    except (dist.DistError, RuntimeError) as error:
+        raise LaunchError(
+            f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
+            f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({error}): check that every rank was started "
+            "and that the address is reachable from each host"
+        ) from error
+    finally:
+        silence.cancel()
+    yield replace(launch, port=port)
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
+
+
+def _give_up(launch: Launch) -> None:
+    print(
+        f"rank {launch.rank} of {launch.world_size} ({launch.launcher}): what listens on {launch.host}:{launch.port} gave no "
+        f"answer within {MEETING_TIMEOUT.seconds} s, so it is not rank 0 of this run: choose another port",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    os._exit(1)
+
+
+def _meet(launch: Launch) -> tuple[dist.Store, int]:
+    """A store that all ranks share, and its port on the launch's host."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=MEETING_TIMEOUT))
+        return store, launch.port
+    # An elastic agent's store outlives its workers, and after a restart they would find the addresses of the dead there
+    # (torch 2.15: "Gloo connectFullMesh failed", again and again). So rank 0 opens a new one for each start, and the
+    # agent's store only holds its port.
+    agent = dist.TCPStore(launch.host, launch.port, is_master=False, timeout=MEETING_TIMEOUT)
+    if launch.rank == 0:
+        own = dist.TCPStore(launch.host, 0, is_master=True, wait_for_workers=False, timeout=MEETING_TIMEOUT)
+        agent.set("dali_train/port", str(own.port))
+        return own, own.port
+    end = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+    while True:
+        port = int(agent.get("dali_train/port"))
+        try:
+            store = dist.TCPStore(launch.host, port, is_master=False, timeout=timedelta(seconds=2))
+            if store.add(f"rank{launch.rank}", 1) == 1:
+                return store, port
+            reason = "the store found there is of an earlier start"
+        except RuntimeError as error:  # of an earlier start too, or not reachable
+            reason = str(error)
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank 0's store on port {port}: {reason}")
+        time.sleep(0.2)
+
+
+def host_group(launch: Launch, config: Config, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """A new group of all ranks for communication between hosts, apart from what devices exchange; None for a single process.
+
+    Its collectives give up after `timeout`, by default when the watchdog would have ended this rank.
+    """
+    if launch.world_size == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=timeout or timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG)
+    assert isinstance(group, dist.ProcessGroup)  # a rank that is not in the group would get a number
+    return group
+
+
+@contextmanager
+def locked(directory: Path, launch: Launch, group: dist.ProcessGroup | None) -> Iterator[Holder | None]:
+    """Within, no other run trains in the run directory. Rank 0 holds the lock; only there the holder is given.
+
+    Args:
+        group: of all ranks, for host memory; None for a single process.
+
+    Raises:
+        ConfigError: on all ranks, if another run trains there or the directory cannot be written.
+    """
+    lock, refusal = None, [""]
+    if launch.rank == 0:
+        try:
+            lock = RunLock(directory, say=lambda text: print(text, file=sys.stderr, flush=True))
+        except ConfigError as error:
+            refusal = [str(error)]
+    try:
+        if group is not None:
+            dist.broadcast_object_list(refusal, src=0, group=group)
+            dist.barrier(group)  # rank 0 must not leave before all know
+        if refusal[0]:
+            raise ConfigError(refusal[0])
+        yield lock.holder if lock is not None else None
+    finally:
+        if lock is not None:
+            lock.release()

@@ -1,0 +1,119 @@
+"""``status.json`` in the run directory: how the last attempt ended, for scripts that cannot see the exit status.
+
+torchrun swallows the exit status of its workers, and a kill leaves none. Nothing here needs torch, so that a batch
+script gets its answer at once.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+from dali_train.distributed.run_lock import find_holder
+from dali_train.errors import ConfigError
+from dali_train.files import read_limited, write_atomically
+
+FINISHED, MISTAKE, START_AGAIN = 0, 2, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h. Anything else is a failure
+
+STOPPED_BY_TERM = "signal TERM"
+_FILE, _LARGEST_FILE = "status.json", 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """How far the last attempt came."""
+
+    state: Literal["running", "stopped", "finished", "failed", "killed"]  # "killed" is never written: there was no time to
+    step: int  # optimizer steps done
+    reason: str = ""  # why it was stopped or failed
+    total_steps: int | None = None  # at which the run ends
+    best_top1: float | None = None  # of the evaluations so far, a fraction
+    attempt: str = ""  # which process trained: `Holder.describe`
+
+    def write(self, run_directory: Path) -> None:
+        write_atomically(run_directory / _FILE, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+def read_status(run_directory: Path) -> RunStatus | None:
+    """None: no attempt has got as far as its first step. "running" is checked: where nobody trains, the run was killed.
+
+    Raises:
+        ConfigError: status.json is not what a run writes.
+    """
+    path = run_directory / _FILE
+    try:
+        status = _parse(read_limited(path, _LARGEST_FILE))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not the status of a run ({error}): move it away, checkpoints do not need it") from error
+    if status.state == "running" and find_holder(run_directory) is None:
+        return replace(status, state="killed", reason="it ended without a word, as after SIGKILL or a power failure")
+    return status
+
+
+def _parse(content: bytes) -> RunStatus:
+    """Fields that later versions add are ignored.
+
+    Raises:
+        ValueError: it is no JSON object with fields of the right types.
+    """
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError(f"found {type(values).__name__}, expected an object")
+    known = {field.name: values[field.name] for field in fields(RunStatus) if field.name in values}
+    status = RunStatus(**known)
+    if status.state not in ("running", "stopped", "finished", "failed"):
+        raise ValueError(f"its state is {status.state!r}")
+    numbers = (status.step, status.total_steps, status.best_top1)
+    if type(status.step) is not int or not all(value is None or type(value) in (int, float) for value in numbers):
+        raise ValueError(f"step, total_steps and best_top1 are {numbers}, expected numbers")
+    if not isinstance(status.reason, str) or not isinstance(status.attempt, str):
+        raise ValueError("reason and attempt are not text")
+    return status
+
+
+def describe(run_directory: Path) -> str:
+    """One line for `dali-train status`.
+
+    Raises:
+        ConfigError: see `read_status`.
+    """
+    status = read_status(run_directory)
+    newest = newest_step(run_directory)
+    if status is None:
+        holder = find_holder(run_directory)
+        state = f"starting ({holder.describe()})" if holder is not None else "not started"
+        return f"{run_directory}: {state}, newest checkpoint {newest}"
+    state = status.state + (f" ({status.reason})" if status.reason else "")
+    step = max(status.step, newest or 0) if status.state in ("running", "killed") else status.step
+    total = f" of {status.total_steps}" if status.total_steps is not None else ""
+    best = f", best top-1 {status.best_top1:.2%}" if status.best_top1 is not None else ""
+    attempt = f", last attempt {status.attempt}" if status.attempt else ""
+    return f"{run_directory}: {state}, step {step}{total}{best}, newest checkpoint {newest}{attempt}"
+
+
+def exit_status(status: RunStatus | None) -> int:
+    """What the trainer of this status ended with: 0 finished, 75 start it again, 1 failed, killed or still running."""
+    if status is None:
+        return 1
+    return {"finished": FINISHED, "stopped": START_AGAIN}.get(status.state, 1)
+
+
+def stopped_before_restart(run_directory: Path, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started this process again after a stop on request that was meant to last.
+
+    torchrun takes the exit status 75 of its workers for a failure and restarts them. A TERM is another matter: that is
+    how it stops workers itself, to continue with another number of them.
+    """
+    status = read_status(run_directory)
+    restarted = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return restarted and status is not None and status.state == "stopped" and status.reason != STOPPED_BY_TERM
+
+
+def newest_step(run_directory: Path) -> int | None:
+    """Step of the newest checkpoint, None without one. Its content is not looked at."""
+    names = (path.name for path in (run_directory / "checkpoints").glob("step-*") if path.is_dir() and not path.is_symlink())
+    return max((int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdecimal()), default=None)

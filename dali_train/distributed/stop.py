@@ -1,0 +1,131 @@
+"""Requests to stop: signals, run.max_seconds and the end of the job. Here a rank only notes its reason to stop.
+
+Without torch, so that the handlers are there before its import: that takes seconds, and a signal meanwhile would kill.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from enum import IntEnum
+from types import FrameType
+
+from dali_train.distributed.status import STOPPED_BY_TERM
+
+
+class StopReason(IntEnum):
+    """The larger number wins where ranks have different reasons."""
+
+    NONE = 0
+    USR1 = 1
+    TERM = 2
+    MAX_SECONDS = 3
+    JOB_END = 4
+    INTERRUPT = 5
+
+    def describe(self) -> str:
+        return {
+            StopReason.USR1: "signal USR1",
+            StopReason.TERM: STOPPED_BY_TERM,
+            StopReason.MAX_SECONDS: "run.max_seconds is over",
+            StopReason.JOB_END: "the job's time limit is near",
+            StopReason.INTERRUPT: "Ctrl-C",
+        }[self]
+
+
+# Time in which a job must save and end: a tenth of its limit, at most this.
+_LARGEST_MARGIN_S = 120.0
+_LAST_WORDS_S = 5.0
+
+
+class StopRequests:
+    """This rank's reasons to stop. Make it in the main thread; from then on USR1 and TERM no longer end the process."""
+
+    def __init__(self, max_seconds: float | None, environ: Mapping[str, str] = os.environ) -> None:
+        self._signal = StopReason.NONE
+        self._end = time.monotonic() + max_seconds if max_seconds is not None else None
+        self._job_end = job_end(environ)
+        # Idempotent, in any order, as often as they come: Slurm sends TERM twice before a time limit's KILL.
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+        signal.signal(signal.SIGUSR1, self._note)
+        signal.signal(signal.SIGTERM, self._note)
+        self._interrupts = self._calls = 0  # Ctrl-C as often as it was heard, and noticed by the main thread
+        signal.signal(signal.SIGINT, self._interrupt)
+        self._pipe_end: int | None = None
+        self._listen()
+
+    def close(self) -> None:
+        """Give the signals back to whoever handled them before: for a caller that does other things next."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pipe_end is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._pipe_end)  # which ends the listening thread
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = StopReason.USR1 if number == signal.SIGUSR1 else StopReason.TERM
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Python calls this between two of its own instructions, so a long computation in C++ delays it."""
+        self._calls += 1
+        if self._calls > 1 or self._interrupts > 1:
+            raise KeyboardInterrupt
+        self._hear()
+
+    def _hear(self) -> None:
+        if self._signal != StopReason.INTERRUPT:
+            self._signal = StopReason.INTERRUPT
+            os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")  # print may be in use right now
+
+    def _listen(self) -> None:
+        """Hear Ctrl-C also while the main thread is busy outside Python: the C handler writes each signal's number into a pipe."""
+        heard, written = os.pipe()
+        os.set_blocking(written, False)
+        before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's, as in a notebook: it stays, and Ctrl-C is heard between Python's instructions
+            signal.set_wakeup_fd(before)
+            os.close(heard)
+            os.close(written)
+            return
+        self._pipe_end = written
+        threading.Thread(target=self._count, args=(heard,), name="Ctrl-C", daemon=True).start()
+
+    def _count(self, heard: int) -> None:
+        while True:
+            # After the second the main thread has a few seconds for its own ending, and a third waits for nothing.
+            ready, _, _ = select.select([heard], [], [], _LAST_WORDS_S if self._interrupts > 1 else None)
+            byte = os.read(heard, 1) if ready else bytes([signal.SIGINT])
+            if not byte:
+                os.close(heard)
+                return
+            self._interrupts += byte == bytes([signal.SIGINT])
+            if self._interrupts == 1:
+                self._hear()
+            elif self._interrupts > 2:
+                os.write(2, b"ended without saving\n")
+                os._exit(128 + signal.SIGINT)
+
+    def ignore_further(self) -> None:
+        """The run is saved. Python takes its handlers down before the process ends, and a late signal would change its status."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def reason(self) -> StopReason:
+        if self._signal:
+            return self._signal
+        if self._end is not None and time.monotonic() >= self._end:
+            return StopReason.MAX_SECONDS
+        if self._job_end is not None and time.time() >= self._job_end:
+            return StopReason.JOB_END
+        return StopReason.NONE
+
+
+def job_end(environ: Mapping[str, str]) -> float | None:
+    """When to stop so that a Slurm job ends within its time limit, as Unix time; None where Slurm does not say."""
+    try:
+        start, end = float(environ["SLURM_JOB_START_TIME"]), float(environ["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        return None
+    return end - min(_LARGEST_MARGIN_S, (end - start) / 10)

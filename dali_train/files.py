@@ -1,0 +1,70 @@
+"""Files that are complete or not there, even after a kill or a power failure; files from unknown sources; locks."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # an OSError's errno when a disk, a quota or a limit is full
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put a file in place complete and flushed, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the renames in `directory` survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a regular file, or a link to one. Opening a FIFO would wait for a writer, reading a device might never end.
+
+    Raises:
+        OSError: it is not there, cannot be opened, or is of another kind.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return file
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file that has at most `max_bytes`. Raises OSError: as `open_regular`, or it is larger."""
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EINVAL, f"is larger than {max_bytes:,} bytes", str(path))
+    return content
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file exclusively until it is closed or the process ends, however it ends. False: another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""Weights & Biases. The key comes from WANDB_API_KEY or `wandb login`, never from a config file."""
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dali_train.config import HooksConfig
+from dali_train.data.dataset.index import Split
+from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
+from dali_train.hooks.observers import logger
+from dali_train.hooks.predictions import ClassTables, prediction_table, thumbnail
+from dali_train.hooks.trackers.base import Tracker, load_id, save_id
+
+REACH_TIMEOUT_S = 30
+"""A server that does not answer within this time is unreachable."""
+FINISH_TIMEOUT_S = 300
+"""Longest wait for uploads when the run is over; `wandb sync` completes what is missing."""
+
+
+class WandB(Tracker):
+    """A run in ``wandb/``, online or offline. A resumed run keeps its id; where no server answers, it goes offline."""
+
+    off = "hooks.wandb disabled"
+
+    @classmethod
+    def wanted(cls, hooks: HooksConfig) -> bool:
+        return hooks.wandb != "disabled"
+
+    def start(self, record: RunStart) -> None:
+        super().start(record)
+        self._wandb = self.load("wandb", "wandb")
+        self._run = self._begin(record, record.config.hooks.wandb)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        super().evaluation(record)
+        if record.details is None:
+            return
+        names = self.class_names
+        split = Split(self.run.config.data.root, "validation")
+        columns, rows = prediction_table(record.details, names)
+        table = self._wandb.Table(columns=["id", "image", "guess", "truth", *columns[3:]])
+        for number, truth, guess, *scores in rows:
+            table.add_data(number, self._wandb.Image(thumbnail(split, number)), guess, truth, *scores)
+        pairs = self._wandb.Table(columns=["truth", "guess", "images"])
+        for truth, guess, images in ClassTables.of(record.details, len(names)).most_confused():
+            pairs.add_data(names[truth], names[guess], images)
+        self._run.log({"predictions": table, "confused_pairs": pairs}, step=record.step)
+
+    def end(self, record: RunEnd) -> None:
+        self._run.finish(exit_code=0 if record.error is None else 1)
+
+    def log_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def log_image(self, step: int, name: str, pixels: NDArray[np.uint8]) -> None:
+        self._run.log({name: self._wandb.Image(pixels)}, step=step)
+
+    def log_histograms(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
+        self._run.log({name: self._wandb.Histogram(tensor.cpu().tolist()) for name, tensor in values.items()}, step=step)
+
+    def _begin(self, record: RunStart, mode: str) -> Any:
+        hooks, wandb = record.config.hooks, self._wandb
+        # The same in every process of the run: made when it first starts.
+        path = record.directory / "wandb-id.json"
+        known = load_id(path)
+        run_id = known["id"] if known is not None else uuid.uuid4().hex[:12]
+        if known is None:
+            save_id(path, id=run_id)
+
+        def begin(mode: str) -> Any:
+            return wandb.init(
+                mode=mode, project=hooks.wandb_project, entity=hooks.wandb_entity, dir=str(record.directory),
+                id=run_id, resume="allow", name=record.directory.name, config=json.loads(record.config.to_json()),
+                # The terminal is the trainer's; a server that dies while the run ends must not hold the GPUs.
+                settings=wandb.Settings(
+                    init_timeout=REACH_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, finish_timeout_raises=False,
+                    silent=True, console="off",
+                ),
+            )  # fmt: skip
+
+        if mode == "online":
+            try:
+                # Without a key wandb would ask for one on the terminal, and training would wait for the answer.
+                if not wandb.login(prompt=False, timeout=REACH_TIMEOUT_S):
+                    raise wandb.errors.AuthenticationError("no API key: set WANDB_API_KEY, or run `wandb login` once")
+                return begin("online")
+            except wandb.errors.Error as error:
+                logger.warning(
+                    "hooks.wandb online: %s. Training continues and records offline; "
+                    "`wandb sync %s/wandb/offline-run-*` uploads it later", " ".join(str(error).split()), record.directory,
+                )  # fmt: skip
+        return begin("offline")

@@ -1,0 +1,44 @@
+"""Text for people: safe for a terminal, a log and a picture, and of a length that fits."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable
+
+_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # colours, cursor, titles
+_JOINERS = "\u200c\u200d"  # invisible, but part of how Persian and emoji are written
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """`text` from a file name, a class name or an error as one harmless line: white space becomes a space, terminal escape
+    sequences go, other control characters become U+FFFD. Characters in `keep` stay as they are."""
+    text = _ESCAPE_SEQUENCE.sub("", text)
+    return "".join(c if c.isprintable() or c in keep or c in _JOINERS else " " if c.isspace() else "\ufffd" for c in text)
+
+
+def shortened(text: str, limit: float, size: Callable[[str], float] = len) -> str:
+    """`text`, cut to end in an ellipsis where its `size` (by default its number of characters) exceeds `limit`."""
+    if size(text) <= limit:
+        return text
+    too_long = bisect_right(range(len(text)), limit, key=lambda end: size(text[:end] + "…"))
+    return text[: max(0, too_long - 1)].rstrip() + "…"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 class``, ``1,000 classes``."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch", "sh", "x")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: ``85 ms``, ``2.22 s``, ``3 min 5 s``, ``78 h 35 min``."""
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.9995:  # three digits of more would be 1e+03
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, rest = divmod(round(seconds / 60), 60)
+    return f"{hours} h {rest} min" if rest else f"{hours} h"

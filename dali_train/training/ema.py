@@ -1,0 +1,76 @@
+"""A moving average of the weights, beside the model: tensors by name, laid out as the model's, with any kind of parallelism.
+
+It is a function of the steps done and of tensors that checkpoints hold. The rule is that of timm's ModelEmaV3, which keeps
+a copy of the module instead.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from dali_train.config import EmaConfig
+from dali_train.distributed.mesh import laid_out_like, local
+
+
+def ema_decay(config: EmaConfig, step: int) -> float:
+    """The share of the average that stays at the end of optimizer step number `step` (from 0)."""
+    assert config.decay is not None
+    since = step - config.after_steps
+    if since <= 0:
+        return 0.0
+    if not config.warmup:
+        return config.decay
+    return min(1 - (1 + since / config.warmup_gamma) ** -config.warmup_power, config.decay)
+
+
+class Ema:
+    """The average of everything in the model's state dict: weights and buffers. Integers are copied.
+
+    Args:
+        model: not wrapped, on its device, with the weights from which the run begins or resumes.
+    """
+
+    def __init__(self, model: nn.Module, config: EmaConfig) -> None:
+        self._config = config
+        live = model.state_dict()  # the model's own tensors, which are only ever written in place
+        self._averages = {name: tensor.detach().clone() for name, tensor in live.items()}
+        floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
+        others = [name for name in live if name not in set(floats)]
+        self._live_floats, self._live_others = [local(live[name]) for name in floats], [local(live[name]) for name in others]
+        averages = self._averages
+        self._floats, self._others = [local(averages[name]) for name in floats], [local(averages[name]) for name in others]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """At the end of optimizer step number `step` (from 0). The host waits for nothing."""
+        torch._foreach_lerp_(self._floats, self._live_floats, 1 - ema_decay(self._config, step))
+        if self._others:
+            torch._foreach_copy_(self._others, self._live_others)
+
+    @contextmanager
+    def weights_in(self, model: nn.Module) -> Iterator[None]:
+        """Within, `model` has the averages, in the memory of its own weights: compiled code and CUDA graphs stay valid."""
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        _copy(self._averages, model)
+        try:
+            yield
+        finally:
+            _copy(before, model)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps: the averages by the names of the weights."""
+        return self._averages
+
+    @torch.no_grad()
+    def load(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Take `averages` from a checkpoint."""
+        for name, tensor in self._averages.items():
+            tensor.copy_(laid_out_like(tensor, averages[name]))
+
+
+@torch.no_grad()
+def _copy(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(tensors[name])

@@ -1,0 +1,160 @@
+"""Exact evaluation: every image once, on any number of ranks.
+
+The split is cut into batches once; coordinate r of W takes batches r, r + W, ... A rank may have one batch less than
+another, or none: ranks meet only in the sum at the end. Where the model is divided among them they meet in every forward
+pass, and a rank without a batch passes a blank image through it.
+"""
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import nn
+
+from dali_train.config import Config
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.pipeline import EvaluationPipeline
+
+MAX_SCORES = 20
+"""With more classes than this, tables of predictions hold only the scores of the guess and of the truth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """Means over all `num_images`; the accuracies are fractions."""
+
+    loss: float
+    top1: float
+    top5: float
+    num_images: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDetails:
+    """What the model answered, image by image, in the order of the split's index. The same on all ranks."""
+
+    labels: NDArray[np.int64]
+    guesses: NDArray[np.int64]
+    shown: NDArray[np.int64]  # numbers of a few images, spread evenly over the split, the same at every evaluation
+    scores: NDArray[np.float32]  # (shown, classes): probabilities; with over MAX_SCORES classes (shown, 2): guess and truth
+
+
+class Evaluator:
+    """Evaluates one split again and again; its decoding pipeline stays up and is ready for the next time.
+
+    Args:
+        num_shown: images whose scores go into `details`; 0 collects no details.
+        together: every rank makes the same number of forward passes.
+        decodes: False for ranks whose model gets no images, but what another rank makes of them.
+        counts: False for ranks that have no logits, or the same as another.
+    """
+
+    def __init__(
+        self, split: Split, config: Config, device: torch.device, *,
+        dp_rank: int, dp_size: int, num_threads: int, num_shown: int = 0, together: bool = False, decodes: bool = True,
+        counts: bool = True,
+    ) -> None:  # fmt: skip
+        size = config.batch.micro_batch
+        starts = range(dp_rank * size, len(split), dp_size * size)
+        self._batches = [np.arange(start, min(start + size, len(split))) for start in starts]
+        self._num_blank = -(-len(split) // (dp_size * size)) - len(self._batches) if together else 0
+        self._blank = (1, 3, config.data.eval_size, config.data.eval_size)
+        self._num_images = len(split)
+        self._num_classes = split.num_classes
+        self._labels = split.rows["label"].astype(np.int64)
+        self._shown = np.unique(np.linspace(0, len(split) - 1, min(num_shown, len(split))).round().astype(np.int64))
+        self.details: EvaluationDetails | None = None
+        self._device = device
+        self._dtype = torch.float64 if config.precision.dtype == "fp64" else None
+        self._pipeline = (
+            EvaluationPipeline(split, self._batches, config.data, pixel_format(config, device, num_threads))
+            if self._batches and decodes
+            else None
+        )
+        self._counts = counts
+
+    @torch.no_grad()  # not inference_mode: the buffers of gathered weights are used in training again
+    def run(self, model: nn.Module, autocast: AbstractContextManager[None]) -> EvaluationResult:
+        """Evaluate `model` (not wrapped for parallelism), in eval mode for the time of the call. All ranks call this together."""
+        start = time.perf_counter()
+        training = model.training
+        model.eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, top-1, top-5, images
+        answers = _Answers(self._num_images, self._shown, self._num_classes, self._device)
+        for numbers in self._batches:
+            images, labels = self._next(numbers)
+            images, labels = images.to(self._device, self._dtype, non_blocking=True), labels.to(self._device, non_blocking=True)
+            with autocast:
+                logits = model(images)
+            if not self._counts:
+                continue
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            if len(self._shown):
+                answers.add(numbers, labels, logits)
+            ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
+            ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # nothing is above what is not a number
+            sums += torch.stack(
+                [
+                    F.cross_entropy(logits, labels, reduction="sum").double(),
+                    (ranks < 1).sum().double(),
+                    (ranks < 5).sum().double(),
+                    torch.full((), len(labels), dtype=torch.float64, device=self._device),  # no copy to wait for
+                ]
+            )
+        for _ in range(self._num_blank):
+            with autocast:
+                model(torch.zeros(self._blank, device=self._device, dtype=self._dtype))
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        if len(self._shown):
+            self.details = answers.gather(self._labels)
+        model.train(training)
+        loss, top1, top5, count = sums.tolist()
+        assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
+        return EvaluationResult(
+            loss=loss / count, top1=top1 / count, top5=top5 / count, num_images=int(count), seconds=time.perf_counter() - start
+        )
+
+    def _next(self, numbers: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images (n, 3, size, size), without pixels where nothing is decoded, and labels (n,) of the next batch."""
+        if self._pipeline is not None:
+            return self._pipeline.run()
+        return torch.empty(len(numbers), 3, 0, 0), torch.from_numpy(self._labels[numbers])
+
+
+class _Answers:
+    """Guesses for all images and scores for a few. Each rank fills in its own rows; the sum over the ranks is complete."""
+
+    def __init__(self, num_images: int, shown: NDArray[np.int64], num_classes: int, device: torch.device) -> None:
+        self._shown = shown
+        self._guesses = torch.zeros(num_images if len(shown) else 0, dtype=torch.int64, device=device)
+        self._all_scores = num_classes <= MAX_SCORES
+        self._scores = torch.zeros(len(shown), num_classes if self._all_scores else 2, device=device)
+
+    def add(self, numbers: NDArray[np.int64], labels: torch.Tensor, logits: torch.Tensor) -> None:
+        """`numbers` of the images, ascending and without gaps; labels (n,), logits (n, classes)."""
+        guesses = logits.argmax(dim=-1)
+        self._guesses[int(numbers[0]) : int(numbers[-1]) + 1] = guesses
+        first, end = np.searchsorted(self._shown, [numbers[0], numbers[-1] + 1])
+        if first == end:
+            return
+        rows = torch.from_numpy(self._shown[first:end] - numbers[0]).to(logits.device, non_blocking=True)
+        scores = logits[rows].softmax(dim=-1).float()
+        if not self._all_scores:
+            scores = scores.gather(1, torch.stack([guesses[rows], labels[rows]], dim=-1))
+        self._scores[int(first) : int(end)] = scores
+
+    def gather(self, labels: NDArray[np.int64]) -> EvaluationDetails:
+        if dist.is_initialized():
+            dist.all_reduce(self._guesses)
+            dist.all_reduce(self._scores)
+        return EvaluationDetails(
+            labels=labels, guesses=self._guesses.cpu().numpy(), shown=self._shown, scores=self._scores.cpu().numpy()
+        )

@@ -1,0 +1,156 @@
+"""What is minimised, for images that are mixtures of two, and their accuracy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dali_train.config import Config, LossConfig
+from dali_train.errors import ConfigError
+from dali_train.training.pretrained import create_pretrained
+
+Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def mixup_loss(logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
+    """The mean over the batch of ``lambda * CE(first class) + (1 - lambda) * CE(second class)``.
+
+    Args:
+        logits: (n, classes), any float type; computed in float32 or wider.
+        targets: (n, 2) int64.
+        lambdas: (n,) float32.
+    """
+    log_probabilities = F.log_softmax(_wide(logits), dim=-1)
+    first, second = (-log_probabilities.gather(1, targets)).unbind(1)
+    return (lambdas * first + (1 - lambdas) * second).mean()
+
+
+def _cross_entropy(config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
+    loss = mixup_loss(logits, targets, lambdas)
+    if config.label_smoothing == 0:
+        return loss
+    even = -F.log_softmax(_wide(logits), dim=-1).mean()  # the cross entropy with the uniform distribution
+    return (1 - config.label_smoothing) * loss + config.label_smoothing * even
+
+
+def _binary_cross_entropy(config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
+    logits = _wide(logits)
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    first, second = (classes == targets[:, 0, None], classes == targets[:, 1, None])
+    shares = lambdas.to(logits.dtype)[:, None]
+    goals = shares * first + (1 - shares) * second  # (n, classes)
+    goals = (1 - config.label_smoothing) * goals + config.label_smoothing / logits.shape[-1]
+    if config.target_threshold is not None:
+        goals = (goals > config.target_threshold).to(logits.dtype)
+    losses = F.binary_cross_entropy_with_logits(logits, goals, reduction="none")
+    return losses.sum(dim=-1).mean() if config.sum_classes else losses.mean()
+
+
+LOSSES: dict[str, Loss] = {"cross-entropy": _cross_entropy, "binary-cross-entropy": _binary_cross_entropy}
+"""Each gives the mean loss over the batch from the settings, logits (n, classes), targets (n, 2) and lambdas (n,).
+
+The target of an image is lambda of its first class and 1 - lambda of its second, as in `mixup_loss`.
+"""
+
+
+def _hard_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(_wide(logits), teacher.argmax(dim=-1))
+
+
+def _soft_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    ours, theirs = (F.log_softmax(_wide(x) / config.temperature, dim=-1) for x in (logits, teacher))
+    # Per image, as in DeiT's paper and in timm. DeiT's code divides by the number of classes too.
+    return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * config.temperature**2
+
+
+DISTILLATIONS: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "hard": _hard_distillation,
+    "soft": _soft_distillation,
+}
+"""Each gives the mean loss over the batch from the settings, the student's and the teacher's logits, both (n, classes)."""
+
+
+class Objective:
+    """The loss that a config describes, with its teacher, if it has one."""
+
+    def __init__(self, config: LossConfig, teacher: "Teacher | None" = None) -> None:
+        self._config = config
+        self._teacher = teacher
+
+    def __call__(
+        self, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        images: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(mean loss of the micro-batch, logits (n, classes)).
+
+        Args:
+            output: what the model gave: logits, or the logits of its class token and of its distillation token.
+            images: (n, 3, size, size), as the model had them.
+            targets, lambdas: see `LOSSES`.
+        """
+        logits, distilled = output if isinstance(output, tuple) else (output, output)
+        loss = LOSSES[self._config.name](self._config, logits, targets, lambdas)
+        if self._teacher is None:
+            return loss, logits
+        weight = self._config.distillation_weight
+        lesson = DISTILLATIONS[self._config.distillation](self._config, distilled, self._teacher.logits(images))
+        return (1 - weight) * loss + weight * lesson, logits
+
+
+class Teacher:
+    """A trained timm model that sees the student's images, normalised as it expects them. It draws nothing and learns nothing."""
+
+    def __init__(self, config: Config, num_classes: int, device: torch.device) -> None:
+        """
+        Raises:
+            ConfigError: timm does not know it, its weights cannot be loaded, or it has other classes.
+        """
+        loss, data = config.loss, config.data
+        assert loss.teacher is not None
+        model = create_pretrained(
+            loss.teacher, loss.teacher_weights or "", num_classes, loss.teacher_kwargs, field="loss.teacher", keep_classifier=True
+        )
+        dtype = torch.float64 if config.precision.dtype == "fp64" else torch.float32
+        self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        size = model.pretrained_cfg.get("input_size", (3, 0, 0))[-1]
+        if model.pretrained_cfg.get("fixed_input_size") and size != data.train_size:
+            raise ConfigError(
+                f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is {data.train_size}: set "
+                f"loss.teacher_kwargs img_size={data.train_size}, or use a convolutional teacher"
+            )
+        mean, std, their_mean, their_std = (
+            torch.tensor(values, dtype=torch.float64)
+            for values in (data.mean, data.std, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+        )
+        # From the student's normalisation (of 0 to 255) to the teacher's (of 0 to 1).
+        self._scale = (std / 255 / their_std).to(device, dtype).view(1, 3, 1, 1)
+        self._offset = ((mean / 255 - their_mean) / their_std).to(device, dtype).view(1, 3, 1, 1)
+
+    @torch.no_grad()
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """(n, classes) for the student's `images`, (n, 3, size, size)."""
+        output: torch.Tensor = self._model(images * self._scale + self._offset)
+        return output
+
+
+def make_objective(config: Config, model: Any, num_classes: int, device: torch.device) -> Objective:
+    """The loss of `config`. A `model` with a distillation token is set to return that token's logits too.
+
+    Raises:
+        ConfigError: see `Teacher`.
+    """
+    if config.loss.distillation == "none":
+        return Objective(config.loss)
+    if hasattr(model, "set_distilled_training"):
+        model.set_distilled_training(True)
+    return Objective(config.loss, Teacher(config, num_classes, device))
+
+
+def first_target_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """How many guesses are the image's own class, the partner ignored: 0-dimensional int64, on the device."""
+    return (logits.argmax(dim=-1) == targets[:, 0]).sum()
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

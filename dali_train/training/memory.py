@@ -1,0 +1,151 @@
+"""What a rank's memory is used for, computed from shapes alone: no GPU, no data, no arithmetic."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dali_train.config import Config
+from dali_train.training.loss import mixup_loss
+from dali_train.training.model import build_model
+from dali_train.training.optim import make_optimizer
+from dali_train.training.precision import Precision
+from dali_train.training.recompute import KEPT_RESULTS
+
+# What the estimate does not see: CUDA's context, cuDNN's and cuBLAS's workspaces, the decoder's buffers, and what the allocator
+# loses between blocks.
+_UNSEEN_BYTES, _USABLE = 3e9, 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one rank."""
+
+    num_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int  # what autograd keeps of the micro-batches that are computed at once, of one without a pipeline
+    micro_batch: int  # images
+    gathered_bytes: int = 0  # weights of other ranks that are there during a step
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer: what is there whatever the micro-batch."""
+        return self.weight_bytes + self.gathered_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def of_rank(
+        self, *, parameters: int, block_share: float, in_flight: float, level: str = "none", shard: int = 1, num_blocks: int = 1
+    ) -> "Memory":
+        """What of this one rank has.
+
+        Args:
+            parameters: of its stages.
+            block_share: the part of the model's blocks that each of its stages has.
+            in_flight: micro-batches that have passed forward through a stage and not yet back, over its stages.
+            level: parallel.shard, among `shard` ranks.
+            num_blocks: of its stages, which are gathered one by one with level full.
+        """
+        share = parameters / self.num_parameters
+        weights, gradients, optimizer = (share * b for b in (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes))
+        divided = shard if level != "none" else 1
+        # Level full gathers a block while the one before is computed.
+        gathered = 0.0 if divided == 1 else min(1.0, 2 / num_blocks) * weights if level == "full" else weights
+        return replace(
+            self,
+            weight_bytes=round(weights / divided),
+            gathered_bytes=round(gathered),
+            gradient_bytes=round(gradients if level == "optimizer" else gradients / divided),
+            optimizer_bytes=round(optimizer / divided),
+            activation_bytes=round(self.activation_bytes * block_share * in_flight),
+        )
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.weight_bytes + self.optimizer_bytes
+
+    def largest_micro_batch(self, device_bytes: float, images_per_rank: int) -> int | None:
+        """The largest divisor of `images_per_rank`, a rank's images in a step, with which a step fits into `device_bytes`.
+        None if not even one image does."""
+        room = _USABLE * device_bytes - _UNSEEN_BYTES - self.state_bytes
+        fitting = int(room * self.micro_batch / self.activation_bytes)
+        return next((size for size in range(min(fitting, images_per_rank), 0, -1) if images_per_rank % size == 0), None)
+
+
+def estimate_memory(config: Config, num_classes: int) -> Memory:
+    """Of the config's model, optimizer and micro-batch.
+
+    Parameters come from the model on the meta device. The activations are the tensors that autograd would keep of one
+    micro-batch, found by a forward pass with fake tensors, which computes shapes only. Workspaces and what a compiler
+    fuses away are not in it.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+    model = build_model(config, num_classes, torch.device("meta"))
+    weights = list(model.parameters())
+    kept: dict[int, torch.UntypedStorage] = {}  # the storages are held, or a freed one's address could come again
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    size, batch = config.data.train_size, config.batch.micro_batch
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        # torch 2.15 announces that selective checkpointing will hand the hooks below what `_Results` hands over: both may.
+        warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
+        model.to_empty(device="cpu")  # autocast does nothing on the meta device
+        precision = Precision(config.precision, torch.device("cpu"))
+        selective = config.model.activation_checkpointing == "selective"
+        results = _Results(keep) if selective else nullcontext()  # what it keeps is kept outside autograd
+        with results, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with precision.autocast():
+                logits = model(torch.empty(batch, 3, size, size, dtype=precision.image_dtype))
+            mixup_loss(logits, torch.zeros(batch, 2, dtype=torch.int64), torch.ones(batch))
+        for parameter in model.parameters():
+            kept.pop(parameter.untyped_storage()._cdata, None)
+        activation_bytes = sum(storage.nbytes() for storage in kept.values())
+        optimizer_bytes = _optimizer_bytes(model, config)
+    return Memory(
+        num_parameters=sum(p.numel() for p in weights),
+        weight_bytes=_num_bytes(weights),
+        gradient_bytes=_num_bytes(p for p in weights if p.requires_grad),
+        optimizer_bytes=optimizer_bytes,
+        activation_bytes=activation_bytes,
+        micro_batch=batch,
+    )
+
+
+class _Results(TorchDispatchMode):
+    """Hands the results of `KEPT_RESULTS` to `keep`."""
+
+    def __init__(self, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if func in KEPT_RESULTS:
+            for output in outputs if isinstance(outputs, tuple) else (outputs,):
+                if isinstance(output, torch.Tensor):
+                    self._keep(output)
+        return outputs
+
+
+def _optimizer_bytes(model: nn.Module, config: Config) -> int:
+    """What the optimizer keeps after a first step, which fake tensors make at no cost."""
+    optimizer = make_optimizer(model, config.optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return _num_bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,124 @@
+"""What is measured while training: sums that stay on the device.
+
+Nothing here makes the host wait for the device but `TrainingMetrics.read`, which the loop calls on logging steps.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dali_train.distributed.mesh import local
+from dali_train.errors import RunError
+
+# Where a value was first not finite, as one float64 whose minimum over the ranks is the first place:
+# step * _PER_STEP + micro-batch, with the largest micro-batch number for "in the gradients only".
+_PER_STEP = 1 << 20
+_NEVER = float(1 << 52)
+
+
+class NonFiniteError(RunError):
+    """Loss, gradients or weights are infinite or not a number; the message names the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSums:
+    """Means since the last reading, over all ranks."""
+
+    loss: float
+    top1: float  # against each image's own class, Mixup partners ignored; a fraction
+    grad_norm: float  # of the last step, before clipping
+    loss_scale: float  # after the last step
+    skipped_steps: int  # since the run began or resumed
+
+
+class TrainingMetrics:
+    """Adds up losses and hits on the device, and watches for values that are not finite."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, images
+        self._grad_norm = torch.zeros((), device=device)
+        self._loss_scale = torch.ones((), device=device)
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
+        self._streak = torch.zeros((), dtype=torch.float64, device=device)  # steps in a row that were not finite
+        self._first = torch.full((), _NEVER, dtype=torch.float64, device=device)  # and where they began
+        self._step_is_finite = torch.ones((), dtype=torch.bool, device=device)
+
+    def add_micro_batch(self, loss: torch.Tensor, correct: torch.Tensor, num_images: int, *, step: int, k: int) -> None:
+        """`loss`: mean over the images; `correct`: how many; both 0-dimensional, on the device."""
+        loss = loss.detach().double()
+        finite = loss.isfinite()
+        self._sums += torch.stack([loss * num_images, correct.double(), torch.full_like(loss, num_images)])
+        self._step_is_finite &= finite
+        self._first = torch.where(finite, self._first, self._first.clamp(max=float(step * _PER_STEP + k)))
+
+    def finish_step(self, grad_norm: torch.Tensor, loss_scale: torch.Tensor, *, step: int) -> None:
+        """`grad_norm` is equal on all ranks, so a loss that is not finite on one of them shows in it everywhere."""
+        finite = grad_norm.isfinite()
+        self._skipped += ~finite
+        finite = finite & self._step_is_finite
+        self._streak = (self._streak + 1) * ~finite
+        self._first = torch.where(finite, _NEVER, self._first.clamp(max=float((step + 1) * _PER_STEP - 1)))
+        self._step_is_finite = torch.ones_like(self._step_is_finite)
+        self._grad_norm = grad_norm.detach()
+        self._loss_scale = loss_scale.detach()
+
+    def read(self, max_nonfinite_steps: int) -> TrainingSums:
+        """Wait for the device, sum over all ranks and start anew. All ranks call this together.
+
+        Raises:
+            NonFiniteError: the last `max_nonfinite_steps` steps or more had a loss or gradient that is not finite.
+        """
+        sums, streak, first = self._sums.clone(), self._streak.clone(), self._first.clone()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+            dist.all_reduce(streak, op=dist.ReduceOp.MAX)
+            dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        last = torch.stack([streak, first, self._grad_norm.double(), self._loss_scale.double(), self._skipped])
+        loss, correct, num_images, nonfinite, place, grad_norm, loss_scale, skipped = torch.cat([sums, last]).tolist()
+        self._sums.zero_()
+        if nonfinite >= max_nonfinite_steps:
+            step, k = divmod(int(place), _PER_STEP)
+            where = f"micro-batch {k}" if k < _PER_STEP - 1 else "in the gradients only"
+            raise NonFiniteError(
+                f"loss or gradients were not finite in {nonfinite:.0f} steps in a row, first in step {step}, {where}. "
+                "The checkpoints before are good: resume from one with a lower optimizer.lr, a longer schedule.warmup_epochs, "
+                "or precision.dtype bf16"
+            )
+        return TrainingSums(
+            loss=loss / num_images,
+            top1=correct / num_images,
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            skipped_steps=int(skipped),
+        )
+
+    def last_step_was_finite(self) -> bool:
+        """Waits for the device: for moments when the host waits anyway, like a checkpoint."""
+        return self._streak.item() == 0
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Whether all floating-point `tensors` are finite, as far as this rank holds them: 0-dimensional bool, on their device,
+    without waiting for it."""
+    floating = [t for t in map(local, tensors) if t.is_floating_point() and t.numel()]
+    if not floating:
+        return torch.ones((), dtype=torch.bool)
+    # The largest magnitude of each, in a few kernels and without a copy; NaN counts as the largest.
+    return torch.stack(torch._foreach_norm(floating, float("inf"))).isfinite().all()
+
+
+def not_saved(step: int, newest_step: int | None, total_steps: int, stopping: str) -> NonFiniteError:
+    """The error of a run that ends without having saved, because the weights are not worth it.
+
+    Args:
+        newest_step: of the newest checkpoint, None without one.
+        stopping: why the run was asked to stop, empty at its last step.
+    """
+    saved = f"the newest checkpoint, of step {newest_step}, is good" if newest_step is not None else "there is no checkpoint"
+    when = f"stopped on request ({stopping})" if stopping else "came to its end"
+    return NonFiniteError(
+        f"the run {when} at step {step} of {total_steps}, but was not saved: weights or the last loss are not finite, and {saved}. "
+        "Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or precision.dtype bf16"
+    )

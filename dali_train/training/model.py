@@ -1,0 +1,249 @@
+"""The network: any model that timm knows, with the same first weights on every rank."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import timm
+import torch
+from timm.layers import is_fast_norm, set_fast_norm
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dali_train.config import Config, ModelConfig
+from dali_train.data.sampling.rng import Purpose, torch_seed
+from dali_train.errors import ConfigError
+from dali_train.training import models  # noqa: F401 - registers them with timm
+from dali_train.training.pretrained import check_name, create_pretrained, freeze
+from dali_train.training.recompute import recompute_activations
+
+logger = logging.getLogger("dali_train")
+
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_attention_order = ExitStack()  # torch keeps the order as a global switch, and so do we
+
+
+def build_model(
+    config: Config, num_classes: int, device: torch.device, *, with_weights: bool = False, on_host: bool = False
+) -> nn.Module:
+    """The model on `device` in float32 (float64 with precision.dtype fp64), initialised from data.seed.
+
+    On the meta device it is not compiled: nothing runs there.
+
+    Args:
+        on_host: leave its weights in host memory, to be divided among the devices of several ranks; then it is not compiled.
+        with_weights: begin with model.weights instead. A checkpoint replaces them, so whoever has one does without.
+
+    Raises:
+        ConfigError: timm does not know the name, the model refuses the arguments, or cannot do what is asked of it.
+    """
+    name = config.model.name
+    check_name(name, "model.name")
+    # On the meta device there is no autocast to ask for its format (torch 2.11 raises), and nothing to gain.
+    fast_norm = config.model.fast_norm and device.type != "meta"
+    torch.manual_seed(torch_seed(config.data.seed, Purpose.INITIALISATION))
+    try:
+        # Drawn on the CPU: the same on every kind of GPU.
+        with torch.device("meta" if device.type == "meta" else "cpu"), _normalising(fast=fast_norm):
+            if with_weights and config.model.weights is not None:
+                model = create_pretrained(name, config.model.weights, num_classes, config.model.kwargs, field="model.weights")
+            else:
+                model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(f"model.kwargs {config.model.kwargs} do not fit model.name {name}: {error}") from error
+    model.to(
+        device="cpu" if on_host else device,
+        dtype=torch.float64 if config.precision.dtype == "fp64" else torch.float32,
+        memory_format=torch.channels_last if config.model.channels_last else torch.preserve_format,
+    )
+    if fast_norm:
+        _keep_stream_in_half_precision(model)
+    freeze(model, config.model.freeze)
+    recompute_activations(model, repeated_blocks(model), config.model)
+    if device.type != "meta":
+        _choose_attention(config.model.attention, device)
+        if not (on_host or config.precision.pure):
+            _compile(model, config.model, device)
+    return model
+
+
+@contextmanager
+def _normalising(*, fast: bool) -> Iterator[None]:
+    """timm's layers ask once, when they are made, whether to normalise in half precision."""
+    before = is_fast_norm()
+    set_fast_norm(fast)
+    try:
+        yield
+    finally:
+        set_fast_norm(before)
+
+
+def _keep_stream_in_half_precision(model: nn.Module) -> None:
+    """A transformer's class token and positions are float32, and what is added to float32 stays float32: cast once, where the
+    first block begins."""
+
+    def cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        stream, *others = inputs
+        if torch.is_autocast_enabled(stream.device.type):
+            stream = stream.to(torch.get_autocast_dtype(stream.device.type))
+        return (stream, *others)
+
+    for block in repeated_blocks(model)[:1]:
+        block.register_forward_pre_hook(cast)
+
+
+def _choose_attention(first: str, device: torch.device) -> None:
+    """Put the kernel `first` at the head of torch's order, for the entire process, before the compiler asks for it.
+
+    torch prefers FlashAttention 2. On H100 cuDNN's kernel is up to 75 % faster (PyTorch 2.5's release notes).
+    """
+    _attention_order.close()
+    if first == "auto":
+        newer = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        first = "cudnn" if newer else "torch"
+    if first != "torch":
+        order = [_KERNELS[first], *(kernel for name, kernel in _KERNELS.items() if name != first)]
+        _attention_order.enter_context(sdpa_kernel(order, set_priority=True))
+
+
+def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
+    """In place, so that the weights keep their names; the compiler itself starts at the first call."""
+    if config.cuda_graphs and device.type != "cuda":
+        raise ConfigError("model.cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU, set it to false")
+    if config.compile == "model":
+        model.compile(mode="reduce-overhead" if config.cuda_graphs else None)
+    elif config.compile == "blocks":
+        blocks = repeated_blocks(model)
+        if not blocks:
+            raise ConfigError(
+                f"model.compile is blocks, but {config.name} is not made of blocks that repeat: set model.compile model to compile "
+                "all of it"
+            )
+        compile_blocks(blocks)
+    elif config.compile == "auto" and device.type == "cuda" and (blocks := repeated_blocks(model)):
+        logger.info(f"model.compile auto: {len(blocks)} blocks of {config.name} are compiled, which delays the first step")
+        compile_blocks(blocks, fall_back=True)
+
+
+def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
+    """Compile each in place. With `fall_back` all of them run as they were, with a warning, once the compiler fails for one."""
+    # Blocks share a cache. Those that differ in a number, such as stochastic depth's rate, need an entry each, for
+    # training and for evaluation, with a full batch and with the last one; beyond the limit a block stays as it was.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
+    for block in blocks:
+        block.compile()
+        if fall_back:
+            block._compiled_call_impl = _falling_back(block, block._compiled_call_impl, blocks)
+
+
+def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> Callable[..., Any]:
+    """The compiler fails before anything has run, so the call can be made again without it."""
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        try:
+            return compiled(*inputs, **named)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if block._compiled_call_impl is not None:
+                reason = str(error).strip().splitlines()[0]
+                logger.warning(
+                    f"model.compile auto: the compiler failed ({type(error).__name__}: {reason}); continuing without it, which is "
+                    "slower. Set model.compile none to silence this, or blocks to see the full error"
+                )
+            for other in blocks:
+                other._compiled_call_impl = None
+            return block(*inputs, **named)
+
+    return call
+
+
+def check_evaluation_size(model: nn.Module, config: Config) -> None:
+    """Pass one blank evaluation image through `model` on its device, in eval mode and not compiled. On the meta device that
+    computes nothing.
+
+    Raises:
+        ConfigError: the model does not take images of data.eval_size.
+    """
+    _check_size(model, config, "eval_size")
+
+
+def check_training_size(model: nn.Module, config: Config) -> None:
+    """The same for data.train_size.
+
+    Raises:
+        ConfigError: the model does not take images of data.train_size.
+    """
+    _check_size(model, config, "train_size")
+
+
+def _check_size(model: nn.Module, config: Config, field: Literal["eval_size", "train_size"]) -> None:
+    size = getattr(config.data, field)
+    parameter = next(model.parameters())
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _not_compiled(model):
+            model(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        own = input_size(model)
+        takes = f"takes images of {own} pixels" if own is not None and own != size else "does not take such images"
+        advice = (
+            f"set data.{field} {own}, or make the model for {size} pixels" if own not in (None, size) else "choose another size"
+        )
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"data.{field} is {size}, but model.name {config.model.name} {takes} ({reason}): {advice}") from error
+    finally:
+        model.train(training)
+
+
+def _not_compiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Avoids starting the compiler for a single image. Where nothing is compiled it is not even imported."""
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def input_size(model: nn.Module) -> int | None:
+    """The side of the images that the model was made for, in pixels; None if it does not say."""
+    embedding = getattr(model, "patch_embed", None)
+    sizes = getattr(embedding, "img_size", None) or (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    return int(sizes[-1]) if sizes else None
+
+
+def compare_with_timm(model: nn.Module, config: Config) -> list[str]:
+    """What timm says of the model's own images and the config says otherwise, as sentences. For weights drawn anew nothing is
+    wrong with that; pretrained weights expect their own."""
+    own = getattr(model, "pretrained_cfg", None) or {}
+    differences = []
+    size = input_size(model)
+    if size is not None and size != config.data.train_size:
+        differences.append(f"images of {size} pixels, data.train_size is {config.data.train_size}")
+    for name, ours in (("mean", config.data.mean), ("std", config.data.std)):
+        theirs = tuple(round(255 * value, 3) for value in own.get(name, ()))
+        if theirs and any(abs(a - b) > 0.5 for a, b in zip(theirs, ours, strict=True)):
+            differences.append(f"{name} {theirs}, data.{name} is {ours}")
+    return [f"timm's {config.model.name} has {'; '.join(differences)}"] if differences else []
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that the model consists of, such as a transformer's layers; empty if it is not made of such.
+
+    They are found by structure: of all classes that stand side by side in an nn.Sequential or nn.ModuleList and together
+    hold at least half of the weights, the one with the most instances. So it is blocks, not the stages around them.
+    """
+    kinds: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+    for container in model.modules():
+        if isinstance(container, nn.Sequential | nn.ModuleList):
+            for child in container.children():
+                if not isinstance(child, nn.Sequential | nn.ModuleList) and next(child.children(), None) is not None:
+                    kinds[type(child)].append(child)
+    half = sum(p.numel() for p in model.parameters()) / 2
+    candidates = [
+        blocks for blocks in kinds.values() if len(blocks) > 1 and sum(p.numel() for b in blocks for p in b.parameters()) >= half
+    ]
+    return max(candidates, key=len, default=[])

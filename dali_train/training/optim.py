@@ -1,0 +1,103 @@
+"""The optimizer and its parameter groups."""
+
+import difflib
+import inspect
+from typing import Any
+
+from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers, param_groups_layer_decay
+from torch import nn
+from torch.optim import Optimizer
+
+from dali_train.config import OptimizerConfig
+from dali_train.errors import ConfigError
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """The optimizer of timm that `config` names, over `model`.
+
+    From 1.0.31 on timm's LAMB takes its multi-tensor pass where torch has kernels for it, on GPUs, and goes tensor by
+    tensor on a CPU, which is faster there (ViT-B/16 on 2 cores: 0.64 against 2.4 s). Earlier versions know only the latter.
+
+    Some of timm's optimizers clip by default; the trainer clips once, so that is off. `always_adapt` gives the trust
+    ratio to parameters without weight decay too, as the LAMB of the paper and of ColossalAI does; with vectors excluded
+    they get neither.
+
+    Raises:
+        ConfigError: timm has no such optimizer, or it cannot be made with these arguments.
+    """
+    groups = _groups(model, config) if config.layer_decay is None else _groups_by_layer(model, config, config.layer_decay)
+    try:
+        arguments = _arguments(config)
+        optimizer = create_optimizer_v2(groups, config.name, lr=config.lr, weight_decay=config.weight_decay, **arguments)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:  # timm's checks are of all these kinds
+        raise ConfigError(f"optimizer.name {config.name} cannot be made with optimizer.kwargs {config.kwargs}: {error}") from error
+    if more := optimizer.state_dict().keys() - {"state", "param_groups"}:  # Kron's random numbers
+        raise ConfigError(f"optimizer.name is {config.name}, which keeps {min(more)}: no checkpoint holds that, choose another")
+    return optimizer
+
+
+def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    vectors = [p for p in parameters if p.ndim <= 1] if config.exclude_vectors else []
+    in_vectors = {id(p) for p in vectors}
+    groups: list[dict[str, Any]] = [{"params": [p for p in parameters if id(p) not in in_vectors]}]
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    return groups
+
+
+def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: float) -> list[dict[str, Any]]:
+    """timm's groups, whose lr_scale the trainer multiplies the rate with.
+
+    Raises:
+        ConfigError: the model does not say what its layers are.
+    """
+    if not hasattr(model, "group_matcher"):
+        raise ConfigError(
+            f"optimizer.layer_decay is {layer_decay}, but the model ({type(model).__name__}) does not say what its layers are: "
+            "leave optimizer.layer_decay out, or choose a model of timm with a group_matcher, such as a ViT or ResNet"
+        )
+    timm_model: Any = model
+    without_decay = timm_model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    groups: list[dict[str, Any]] = param_groups_layer_decay(model, config.weight_decay, without_decay, layer_decay=layer_decay)
+    return groups if config.exclude_vectors else [group | {"weight_decay": config.weight_decay} for group in groups]
+
+
+def _arguments(config: OptimizerConfig) -> dict[str, Any]:
+    """What the optimizer takes besides rate and weight decay.
+
+    Raises:
+        ConfigError: the optimizer does not exist, or it does not take what the config says.
+    """
+    known = list_optimizers()
+    if config.name not in known:
+        close = difflib.get_close_matches(config.name, known, n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else "timm.optim.list_optimizers() lists them"
+        raise ConfigError(f"optimizer.name is {config.name}, which timm does not have: {hint}")
+    info = get_optimizer_info(config.name)
+    if info.second_order:
+        raise ConfigError(f"optimizer.name is {config.name}, which needs second derivatives: they are not computed here")
+    defaults: dict[str, Any] = {
+        "betas": config.betas,
+        "eps": config.eps,
+        "bias_correction": config.bias_correction,
+        "always_adapt": not config.exclude_vectors,
+        "max_grad_norm": None,
+    }
+    if info.num_betas != len(config.betas):  # they have to come from kwargs, or stay timm's
+        del defaults["betas"]
+    accepted = inspect.signature(get_optimizer_class(config.name, bind_defaults=False).__init__).parameters.keys() - {
+        "self",
+        "params",
+    }
+    for name in config.kwargs:
+        if name not in accepted:
+            close = difflib.get_close_matches(name, accepted, n=3) or sorted(accepted)
+            raise ConfigError(f"optimizer.kwargs has {name}, which {config.name} does not take: use {', '.join(close)}")
+        if name in ("lr", "weight_decay") or (name in ("betas", "eps", "bias_correction") and name in defaults):
+            raise ConfigError(f"optimizer.kwargs has {name}: set optimizer.{name} instead")
+    if not config.bias_correction and "bias_correction" not in accepted:
+        raise ConfigError(f"optimizer.bias_correction is false, but {config.name} has no such setting: leave it true")
+    return {name: value for name, value in defaults.items() if name in accepted} | config.kwargs

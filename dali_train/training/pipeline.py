@@ -1,0 +1,195 @@
+"""Optimizer steps and evaluation through a pipeline.
+
+The micro-batches of the accumulation are the pipeline's. torch's schedules decide which stage computes what when, and hand
+activations and gradients on. Here stands what a micro-batch needs around that: its images, which only the first stage
+decodes, its labels and lambdas, which the index and the draws know, the seed of its dropout, and where time goes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from dali_train.config import Config
+from dali_train.data.loading.loader import Batch, Loader, blank_images, pixel_format
+from dali_train.data.sampling.micro_batch import MicroBatchDraws
+from dali_train.distributed.parallelize import Parallel
+from dali_train.distributed.pipeline import Stage
+from dali_train.training.loss import first_target_correct
+from dali_train.training.trainer import Trainer
+
+_LOGITS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast's
+
+
+class Pipeline:
+    """torch's schedule over the stages of this rank."""
+
+    def __init__(self, parallel: Parallel, config: Config, num_classes: int, grad_accum_steps: int) -> None:
+        assert parallel.mesh is not None and parallel.stream is not None
+        self._has_last = any(stage.is_last for stage in parallel.stages)
+        self._num_micro_batches = grad_accum_steps
+        self._passes: _Passes | None = None
+        self._group = parallel.mesh["pipeline"].get_group()
+        # What stages take and give, exactly: torch 2.11 compares it with each micro-batch.
+        batch, device = config.batch.micro_batch, next(parallel.model.parameters()).device
+        pixels = pixel_format(config, device, num_threads=1)
+        images = blank_images(config, pixels, torch.device("meta"))
+        if config.precision.dtype == "fp64":
+            images = images.double()
+        stream = torch.empty(batch, *parallel.stream.training, dtype=parallel.stream.dtype, device="meta", requires_grad=True)
+        stages = []
+        for stage, part in zip(parallel.stages, parallel.parts, strict=True):
+            dtype = stream.dtype if config.precision.pure else _LOGITS.get(config.precision.dtype, stream.dtype)
+            logits = torch.empty(batch, num_classes, dtype=dtype, device="meta")
+            inputs, outputs = images if stage.is_first else stream, logits if stage.is_last else stream
+            stages.append(_Stage(self, stage, part, device, self._group, inputs, outputs))
+        self._schedule: Schedule1F1B | ScheduleInterleaved1F1B
+        if config.parallel.schedule == "1f1b":
+            self._schedule = Schedule1F1B(stages[0], grad_accum_steps, loss_fn=self._loss, scale_grads=False)
+        else:
+            self._schedule = ScheduleInterleaved1F1B(list(stages), grad_accum_steps, loss_fn=self._loss, scale_grads=False)
+
+    def run(self, passes: "_Passes") -> None:
+        """All forward and backward passes of a step, on all stages together."""
+        self._passes = passes
+        # The last stage's targets are the numbers of the micro-batches, by which `_loss` finds their labels.
+        target = torch.arange(self._num_micro_batches) if self._has_last else None
+        self._schedule.step(target=target, return_outputs=False)
+        self._passes = None
+
+    @property
+    def passes(self) -> "_Passes":
+        assert self._passes is not None
+        return self._passes
+
+    def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.passes.loss(output, int(number))
+
+
+class _Stage(PipelineStage):
+    """A stage that prepares each micro-batch before it is computed."""
+
+    def __init__(
+        self, pipeline: Pipeline, stage: Stage, part: nn.Module, device: torch.device, group: dist.ProcessGroup,
+        inputs: torch.Tensor, outputs: torch.Tensor,
+    ) -> None:  # fmt: skip
+        # Wrapped, so that torch does not recognise a sharded module: `Parallel` decides when its gradients are exchanged.
+        super().__init__(
+            _Unsharded(part), stage.index, stage.num_stages, device, input_args=inputs, output_args=outputs, group=group
+        )
+        self._pipeline, self._part = pipeline, part
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Any, ...], *more: Any, **named: Any) -> Any:
+        with self._pipeline.passes.forward(fwd_chunk_id) as images:
+            return super().forward_one_chunk(fwd_chunk_id, (images,) if self.is_first else args, *more, **named)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *more: Any, **named: Any) -> Any:
+        with self._pipeline.passes.backward(bwd_chunk_id, self._part):
+            return super().backward_one_chunk(bwd_chunk_id, *more, **named)
+
+
+class _Unsharded(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.part(x)
+        return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTrainer(Trainer):
+    """A trainer of one rank's stages."""
+
+    pipeline: Pipeline
+
+    def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
+        """As in `Trainer`; the batch has no images on ranks without the first stage."""
+        passes = _Passes(self, step, loader)
+        self.pipeline.run(passes)
+        return tuple(batch.micro_batch for batch in passes.batches), passes.batches[-1]
+
+
+class _Passes:
+    """The passes of one step on this rank; what its micro-batches are is read when the first of them needs it."""
+
+    def __init__(self, trainer: PipelineTrainer, step: int, loader: Loader) -> None:
+        self._trainer, self._step, self._loader = trainer, step, loader
+        self.batches: list[Batch] = []
+
+    @contextmanager
+    def forward(self, number: int) -> Iterator[torch.Tensor]:
+        """Around the forward pass of micro-batch `number` in one stage; gives its images."""
+        trainer = self._trainer
+        if number == len(self.batches):
+            trainer.clock.enter("data")
+            if self.batches:  # images are kept where the backward pass needs them, and the last ones for hooks
+                self.batches[-1] = replace(self.batches[-1], images=self.batches[-1].images[:0].clone())
+            self.batches.append(self._loader.next())
+        batch = self.batches[number]
+        trainer.clock.enter("forward")
+        torch.manual_seed(batch.micro_batch.dropout_seed)
+        with trainer.precision.autocast():
+            # A copy: the next micro-batch may be decoded into the same memory before this one's backward pass.
+            yield batch.images.to(trainer.precision.image_dtype, copy=True)
+        trainer.clock.enter("exchange")
+
+    @contextmanager
+    def backward(self, number: int, part: nn.Module) -> Iterator[None]:
+        """Around its backward pass in the stage that computes `part`."""
+        trainer = self._trainer
+        trainer.clock.enter("backward")
+        trainer.parallel.prepare_backward(part, last=number == trainer.grad_accum_steps - 1)
+        yield
+        trainer.clock.enter("exchange")
+
+    def loss(self, output: torch.Tensor, number: int) -> torch.Tensor:
+        """Of micro-batch `number`, scaled as its backward pass takes it."""
+        trainer, batch = self._trainer, self.batches[number]
+        with trainer.precision.autocast():
+            loss, logits = trainer.objective(output, batch.images, batch.targets, batch.lambdas)
+        correct = first_target_correct(logits, batch.targets)
+        k = batch.micro_batch.k
+        trainer.metrics.add_micro_batch(loss, correct, num_images=len(batch.targets), step=self._step, k=k)
+        return trainer.precision.scaler.scale(loss / trainer.grad_accum_steps)
+
+
+class PipelineForward(nn.Module):
+    """The forward pass of all stages together, for evaluation: a stage begins the next batch while later ones have this one."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
+        assert parallel.mesh is not None and parallel.stream is not None
+        self.parts = nn.ModuleList(parallel.parts)
+        self._stages, self._stream = parallel.stages, parallel.stream
+        self._group = parallel.mesh["pipeline"].get_group()
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor | None:
+        """Logits (n, classes) on the rank with the last stage, None elsewhere.
+
+        Args:
+            images: (n, 3, size, size) on the rank with the first stage; elsewhere only n and the device count.
+        """
+        ranks = dist.get_world_size(self._group)
+        result = None
+        for stage, part in zip(self._stages, self.parts, strict=True):
+            x = images
+            if not stage.is_first:
+                x = torch.empty(len(images), *self._stream.evaluation, dtype=self._stream.dtype, device=images.device)
+                dist.recv(x, group=self._group, group_src=(stage.index - 1) % ranks)
+            x = part(x)
+            if stage.is_last:
+                result = x
+            else:
+                work = dist.isend(x.contiguous(), group=self._group, group_dst=(stage.index + 1) % ranks)
+                self._sending.append((work, x))
+        while len(self._sending) > 2 * len(self._stages):
+            self._sending.pop(0)[0].wait()
+        return result

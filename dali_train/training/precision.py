@@ -1,0 +1,126 @@
+"""Autocast, the loss scale of float16, and optimizer steps that overflow without the host having to ask.
+
+torch's own ``GradScaler.step`` reads on the host whether a gradient overflowed, which waits for the entire step.
+Here the step is always made and, where a gradient was not finite, taken back on the device.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dali_train.config import PrecisionConfig
+from dali_train.distributed.layout import Layout
+from dali_train.distributed.mesh import local, total_norm
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_tf32(allowed: bool) -> None:
+    """Whether GPUs compute float32 matrix products and convolutions in TensorFloat-32; for the entire process.
+
+    Through torch's older interface: with the newer one, ``torch.backends.cuda.matmul.fp32_precision``, the compiler's
+    readings of the older one fail (torch 2.15: ``_inductor/kernel/bmm.py``). Some versions recommend the newer one once.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
+class Precision:
+    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
+        half = _HALF.get(config.dtype)
+        self._dtype = None if config.pure else half  # autocast's
+        self.pure_dtype = half if config.pure else None  # what the model computes in by itself, see `compute_in`
+        self._device = device
+        self.image_dtype = torch.float64 if config.dtype == "fp64" else None  # None: as they come
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=config.initial_scale, growth_interval=config.growth_interval, enabled=config.dtype == "fp16"
+        )
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
+
+    def loss_scale(self) -> torch.Tensor:
+        """The current scale, on the device where it lives (1 without a scaler)."""
+        return self.scaler.scale(torch.ones((), device=self._device))
+
+    def step(self, optimizer: Optimizer, clip_grad_norm: float | None, layout: Layout | None = None) -> torch.Tensor:
+        """Unscale, clip and step; in fp16 a step with gradients that are not finite changes nothing but the scale.
+
+        (Counts of steps on the host, which some optimizers correct their moments' bias by, count such a step all the same.)
+
+        Args:
+            layout: of a model that is divided among ranks, which all call this together; None: every rank has all gradients.
+
+        Returns:
+            The global 2-norm of the gradients before clipping, 0-dimensional, on the device; not finite if the
+            step was skipped.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if layout is None:
+            self.scaler.unscale_(optimizer)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        else:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            parameters, held = _parts(parameters)
+            self.loss_scale()  # a GradScaler begins with the first loss that it scales: only the last stage of a pipeline has one
+            self.scaler.unscale_(held)
+            norm = total_norm(gradients, layout, self._device)
+            if self.scaler.is_enabled():  # all ranks skip the same steps, wherever the overflow was
+                for found in self.scaler._found_inf_per_device(held).values():
+                    found.copy_(~norm.isfinite())
+        if clip_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, norm)
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return norm
+        finite = norm.isfinite()
+        changing = _changing(optimizer)
+        with torch.no_grad():
+            # A copy of each in a few kernels: multiplied by one.
+            before = dict(zip(changing, torch._foreach_mul(list(changing.values()), 1), strict=True))
+            have_state = {parameter for parameter, values in optimizer.state.items() if values}
+            optimizer.step()
+            for place, tensor in _changing(optimizer).items():
+                if place in before:
+                    torch.where(finite, tensor, before[place], out=tensor)
+            # State that this step has made starts differently in each optimizer, so it is made again. The host waits
+            # for the device only here: in the first step, and in those after it until one is finite.
+            made = [parameter for parameter, values in optimizer.state.items() if values and parameter not in have_state]
+            if made and not finite:
+                for parameter in made:
+                    del optimizer.state[parameter]
+        self.scaler.update()
+        return norm
+
+
+class _Held:
+    """Stands in for an optimizer where a GradScaler asks it for gradients."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+
+def _parts(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    """This rank's parts of `parameters` with their gradients, in the same memory, as a list and as a GradScaler takes them."""
+    parts = []
+    for parameter in parameters:
+        part = local(parameter).detach()
+        part.grad = local(parameter.grad) if parameter.grad is not None else None
+        parts.append(part)
+    return parts, _Held(parts)
+
+
+def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
+    """What a step of `optimizer` writes to on the device, as far as this rank holds it: parameters, and their state by its key."""
+    parameters = {(id(p), ""): local(p) for group in optimizer.param_groups for p in group["params"]}
+    state = {
+        (id(p), key): local(value)
+        for p, values in optimizer.state.items()
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor) and value.device == p.device
+    }
+    return parameters | state

@@ -1,0 +1,50 @@
+"""BatchNorm under the invariant: what evaluation sees does not depend on the number of ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class RunningStatistics:
+    """BatchNorm's running mean and variance, updated once per step with the mean over all its micro-batches.
+
+    Left alone, each rank would fold its own micro-batches in one after the other, and what evaluation sees would
+    depend on the number of ranks. A step with statistics that are not finite leaves no trace: one micro-batch with an
+    infinite value would make them NaN for good.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._running: list[torch.Tensor] = []
+        self._weights: list[float] = []
+        for layer in model.modules():
+            if not isinstance(layer, _BatchNorm) or layer.momentum is None:
+                continue
+            for running in (layer.running_mean, layer.running_var):
+                if running is not None:
+                    self._running.append(running)
+                    self._weights.append(layer.momentum)
+            layer.momentum = 1.0  # a forward pass leaves the micro-batch's own statistics there
+        self._before = [t.clone() for t in self._running]
+        self._sums = [torch.zeros_like(t) for t in self._running]
+
+    def add_micro_batch(self) -> None:
+        """After each forward pass."""
+        if self._running:
+            torch._foreach_add_(self._sums, self._running)
+
+    def finish_step(self, num_micro_batches: int) -> None:
+        """After the step's last micro-batch, on all ranks; `num_micro_batches` of all of them together."""
+        if not self._running:
+            return
+        flat = torch.cat([t.flatten() for t in self._sums])
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        flat /= num_micro_batches
+        # The entire step is left out, on all ranks; its sum shows if one micro-batch was not finite.
+        flat = torch.where(flat.isfinite().all(), flat, torch.cat([t.flatten() for t in self._before]))
+        means = flat.split([t.numel() for t in self._sums])
+        for running, before, mean, weight in zip(self._running, self._before, means, self._weights, strict=True):
+            running.copy_(before.lerp(mean.view_as(before), weight))
+        torch._foreach_copy_(self._before, self._running)
+        torch._foreach_zero_(self._sums)

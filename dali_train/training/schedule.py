@@ -1,0 +1,105 @@
+"""The learning rate as a pure function of the optimizer step."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dali_train.config import Config, ScheduleConfig
+from dali_train.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Where in the decay a step is. Times are optimizer steps, or epochs where the rate moves once per epoch."""
+
+    elapsed: float  # since the decay is counted; less than `total`
+    total: float
+    decay: float | None  # schedule.decay_epochs
+
+
+def _linear(settings: ScheduleConfig, peak: float, span: Span) -> float:
+    return settings.min_lr + (peak - settings.min_lr) * (span.total - span.elapsed) / span.total
+
+
+def _cosine(settings: ScheduleConfig, peak: float, span: Span) -> float:
+    return settings.min_lr + 0.5 * (peak - settings.min_lr) * (1 + math.cos(math.pi * span.elapsed / span.total))
+
+
+def _polynomial(settings: ScheduleConfig, peak: float, span: Span) -> float:
+    return settings.min_lr + (peak - settings.min_lr) * (1 - span.elapsed / span.total) ** settings.power
+
+
+def _step(settings: ScheduleConfig, peak: float, span: Span) -> float:
+    assert span.decay is not None
+    return max(settings.min_lr, peak * settings.decay_rate ** (span.elapsed // span.decay))
+
+
+def _warmup_stable_decay(settings: ScheduleConfig, peak: float, span: Span) -> float:
+    assert span.decay is not None
+    left = min(1.0, (span.total - span.elapsed) / span.decay)
+    return settings.min_lr + (peak - settings.min_lr) * left**settings.power
+
+
+SCHEDULES: dict[str, Callable[[ScheduleConfig, float, Span], float]] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "polynomial": _polynomial,
+    "step": _step,
+    "warmup-stable-decay": _warmup_stable_decay,
+}
+"""Each gives the rate after the warmup from the settings, the peak rate and the place in the decay."""
+
+
+def learning_rate(config: Config, step: int, num_images: int) -> float:
+    """The rate of optimizer step number `step` (from 0).
+
+    With t the step (or the epoch in which the step begins, where the rate moves once per epoch) and W the warmup: while
+    t < W, (t + 1) / (W + 1) of the peak, or warmup_lr + (peak - warmup_lr) * t / W where schedule.warmup_lr is set.
+    Then one of `SCHEDULES`. The linear one from W to the end T is (T - t) / (T - W) of the peak: how ColossalAI's
+    LinearWarmupLR counts, once per epoch, in its ViT example (recipe A of the configs).
+    """
+    schedule = config.schedule
+    peak = peak_learning_rate(config)
+    now, warmup, total = _times(config, step, num_images)
+    if now < warmup:
+        if schedule.warmup_lr is None:
+            return peak * (now + 1) / (warmup + 1)
+        return schedule.warmup_lr + now * ((peak - schedule.warmup_lr) / warmup)
+    start = warmup if schedule.decay_from == "warmup-end" else 0.0
+    if now >= total and schedule.name != "step":
+        return schedule.min_lr
+    decay = schedule.decay_epochs
+    if decay is not None and schedule.step_every == "step":
+        decay = float(config.steps(decay, num_images))
+    return SCHEDULES[schedule.name](schedule, peak, Span(elapsed=now - start, total=total - start, decay=decay))
+
+
+def peak_learning_rate(config: Config) -> float:
+    """optimizer.lr, scaled with the global batch as optimizer.scale_lr says."""
+    optimizer = config.optimizer
+    ratio = config.batch.global_batch / optimizer.base_batch
+    return optimizer.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.scale_lr]
+
+
+def check_schedule(config: Config, num_images: int) -> None:
+    """
+    Raises:
+        ConfigError: with this number of images the schedule does not fit into the run.
+    """
+    schedule, total = config.schedule, config.steps(config.run.epochs, num_images)
+    if schedule.warmup_steps is not None and schedule.warmup_steps > total:
+        raise ConfigError(
+            f"schedule.warmup_steps {schedule.warmup_steps} exceeds the run's {total} steps (run.epochs {config.run.epochs:g} of "
+            f"{num_images} images in batches of {config.batch.global_batch}): shorten the warmup"
+        )
+
+
+def _times(config: Config, step: int, num_images: int) -> tuple[float, float, float]:
+    """(now, warmup, total) in the unit in which the rate moves."""
+    schedule = config.schedule
+    if schedule.step_every == "epoch":
+        return float(step * config.batch.global_batch // num_images), schedule.warmup_epochs, config.run.epochs
+    warmup = schedule.warmup_steps
+    if warmup is None:
+        warmup = config.steps(schedule.warmup_epochs, num_images)
+    return float(step), float(warmup), float(config.steps(config.run.epochs, num_images))

@@ -1,0 +1,25 @@
+"""torch's global switches, set once per process before anything is built."""
+
+import os
+
+import torch
+
+from dali_train.config import Config
+from dali_train.distributed.device import bind_to_numa_node, cores_per_process
+from dali_train.distributed.launch import Launch
+from dali_train.training.precision import choose_tf32
+
+
+def configure_torch(config: Config, launch: Launch, device: torch.device) -> int:
+    """Bind this process to `device` and to cores near it; returns the number of decoding threads of this rank."""
+    cores = cores_per_process(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        cores = min(cores, bind_to_numa_node(device))
+        choose_tf32(config.precision.tf32)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        torch.use_deterministic_algorithms(True)
+    return config.data.num_threads or cores

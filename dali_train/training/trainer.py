@@ -1,0 +1,97 @@
+"""One optimizer step: accumulate this rank's micro-batches, exchange gradients, clip, update. The host waits for nothing."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from dali_train.data.loading.loader import Batch, Loader
+from dali_train.data.sampling.micro_batch import MicroBatchDraws
+from dali_train.distributed.parallelize import Parallel
+from dali_train.training.dropout import DropoutSeeding
+from dali_train.training.ema import Ema
+from dali_train.training.loss import Objective, first_target_correct
+from dali_train.training.metrics import TrainingMetrics, all_finite
+from dali_train.training.precision import Precision
+from dali_train.training.running_statistics import RunningStatistics
+from dali_train.training.timing import PhaseClock
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a step needs. Built once; the tensors in it change."""
+
+    parallel: Parallel
+    optimizer: Optimizer
+    objective: Objective
+    precision: Precision
+    statistics: RunningStatistics
+    metrics: TrainingMetrics
+    clock: PhaseClock
+    grad_accum_steps: int  # micro-batches that this rank accumulates per step
+    clip_grad_norm: float | None
+    # CUDA graphs replay kernels that write each gradient to a fixed address, so gradients are zeroed in place, not freed.
+    keep_gradients: bool = False
+    ema: Ema | None = None
+    dropout: DropoutSeeding = "block"  # as checkpoints note it
+
+    def step(self, step: int, lr: float, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
+        """Optimizer step number `step` (from 0) at learning rate `lr`.
+
+        Returns:
+            The micro-batches, and the last of them with its pixels.
+        """
+        self.clock.step = step
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # a layer's own share, with layer-wise decay
+        micro_batches, batch = self.forward_backward(step, loader)
+        self.parallel.finish_gradients()
+        self.clock.enter("optimizer")
+        layout = self.parallel.layout if self.parallel.layout.splits_model else None
+        grad_norm = self.precision.step(self.optimizer, self.clip_grad_norm, layout)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
+        self.clock.enter("exchange")
+        self.statistics.finish_step(self.grad_accum_steps * self.parallel.layout.data_size)
+        if self.ema is not None:
+            self.clock.enter("optimizer")
+            self.ema.update(step)
+        self.clock.enter("logging")
+        self.clock.finish_step()
+        return micro_batches, batch
+
+    def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
+        """Leave the gradient of the mean loss over the step's micro-batches in the parameters: the seam for pipeline schedules."""
+        micro_batches = []
+        for number in range(self.grad_accum_steps):
+            last = number == self.grad_accum_steps - 1
+            self.clock.enter("data")
+            batch = loader.next()
+            self.clock.enter("forward")
+            # On every device: dropout belongs to the micro-batch. Blocks derive their own seeds from it (`seed_each_block`).
+            torch.manual_seed(batch.micro_batch.dropout_seed)
+            with self.parallel.accumulating(last=last):
+                with self.precision.autocast():
+                    images = batch.images.to(self.precision.image_dtype)
+                    output = self.parallel.model(images)
+                    loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
+                self.clock.enter("backward", exchange_follows=last)
+                # DDP takes the mean over ranks, so this is the mean over all micro-batches of the step.
+                self.precision.scaler.scale(loss / self.grad_accum_steps).backward()
+            self.statistics.add_micro_batch()
+            correct = first_target_correct(logits, batch.targets)
+            self.metrics.add_micro_batch(loss, correct, num_images=len(batch.images), step=step, k=batch.micro_batch.k)
+            micro_batches.append(batch.micro_batch)
+        return tuple(micro_batches), batch
+
+    def weights_are_good(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether they are worth saving: not if the last steps went wrong, then the checkpoint before stays the newest.
+
+        All ranks of `group` ask this together. float16's overflows leave the weights as they were.
+        """
+        step_was_good = self.precision.scaler.is_enabled() or self.metrics.last_step_was_finite()
+        good = (all_finite(self.parallel.model.state_dict().values()).cpu() & step_was_good).to(torch.uint8)
+        if group is not None:
+            dist.all_reduce(good, op=dist.ReduceOp.MIN, group=group)
+        return bool(good)

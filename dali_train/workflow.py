@@ -1,0 +1,351 @@
+"""A dataset and a training as Flyte tasks: on this machine, or with ``--remote`` on a cluster.
+
+    python -m dali_train.workflow                                            the MNIST tutorial: 10 epochs, 128 images per process
+    python -m dali_train.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value ...]
+
+What was trained before is not trained again: the cache's key is the recipe, its length and evaluation, the dataset's fingerprint
+and this package's version. A training that was killed resumes: locally from its run directory, and on a cluster, where a retry
+begins on an empty disk, from Flyte's task checkpoint. Only this module needs Flyte.
+"""
+
+import argparse
+import base64
+import csv
+import hashlib
+import html
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tarfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+try:
+    import flyte
+    import flyte.errors
+    import flyte.report
+    from flyte.io import Dir, File
+except ModuleNotFoundError as error:
+    MISSING = f"dali_train.workflow needs Flyte ({error}): pip install 'dali-train[workflow]'"
+    if __name__ != "__main__":
+        raise ImportError(MISSING) from error
+    print(MISSING, file=sys.stderr)
+    raise SystemExit(2) from None
+
+from dali_train import __version__
+from dali_train.checkpoint.recipe import recipe_settings
+from dali_train.commands import data
+from dali_train.commands.train import run
+from dali_train.config import Config
+from dali_train.config.load import config_from_json
+from dali_train.config.override import config_with
+from dali_train.distributed.status import FINISHED, MISTAKE, START_AGAIN
+from dali_train.errors import ConfigError, DatasetError
+from dali_train.report import write_report
+
+UPLOAD_S = 30.0
+"""Between two looks whether there is a new checkpoint to upload."""
+DATASETS = {"mnist": ["--download"], "fashion-mnist": ["--download"], "cifar10": ["--download"], "digits": []}
+"""Small datasets by name, with the options of ``dali-train data convert``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a training runs and what it gets there, as requests and limits; it never decides whether it runs again."""
+
+    num_processes: int | None = None  # None: one per GPU, one without GPUs
+    gpus: int = 0
+    cpu: int = 4
+    memory: str = "16Gi"
+    disk: str = "50Gi"  # ephemeral storage
+    shared_memory: str = "8Gi"
+    interruptible: bool = True  # may run on nodes that can be taken away
+    work: str = "runs/workflow"  # datasets and run directories
+
+    def resources(self) -> flyte.Resources:
+        return flyte.Resources(
+            cpu=(self.cpu, self.cpu), memory=(self.memory, self.memory), gpu=self.gpus or None,
+            disk=self.disk, shm=self.shared_memory,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    files: Dir
+    fingerprint: str  # of dataset.json, which has the checksums of all files
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOutputs:
+    epoch_accuracies: list[float]  # fractions
+    model_state: File  # safetensors
+
+
+def _requirements() -> list[str]:
+    """What the image needs: the package's own dependencies. Its code comes with the run, so a task finds nothing installed."""
+    try:
+        wanted = importlib.metadata.requires("dali-train") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    extras = ("extra == 'wandb'", "extra == 'quickstart'")
+    chosen = [text.partition(";") for text in wanted if "extra ==" not in text or text.replace('"', "'").endswith(extras)]
+    return [name.strip() for name, _, _ in chosen]
+
+
+DATA_CACHE = flyte.Cache(behavior="auto", version_override=__version__, ignored_inputs=("machine",))
+CACHE = flyte.Cache(behavior="auto", version_override=__version__, ignored_inputs=("config", "files", "machine"))
+ENVIRONMENT = flyte.TaskEnvironment(
+    name="dali_train",
+    image=flyte.Image.from_debian_base(name="dali-train").with_pip_packages(*_requirements()),
+    resources=Machine().resources(),
+)
+WANDB_KEY = flyte.Secret(key="wandb-api-key", as_env_var="WANDB_API_KEY")
+
+
+@ENVIRONMENT.task(cache=DATA_CACHE, retries=2)
+def data_task(dataset: str, machine: Machine) -> Dataset:
+    """Download, convert and verify a dataset once, before any rank starts; or verify the one in a directory."""
+    directory = Path(dataset)
+    if dataset in DATASETS:
+        directory = Path(machine.work).absolute() / "datasets" / dataset
+        _data("convert", dataset, *DATASETS[dataset], "--out", str(directory))
+    elif not (directory / "dataset.json").is_file():
+        raise _never_again(ConfigError(f"--dataset {dataset}: neither a dataset's directory nor one of {', '.join(DATASETS)}"))
+    _data("verify", str(directory))
+    files = Dir(path=str(directory.absolute())) if _is_local() else Dir.from_local_sync(directory)
+    return Dataset(files=files, fingerprint=hashlib.sha256((directory / "dataset.json").read_bytes()).hexdigest()[:16])
+
+
+@ENVIRONMENT.task(cache=CACHE, retries=2, report=True, interruptible=True)
+def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, machine: Machine) -> TrainingOutputs:
+    """Train, or resume what an earlier attempt has saved.
+
+    Args:
+        hyperparameters: all that decides the outputs, as JSON; with `fingerprint` it is the cache's key.
+        fingerprint: of the dataset.
+        config: all settings, as in a run's config.json.
+    """
+    work = Path(machine.work).absolute()
+    key = hashlib.sha256(f"{hyperparameters} {fingerprint} {__version__}".encode()).hexdigest()[:16]
+    directory, root = work / "runs" / key, Path(files.path)
+    if not _is_local():
+        root = Path(files.download_sync(work / "datasets" / fingerprint))
+    settings = config_from_json(config, "the task's config").replace({"data.root": str(root), "run.dir": str(directory)})
+    with _kept(directory, None if _is_local() else flyte.ctx().checkpoint):  # here the run directory stays
+        try:
+            result = run(settings, num_processes=machine.num_processes or "auto")
+        except (ConfigError, DatasetError) as error:
+            raise _never_again(error) from error
+    if result.stopped:
+        raise flyte.errors.RuntimeUserError("Stopped", f"stopped after saving step {result.step}: a retry resumes")
+    assert result.model_file is not None
+    _show(directory)
+    model = str(result.model_file)
+    return TrainingOutputs(
+        epoch_accuracies=result.epoch_accuracies, model_state=File(path=model) if _is_local() else File.from_local_sync(model)
+    )
+
+
+@ENVIRONMENT.task
+def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutputs:
+    """The dataset, then the training on it."""
+    settings = config_from_json(config, "the task's config")
+    prepared = _cached(data_task if dataset in DATASETS else data_task.override(cache="disable"), _dataset_path, dataset, machine)
+    secrets = [WANDB_KEY] if settings.hooks.wandb == "online" and not _is_local() else None
+    training = train_task.override(resources=machine.resources(), interruptible=machine.interruptible, secrets=secrets)
+    data, length = settings.data, settings.run
+    # Besides the recipe: when a training ends, and how its accuracies are measured.
+    more = [length.max_steps, length.eval_every_epochs, data.eval_size, data.eval_resize, data.eval_resize_to]
+    hyperparameters = json.dumps([recipe_settings(settings), more], sort_keys=True)
+    return _cached(training, _model_path, hyperparameters, prepared.fingerprint, config, prepared.files, machine)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status, as `dali_train.cli.main` does."""
+    parser = argparse.ArgumentParser(prog="python -m dali_train.workflow", allow_abbrev=False)
+    parser.add_argument("--config", type=Path, default=Path("configs/mnist.py"), metavar="FILE")
+    parser.add_argument(
+        "--dataset", default="mnist", metavar="NAME|DIRECTORY", help=f"one of {', '.join(DATASETS)}, or where one is"
+    )
+    parser.add_argument("--num-processes", type=int, metavar="N", help="default: one per GPU, one without GPUs")
+    parser.add_argument("--batch-per-process", type=int, metavar="N", help="default: 128 for the tutorial, else as the config says")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N")
+    parser.add_argument("--work", type=Path, default=Path("runs/workflow"), metavar="DIR", help="datasets, run directories, pages")
+    parser.add_argument("--remote", action="store_true", help="on the cluster that this machine's Flyte config names")
+    options, overrides = parser.parse_known_args(arguments)
+    try:
+        config = config_with(options.config, overrides, "workflow")
+        machine = Machine(num_processes=options.num_processes, gpus=options.gpus, work=str(options.work))
+        outputs = _run(options, _with_batch(config, options, machine), machine)
+    except (ConfigError, DatasetError, flyte.errors.BaseRuntimeError) as error:
+        print(f"dali_train.workflow: {error}", file=sys.stderr)
+        # An error from a task comes as one of Flyte's, with the name of its class.
+        kind = error.code if isinstance(error, flyte.errors.BaseRuntimeError) else type(error).__name__
+        return MISTAKE if kind in (ConfigError.__name__, DatasetError.__name__) else 1
+    except KeyboardInterrupt:
+        for process in multiprocessing.active_children():  # Flyte's thread waits for them, and they agree to save and stop
+            process.terminate()
+        for process in multiprocessing.active_children():
+            process.join()
+        print("dali_train.workflow: stopped; start it again to resume", file=sys.stderr, flush=True)
+        os._exit(START_AGAIN)  # Flyte would take the stop for a failure and retry
+    print(f"accuracies {' '.join(f'{value:.4f}' for value in outputs.epoch_accuracies)}\nmodel {outputs.model_state.path}")
+    return FINISHED
+
+
+def _run(options: argparse.Namespace, config: Config, machine: Machine) -> TrainingOutputs:
+    if config.hooks.user:
+        raise ConfigError("hooks.user cannot be handed to a task: leave it out of the config, or train with dali-train")
+    if options.remote:
+        flyte.init_from_config()
+    else:
+        machine = replace(machine, work=str(options.work.absolute()))
+        flyte.init()
+    context = flyte.with_runcontext(mode="remote" if options.remote else "local")
+    action = context.run(train_workflow, options.dataset, config.to_json(), machine)
+    print(f"run {action.url}", flush=True)
+    if options.remote:
+        action.wait()
+    outputs: TrainingOutputs = action.outputs()[0]
+    return outputs
+
+
+def _with_batch(config: Config, options: argparse.Namespace, machine: Machine) -> Config:
+    per_process = options.batch_per_process or (128 if options.config == Path("configs/mnist.py") else None)
+    if per_process is None:
+        return config
+    total = per_process * (machine.num_processes or max(1, machine.gpus))
+    return config.replace({"batch.global_batch": total, "batch.micro_batch": min(per_process, config.batch.micro_batch)})
+
+
+def _data(action: str, *words: str) -> None:
+    status = data.main(action, words)
+    if status:
+        text = f"dali-train data {action} {' '.join(words)} ended with status {status}: its last line says why"
+        raise _never_again(DatasetError(text)) if status == MISTAKE else flyte.errors.RuntimeUserError("Data", text)
+
+
+def _never_again(error: Exception) -> flyte.errors.NonRecoverableError:
+    """A retry would meet the same mistake."""
+    return flyte.errors.NonRecoverableError(str(error), type(error).__name__)
+
+
+def _is_local() -> bool:
+    context = flyte.ctx()
+    return context is None or context.mode == "local"
+
+
+def _cached(task: Any, path: Callable[[Any], str], *arguments: Any) -> Any:
+    """What `task` gives; once more where that comes from the cache and its file was deleted since."""
+    outputs = task(*arguments)
+    if _is_local() and not Path(path(outputs)).exists():
+        outputs = task.override(cache=replace(task.cache, behavior="override"))(*arguments)
+    return outputs
+
+
+def _dataset_path(dataset: Dataset) -> str:
+    return dataset.files.path
+
+
+def _model_path(outputs: TrainingOutputs) -> str:
+    return outputs.model_state.path
+
+
+@contextmanager
+def _kept(directory: Path, checkpoint: flyte.Checkpoint | None) -> Iterator[None]:
+    """Within, what the run needs to resume goes to the task's checkpoint; before, it comes from there if the disk is empty."""
+    if checkpoint is None:
+        yield
+        return
+    if not (directory / "checkpoints").exists() and (earlier := checkpoint.load_sync()) is not None:
+        shutil.copytree(earlier, directory, symlinks=True, dirs_exist_ok=True)
+    ended, uploaded = threading.Event(), ""
+
+    def upload() -> None:
+        nonlocal uploaded
+        newest = directory / "checkpoints" / "newest"
+        if newest.is_symlink() and (name := os.readlink(newest)) != uploaded:  # noqa: PTH115 (the name alone)
+            try:
+                upload_run(directory, checkpoint)
+                uploaded = name
+            except OSError as error:  # a file that the run has just replaced, or a store that is away
+                print(
+                    f"warning: checkpoint {name} was not uploaded ({error}): the next attempt is in {UPLOAD_S:.0f} s",
+                    file=sys.stderr,
+                )
+
+    def work() -> None:
+        while not ended.wait(UPLOAD_S):
+            upload()
+
+    thread = threading.Thread(target=work, name="upload", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        upload()
+
+
+def upload_run(directory: Path, checkpoint: flyte.Checkpoint) -> None:
+    """Save the files of a run, with its newest and best checkpoint, as the task's checkpoint: one uncompressed tar file."""
+    kept = {(directory / "checkpoints" / link).resolve().name for link in ("newest", "best")} | {"newest", "best"}
+
+    def chosen(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        parts = Path(entry.name).parts
+        if (
+            entry.name == "run.lock"
+            or parts[0].startswith(".")
+            or (parts[0] == "checkpoints" and len(parts) > 1 and parts[1] not in kept)
+        ):
+            return None
+        return entry
+
+    with TemporaryDirectory(dir=directory.parent) as place:
+        path = Path(place) / "run.tar"
+        with tarfile.open(path, "w") as archive:
+            for child in sorted(directory.iterdir()):
+                archive.add(child, arcname=child.name, filter=chosen)
+        checkpoint.save_sync(path)
+
+
+def _show(directory: Path) -> None:
+    """The task's page: the run's report with curves and confusion, and the table of predictions."""
+    page = write_report([directory], directory / "report").read_text()
+    frame = f'<iframe style="width: 100%; height: 90vh; border: 0" srcdoc="{html.escape(page)}"></iframe>'
+    flyte.report.get_tab("report").replace(frame)
+    tables = sorted((directory / "predictions").glob("step-*/predictions.csv"))
+    if tables:
+        with tables[-1].open(newline="") as file:
+            columns, *rows = csv.reader(file)
+        images = directory / "predictions" / "images"
+        flyte.report.get_tab("predictions").replace(
+            _table(["", *columns], [[_picture(images / f"{row[0]}.png"), *row] for row in rows])
+        )
+    flyte.report.flush()
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """`rows` begin with a picture as HTML."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join(f"<tr><td>{row[0]}</td>{''.join(f'<td>{html.escape(value)}</td>' for value in row[1:])}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _picture(path: Path) -> str:
+    return f'<img src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">' if path.is_file() else ""
+
+
+if __name__ == "__main__":
+    from dali_train import workflow  # tasks must be known by this name, not as __main__'s
+
+    sys.exit(workflow.main())

@@ -1,0 +1,434 @@
+"""Files of strangers: manifests, indexes, archives, folders, labels and images that lie, are cut off, or are something else.
+
+Each is refused with one sentence that names the file; nothing is read or written elsewhere, hangs, or fills the memory.
+"""
+
+import io
+import json
+import os
+import struct
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dali_train.data.convert.archive import Archive, Directory, SourceError
+from dali_train.data.convert.imagenet import imagenet
+from dali_train.data.convert.trees import folders
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.pictures import picture
+from dali_train.data.dataset.tfrecord import TFRecordError
+from dali_train.errors import DatasetError
+from tests.conftest import photograph, write_shard
+from tests.data.files import (
+    SYNSETS,
+    encoded,
+    files_of,
+    small_photograph,
+    tar_bytes,
+    tool,
+    write_devkit,
+    write_folder,
+    write_tar,
+    write_validation_archive,
+)
+
+
+def index(*arguments: object) -> int:
+    return tool("make_index").main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    root = tmp_path / "dataset"
+    write_shard(root / "train" / "a", [(small_photograph(seed), 1 + seed % 3) for seed in range(6)])
+    build_index(root)
+    return root
+
+
+# dataset.json
+
+
+@pytest.mark.parametrize(
+    "name", ["../../secret", "/etc/passwd", "..", ".", "", ".hidden", "a/b", "a\0b", "x" * 300, 7, None, ["a"]]
+)
+def test_a_shard_name_is_a_plain_file_name(indexed: Path, name: object) -> None:
+    path = indexed / "dataset.json"
+    fields = json.loads(path.read_text())
+    fields["splits"]["train"]["shards"][0]["name"] = name
+    path.write_text(json.dumps(fields))
+    with pytest.raises(
+        DatasetError, match=r"dataset.json cannot be used: (the shard name .* is not a plain file name|name of a shard)"
+    ):
+        Manifest.read(indexed)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_classes": 0}, "num_classes of the file is 0, expected 1 to"),
+        ({"num_classes": 10**9}, "num_classes of the file is 1000000000, expected 1 to 1000000"),
+        ({"num_classes": "3"}, "num_classes of the file is of type str, expected int"),
+        ({"num_classes": True}, "num_classes of the file is of type bool, expected int"),
+        ({"num_classes": 4}, "class_names are 3 values for 4 classes"),
+        ({"class_names": [1, 2, 3]}, "class_names are 3 values for 3 classes, expected a text for each"),
+        ({"class_names": None}, "class_names of the file is missing"),
+        ({"label_base": 1 << 40}, "label_base of the file is 1099511627776"),
+        ({"encoding": "tar"}, "encoding is 'tar', expected image or raw"),
+        ({"splits": {"../train": {}}}, "splits are ../train, expected train and/or validation"),
+        ({"splits": {}}, "splits are none"),
+        ({"splits": {"train": []}}, "train is of type list, expected an object"),
+        ({"splits": {"train": {"num_records": 6, "shards": [{"name": "a"}]}}}, "num_records of a shard is missing"),
+        ({"splits": {"train": {"num_records": 1, "shards": []}}}, "num_records is 1, that of its shards 0"),
+        ({"conversion": 3}, "conversion of the file is of type int"),
+    ],
+)
+def test_values_of_another_kind(indexed: Path, change: dict[str, Any], message: str) -> None:
+    path = indexed / "dataset.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DatasetError) as error:
+        Manifest.read(indexed)
+    assert message in str(error.value) and str(path) in str(error.value) and "dali-train data index" in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"[" * 100_000, b"\xff\xfe", b"", b'{"format_version": 1e400}'])
+def test_a_manifest_that_is_something_else(indexed: Path, content: bytes) -> None:
+    (indexed / "dataset.json").write_bytes(content)
+    with pytest.raises(DatasetError, match=r"dataset.json (cannot be used|is not valid JSON)"):
+        Manifest.read(indexed)
+
+
+def test_manifests_and_indexes_that_are_no_files(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, message in ((indexed / "index" / "train.npy", "cannot be read"), (indexed / "dataset.json", "is not a regular file")):
+        path.unlink()
+        os.mkfifo(path)  # opening it would wait for ever
+        with pytest.raises(DatasetError, match=message):
+            Split(indexed, "train")
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        with pytest.raises(DatasetError, match=message):
+            Split(indexed, "train")
+    assert tool("verify_dataset").main([str(indexed)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_manifests_of_older_versions_are_read(indexed: Path) -> None:
+    path = indexed / "dataset.json"
+    fields = json.loads(path.read_text())
+    for name in ("image_key", "label_key", "encoding"):
+        del fields[name]
+    del fields["splits"]["train"]["index_crc32c"]
+    path.write_text(json.dumps(fields))
+    assert Manifest.read(indexed).splits["train"].index_crc32c is None
+    assert len(Split(indexed, "train")) == 6
+
+
+# The index
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("shard", 7), ("label", 3), ("label", -1), ("offset", 1 << 63), ("size", 1 << 31), ("size", 0), ("width", 0)],
+)
+def test_rows_that_cannot_be(indexed: Path, column: str, value: int) -> None:
+    """As of a dataset without checksums of its index."""
+    path, manifest = indexed / "index" / "train.npy", indexed / "dataset.json"
+    rows = np.load(path)
+    rows[column][4] = value
+    np.save(path, rows)
+    with pytest.raises(DatasetError, match=r"train.npy has CRC32C \w+, dataset.json says \w+: they were not written together"):
+        Split(indexed, "train")
+    manifest.write_text(manifest.read_text().replace('"index_crc32c"', '"of_old"'))
+    with pytest.raises(DatasetError, match=rf"row 4 \(record 4 of a\) has {column} {value}, which cannot be with 3 classes"):
+        Split(indexed, "train")
+
+
+@pytest.mark.parametrize("rows", [np.zeros(6), np.zeros((6, 1), "<u8"), np.array(3), np.array([None] * 6)])
+def test_an_index_that_is_another_array(indexed: Path, rows: np.ndarray) -> None:
+    np.save(indexed / "index" / "train.npy", rows, allow_pickle=True)
+    with pytest.raises(DatasetError, match=r"train.npy (has \d rows|cannot be read)"):
+        Split(indexed, "train")
+
+
+@pytest.mark.parametrize("header", [b"{'descr': [(", b"[" * 5_000, b"{'descr': 3, 'fortran_order': 0, 'shape': (-1,)}", b"\0" * 9])
+def test_an_index_with_a_damaged_header(indexed: Path, header: bytes) -> None:
+    """NumPy reads it with Python's tokenizer and parser, each with errors of its own."""
+    content = b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header
+    (indexed / "index" / "train.npy").write_bytes(content + bytes(6 * 24))
+    with pytest.raises(DatasetError, match=r"train.npy cannot be read .*: run `dali-train data index"):
+        Split(indexed, "train")
+
+
+def test_an_indexing_that_was_killed_leaves_no_mixture(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labels of one split by the new base, those of the other by the old: it must not be a dataset."""
+    from dali_train.data.dataset import build_index as room
+
+    write_shard(indexed / "validation" / "b", [(small_photograph(seed), 1 + seed % 3) for seed in range(4)])
+    build_index(indexed)
+    old = (indexed / "dataset.json").read_bytes()
+    write = room.write_atomically
+
+    def killed(path: Path, content: bytes) -> None:
+        if path.name == "validation.npy":
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(room, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_index(indexed, label_base=0)
+    with pytest.raises(DatasetError, match=r"dataset.json is missing: run `dali-train data index"):
+        Split(indexed, "train")
+    (indexed / "dataset.json").write_bytes(old)  # as one sees it who had read it before
+    with pytest.raises(DatasetError, match="they were not written together"):
+        Split(indexed, "train")
+
+
+# Labels
+
+
+@pytest.mark.parametrize("label", [10**9, (1 << 63) - 1])
+def test_a_label_that_is_no_class_number(tmp_path: Path, label: int) -> None:
+    write_shard(tmp_path / "train" / "a", [(small_photograph(1), 1), (small_photograph(2), label)])
+    with pytest.raises(TFRecordError, match=rf"train/a: at byte \d+: label {label} would make more than 1,000,000 classes"):
+        build_index(tmp_path)
+    with pytest.raises(
+        TFRecordError, match=rf"train/a: at byte [1-9]\d+: label {label} is out of range: 5 classes from 1 end at 5"
+    ):
+        build_index(tmp_path, num_classes=5)
+    write_shard(tmp_path / "train" / "a", [(small_photograph(1), 1), (small_photograph(2), -(1 << 63))])
+    with pytest.raises(TFRecordError, match="is out of range"):
+        build_index(tmp_path)
+
+
+def test_numbers_of_classes_that_make_no_sense(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files_of(indexed)
+    for options, message in (
+        (["--num-classes", "0"], "--num-classes is 0: use 1 to 1,000,000"),
+        (["--num-classes", "2000000000"], "--num-classes is 2000000000: use 1 to 1,000,000"),
+        (["--label-base", str(1 << 63)], "--label-base is 9223372036854775808: use the smallest label"),
+    ):
+        assert index(indexed, *options) == 2
+        assert message in capsys.readouterr().err
+    assert files_of(indexed) == before
+
+
+# Images
+
+
+def jpeg_with(**changes: int) -> bytes:
+    """A JPEG whose frame header says something else."""
+    content = bytearray(small_photograph(1))
+    frame = content.index(b"\xff\xc0")
+    for name, value in changes.items():
+        match name:
+            case "process":
+                content[frame + 1] = 0xC0 + value
+            case "precision":
+                content[frame + 4] = value
+            case "height":
+                content[frame + 5 : frame + 7] = struct.pack(">H", value)
+            case "width":
+                content[frame + 7 : frame + 9] = struct.pack(">H", value)
+    return bytes(content)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (EPS, "is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins with b'%!PS-Ado'"),
+        *[
+            (encoded(photograph(1, 30, 40), kind), "is not an image in a known format")
+            for kind in ("GIF", "ICO", "TGA", "PCX", "DDS")
+        ],
+        (jpeg_with(process=3), "is a JPEG of process SOF3 with 8 bits, which decoders refuse"),
+        (jpeg_with(precision=12), "is a JPEG of process SOF0 with 12 bits"),
+        (jpeg_with(width=0), "pixels: there is nothing to decode"),
+        (jpeg_with(height=0), "pixels: there is nothing to decode"),
+        (jpeg_with(height=30_000, width=30_000), "has 30000 x 30000 pixels: over 100,000,000 are refused as a decompression bomb"),
+        (jpeg_with(height=65_535, width=10), "a side may have 65,500; shrink or remove it"),
+        (encoded(photograph(1, 30, 40), "PNG")[:20], "image/encoded"),
+        (b"\x89PNG\r\n\x1a\n" + b"\0" * 30, "image/encoded"),
+    ],
+)
+def test_the_indexer_refuses_what_training_cannot_decode(tmp_path: Path, content: bytes, message: str) -> None:
+    write_shard(tmp_path / "train" / "a", [(small_photograph(1), 1), (content, 2)])
+    with pytest.raises(TFRecordError) as error:
+        build_index(tmp_path)
+    assert message in str(error.value) and f"{tmp_path}/train/a: at byte " in str(error.value)
+
+
+def test_verify_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The header of a truncated image is sound, so that only decoding finds it; and the picture of it names its place."""
+    bad = encoded(photograph(1, 300, 400), "JPEG")[:-3000]
+    write_shard(
+        tmp_path / "train" / "a", [(small_photograph(1), 1), (bad, 2), *[(small_photograph(seed), 1) for seed in range(2, 30)]]
+    )
+    assert index(tmp_path) == 0
+    verify = tool("verify_dataset").main
+    for options in ([], ["--sample", "30"]):
+        capsys.readouterr()
+        assert verify([str(tmp_path), *options]) == 1
+        output = capsys.readouterr().out
+        assert f"fault: {tmp_path}/train/a: the image of record " in output
+        assert "cannot be decoded: image file is truncated" in output and output.count("fault:") == 1
+    assert verify([str(tmp_path), "--no-decode"]) == 0
+    with pytest.raises(DatasetError, match=r"image 1 \(.*train/a, \d+ bytes at byte \d+\) cannot be decoded"):
+        picture(Split(tmp_path, "train"), 1)
+    assert tool("show_dataset").main([str(tmp_path), "--out", str(tmp_path / "sheets")]) == 2
+    assert "image 1 (" in capsys.readouterr().err
+
+
+# Archives
+
+
+def listed(path: Path) -> list[str]:
+    return [member.name for member in Archive(path).members()]
+
+
+def test_what_follows_the_end_of_an_archive_is_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "archive.tar"
+    first, second = tar_bytes({"a": b"1"}), tar_bytes({"b": b"2"})
+    path.write_bytes(first + second)  # cat a.tar b.tar
+    with pytest.raises(SourceError, match=r"archive.tar: at byte 1024: the archive seems to end here, but 19,456 bytes follow"):
+        listed(path)
+    hole = bytearray(tar_bytes({name: bytes(600) + b"x" for name in "abcdef"}))
+    hole[3 * 2048 // 2 : 3 * 2048] = bytes(3 * 2048 - 3 * 2048 // 2)
+    path.write_bytes(hole)
+    with pytest.raises(SourceError, match="not all of them zeros: a hole of an unfinished download"):
+        listed(path)
+    path.write_bytes(first[:1024] + bytes(1 << 20))  # allocated, and never filled
+    with pytest.raises(SourceError, match="1,048,576 bytes of zeros follow: probably an unfinished download"):
+        listed(path)
+    inner = write_tar(path, [("n01440764.tar", first + second)])
+    container = Archive(inner)
+    (outer,) = container.members()
+    with pytest.raises(SourceError, match=r"archive.tar \(n01440764.tar in it\): at byte 1536: the archive seems to end here"):
+        list(container.members(outer))
+    for padding in (1024, 10_240, 65_536):
+        path.write_bytes(first[:1024] + bytes(padding))
+        assert listed(path) == ["a"]
+
+
+def test_an_inner_archive_ends_where_it_ends(tmp_path: Path) -> None:
+    """Cut off, it must not continue with the members of the outer one."""
+    path = write_tar(tmp_path / "outer.tar", [("a.tar", tar_bytes({"1": b"1"})[:1024]), ("b.jpg", b"2")])
+    container = Archive(path)
+    outer = next(container.members())
+    with pytest.raises(SourceError, match=r"a.tar in it\): at byte 1536: the archive ends without its closing blocks"):
+        list(container.members(outer))
+
+
+@pytest.mark.parametrize(
+    "field", [b"-0000000001\0", b"99999999999\0", b"\xff" * 12, b"\x80" + b"\xff" * 11, b"0x200\0", b"1 2 3 4\0"]
+)
+def test_odd_numbers_in_a_header(tmp_path: Path, field: bytes) -> None:
+    header = bytearray(tarfile.TarInfo("odd").tobuf(tarfile.USTAR_FORMAT))
+    header[124 : 124 + len(field)] = field
+    header[148:156] = b" " * 8
+    header[148:156] = f"{sum(header):06o}\0 ".encode()
+    path = tmp_path / "odd.tar"
+    path.write_bytes(tar_bytes({"good": b"g"})[:1024] + bytes(header) + bytes(2048))
+    with pytest.raises(SourceError, match=r"odd.tar: at byte 1024: "):
+        listed(path)
+
+
+def test_pax_sizes_cannot_lead_backwards(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("a")
+    info.pax_headers = {"size": "-2048"}
+    path = tmp_path / "back.tar"
+    path.write_bytes(tar_bytes({"good": b"g"})[:1024] + info.tobuf(tarfile.PAX_FORMAT) + bytes(2048))
+    with pytest.raises(SourceError, match=r"back.tar: at byte 1024: "):
+        listed(path)
+
+
+def test_classes_whose_names_differ_in_a_byte_that_is_not_utf8(tmp_path: Path) -> None:
+    """In a tar and in a folder: two classes stay two, and their names are text that every file can hold."""
+    names = [b"caf\xe8".decode(errors="surrogateescape"), b"caf\xe9".decode(errors="surrogateescape")]
+    path = tmp_path / "latin.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape") as archive:
+        for number, name in enumerate(names):
+            content = small_photograph(number)
+            info = tarfile.TarInfo(f"{name}/{number}.jpg")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+            (tmp_path / "folder" / name).mkdir(parents=True)
+            (tmp_path / "folder" / name / "x.jpg").write_bytes(content)
+    for source in (path, tmp_path / "folder"):
+        out = tmp_path / f"out-{source.name}"
+        assert tool("make_tfrecords").main(["folder", "--train", str(source), "--out", str(out)]) == 0
+        split = Split(out, "train")
+        assert split.manifest.class_names == ("caf\\xe8", "caf\\xe9")
+        assert sorted(split.rows["label"]) == [0, 1]
+
+
+# Folders
+
+
+def test_a_folder_with_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    with pytest.raises(SourceError, match=r"pipe.jpg: a device, FIFO or socket, or a link to one, not a file: remove it"):
+        list(Directory(tmp_path).members())
+    (tmp_path / "pipe.jpg").unlink()
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    with pytest.raises(SourceError, match=r"zero.jpg: a device, FIFO or socket"):
+        list(Directory(tmp_path).members())
+    (tmp_path / "zero.jpg").unlink()
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
+    with pytest.raises(SourceError, match=r"up: a link to a directory that it lies in: remove it"):
+        list(Directory(tmp_path).members())
+
+
+def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
+    write_folder(tmp_path / "root" / "train", {"ant": 2, "bee": 2})
+    write_folder(tmp_path / "root" / "val", {"bee": 1}, first_seed=50)
+    sources, names = folders(tmp_path / "root", None, validation_fraction=None, seed=0)
+    assert names == ["ant", "bee"]
+    assert sources["train"].labels.tolist() == [0, 0, 1, 1] and sources["validation"].labels.tolist() == [1]
+    with pytest.raises(
+        SourceError, match=r"holds train, val, which are splits and not classes: give --train .*/train and --valid.*/val"
+    ):
+        folders(tmp_path / "root", None, validation_fraction=0.5, seed=0)
+    write_folder(tmp_path / "root" / "test", {"0": 1})
+    with pytest.raises(SourceError, match="holds test, train, val, which are splits and not classes"):
+        folders(tmp_path / "root", None, validation_fraction=None, seed=0)
+    write_folder(tmp_path / "vehicles", {"bus": 1, "train": 1})  # here it is a class
+    assert folders(tmp_path / "vehicles", None, validation_fraction=None, seed=0)[1] == ["bus", "train"]
+
+
+# The development kit
+
+
+def test_a_damaged_devkit_cannot_crash_the_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scipy's parser dies of some damaged files: here it is killed as if by a crash."""
+    validation = write_validation_archive(tmp_path / "val.tar", 1)
+    kit = write_devkit(tmp_path / "devkit.tar.gz", [SYNSETS[0]])
+    run = subprocess.run
+
+    def crash(command: list[str], **options: Any) -> Any:
+        return run(["bash", "-c", "kill -SEGV $$"], **options)
+
+    monkeypatch.setattr(subprocess, "run", crash)
+    with pytest.raises(SourceError, match=r"meta.mat: not the devkit's table of synsets, or damaged \(status -11\)"):
+        imagenet(None, validation, kit)
+
+
+def test_thumbnails_open_only_known_formats(indexed: Path) -> None:
+    """An index that was made by an older version may point at anything."""
+    path, rows = indexed / "train" / "a", np.load(indexed / "index" / "train.npy")
+    content = bytearray(path.read_bytes())
+    start = int(rows["offset"][0])
+    content[start : start + len(EPS)] = EPS
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"image 0 \(.*\) is not an image in a known format"):
+        picture(Split(indexed, "train", local=False), 0)
+    assert isinstance(picture(Split(indexed, "train", local=False), 1), Image.Image)

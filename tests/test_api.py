@@ -1,0 +1,136 @@
+"""The Python API, and evaluating a run by its directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dali_train
+from dali_train.checkpoint.load import load_newest
+from dali_train.checkpoint.storage import CheckpointError
+from dali_train.cli import main
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.pipeline import EvaluationPipeline
+
+from .conftest import TINY_CONFIG, jpeg, photograph, write_shard
+
+
+@pytest.fixture(scope="module")
+def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two steps."""
+    place = tmp_path_factory.mktemp("api")
+    text = TINY_CONFIG.format(root=str(dataset)).replace('dir="run"', f"dir={str(place / 'run')!r}, max_steps=2")
+    (place / "config.py").write_text(text)
+    result = dali_train.run(place / "config.py")
+    assert (result.run_dir, result.step, result.total_steps, bool(result.stopped)) == (place / "run", 2, 2, False)
+    events = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert result.best_top1 == next(event["top1"] for event in events if event["event"] == "eval")
+    assert result.epoch_accuracies == [result.best_top1] == json.loads((result.run_dir / "epoch_accuracies.json").read_text())
+    return result.run_dir
+
+
+def test_a_model_comes_back_with_its_weights(finished: Path) -> None:
+    config = dali_train.load_config(finished.parent / "config.py")
+    model = dali_train.load_model(finished)
+    assert not model.training
+    newest, _ = load_newest(finished / "checkpoints")
+    assert newest is not None
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, newest.state["model"][name])
+    split = Split(config.data.root, "validation")
+    images, labels = EvaluationPipeline(
+        split, [torch.arange(13).numpy()], config.data, pixel_format(config, torch.device("cpu"), 1)
+    ).run()
+    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    with torch.inference_mode():
+        assert (model(images).argmax(dim=1) == labels).double().mean() == next(e["top1"] for e in events if e["event"] == "eval")
+
+
+def test_final_weights_are_a_file_of_their_own(finished: Path, tmp_path: Path) -> None:
+    weights = load_file(finished / "model.safetensors")
+    for name, tensor in dali_train.load_model(finished, "newest").state_dict().items():
+        assert torch.equal(tensor, weights[name])
+
+    averaged = dali_train.load_config(finished.parent / "config.py").replace({"run.dir": str(tmp_path / "ema"), "ema.decay": 0.9})
+    result = dali_train.run(averaged)
+    assert result.model_file is not None
+    weights, average = load_file(result.model_file), dali_train.load_model(result.run_dir, "newest", weights="ema").state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in average.items())
+
+
+def test_accuracies_are_complete_after_a_resume(finished: Path, tmp_path: Path) -> None:
+    config = dali_train.load_config(finished.parent / "config.py")
+    config = config.replace({"run.dir": str(tmp_path / "run"), "run.eval_every_epochs": 0.64})  # each step
+    first = dali_train.run(config)
+    assert first.model_file is not None and len(first.epoch_accuracies) == 2
+    first.model_file.unlink()
+    assert dali_train.run(config) == first and first.model_file.is_file()  # nothing is trained twice
+    (tmp_path / "run" / "checkpoints" / "step-00000002").rename(tmp_path / "lost")
+    assert dali_train.run(config) == first
+    assert json.loads((tmp_path / "run" / "epoch_accuracies.json").read_text()) == first.epoch_accuracies
+
+
+def test_weights_that_cannot_be_written_cost_no_training(finished: Path, tmp_path: Path) -> None:
+    config = dali_train.load_config(finished.parent / "config.py").replace({"run.dir": str(tmp_path / "run")})
+    (tmp_path / "run" / "model.safetensors").mkdir(parents=True)  # a file cannot take its place
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be written .*: make room .* nothing is trained twice"):
+        dali_train.run(config)
+    (tmp_path / "run" / "model.safetensors").rmdir()
+    assert dali_train.run(config).model_file == tmp_path / "run" / "model.safetensors"
+
+
+def test_eval_takes_the_settings_of_the_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    top1 = next(event["top1"] for event in events if event["event"] == "eval")
+    for words in (
+        [str(finished)],
+        [str(finished), "--checkpoint", "newest"],
+        [str(finished), "--checkpoint", str(finished / "checkpoints" / "step-00000002")],
+        ["--config", str(finished.parent / "config.py"), "--checkpoint", str(finished / "checkpoints" / "best")],
+    ):
+        assert main(["eval", *words]) == 0
+        assert f"step 2: top-1 {top1:.2%}" in capsys.readouterr().out
+
+
+def test_eval_names_what_differs_from_the_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(finished), "--data.normalise", "100,100,100", "127.5,127.5,127.5"]) == 2
+    assert "data.mean [127.5, 127.5, 127.5] -> [100.0, 100.0, 100.0]" in capsys.readouterr().err
+    assert (
+        main(["eval", str(finished), "--data.normalise", "100,100,100", "127.5,127.5,127.5", "--run.accept_changed_recipe", "true"])
+        == 0
+    )
+    assert "data.mean" in capsys.readouterr().out
+
+    write_shard(tmp_path / "validation" / "validation-00000-of-00001", [(jpeg(photograph(i, 40, 40)), 1 + i) for i in range(5)])
+    build_index(tmp_path)
+    manifest = json.loads((tmp_path / "dataset.json").read_text())
+    manifest["class_names"] = [manifest["class_names"][i] for i in (0, 2, 1, 3, 4)]
+    (tmp_path / "dataset.json").write_text(json.dumps(manifest))
+    assert main(["eval", str(finished), "--data.root", str(tmp_path)]) == 2
+    assert "class 1 class 1 -> class 2" in capsys.readouterr().err
+
+
+def test_another_model_does_not_fit_the_weights(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model.kwargs.embed_dim", "64", "--run.accept_changed_recipe", "true"]
+    assert main(["eval", str(finished), *words]) == 2
+    assert "do not fit the model of this config" in capsys.readouterr().err
+
+
+def test_a_dataset_without_validation_is_mentioned(tmp_path: Path) -> None:
+    records = [(jpeg(photograph(i, 40, 40)), 1 + i % 2) for i in range(32)]
+    write_shard(tmp_path / "data" / "train" / "train-00000-of-00001", records)
+    build_index(tmp_path / "data")
+    (tmp_path / "config.py").write_text(TINY_CONFIG.format(root=str(tmp_path / "data")))
+    config = dali_train.load_config(tmp_path / "config.py").replace({"run.dir": str(tmp_path / "run"), "run.max_steps": 1})
+    result = dali_train.run(config)
+    assert (result.step, result.best_top1) == (1, None)
+    assert "has no validation split: nothing is evaluated" in (tmp_path / "run" / "logs" / "rank0.log").read_text()
+
+
+def test_status_of_a_run_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "/nowhere"]) == 2
+    assert "/nowhere: no such directory; name the run.dir of a run" in capsys.readouterr().err

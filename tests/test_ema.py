@@ -1,0 +1,104 @@
+"""The moving average of the weights: timm's numbers, and exact through a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from dali_train.checkpoint.load import load_newest
+from dali_train.config import ConfigError, EmaConfig
+from dali_train.training.ema import Ema, ema_decay
+
+from .conftest import StartTraining, Train, relative_differences
+from .helpers import kill_after_step_4
+
+ON = ("--ema.decay", "0.9", "--ema.after_steps", "2")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"decay": 0.9}, {"decay": 0.9}),
+        ({"decay": 0.9, "after_steps": 3}, {"decay": 0.9, "update_after_step": 3}),
+        ({"decay": 0.8, "warmup": True}, {"decay": 0.8, "use_warmup": True}),
+        (
+            {"decay": 0.99, "warmup": True, "warmup_gamma": 2.0, "warmup_power": 0.75, "after_steps": 2},
+            {"decay": 0.99, "use_warmup": True, "warmup_gamma": 2.0, "warmup_power": 0.75, "update_after_step": 2},
+        ),
+    ],
+)
+def test_the_average_is_timms(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    model = network()
+    average, reference = Ema(model, EmaConfig(**ours)), ModelEmaV3(model, **theirs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(12):
+        model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+        average.update(step)
+        reference.update(model, step=step + 1)  # timm counts the steps that are done
+        assert ema_decay(EmaConfig(**ours), step) == reference.get_decay(step + 1)
+    expected = reference.module.state_dict()
+    assert average.state().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in average.state().items())
+    assert not torch.equal(average.state()["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_a_model_has_the_averages_only_for_a_while() -> None:
+    model = network()
+    average = Ema(model, EmaConfig(decay=0.9))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    addresses = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    average.load({name: torch.ones_like(tensor) for name, tensor in before.items()})
+    with pytest.raises(ZeroDivisionError), average.weights_in(model):
+        assert all(bool((tensor == 1).all()) for tensor in model.state_dict().values())
+        raise ZeroDivisionError
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
+
+
+def test_a_run_evaluates_it_and_resumes_it_exactly(
+    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
+) -> None:
+    overrides = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", *ON)
+    train("undisturbed", *overrides, ranks=2)
+    kill_after_step_4(start_training, tiny_config, "killed", *overrides, ranks=2)
+    train("killed", *overrides, ranks=2)
+    train("one", *overrides)
+    saved = {}
+    for name in ("undisturbed", "killed", "one"):
+        newest, _ = load_newest(tmp_path / name / "checkpoints")
+        assert newest is not None
+        saved[name] = newest.state
+        events = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        evaluations = [event for event in events if event["event"] == "eval"]
+        assert all({"ema_loss", "ema_top1", "ema_top5", "loss", "top1"} <= event.keys() for event in evaluations)
+        assert evaluations[-1]["ema_loss"] != evaluations[-1]["loss"]
+    for section in ("ema", "model"):
+        assert max(relative_differences(saved["undisturbed"][section], saved["killed"][section]).values()) == 0
+        assert max(relative_differences(saved["undisturbed"][section], saved["one"][section]).values()) < 1e-4
+    assert max(relative_differences(saved["one"]["model"], saved["one"]["ema"]).values()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay": 1.0}, "ema.decay is 1.0: use a share between 0 and 1"),
+        ({"decay": 0.0}, "ema.decay is 0.0: use a share between 0 and 1"),
+        ({"decay": 0.9, "after_steps": -1}, "ema.after_steps is -1: use a number from 0 on"),
+        ({"warmup": True}, "ema.warmup is true, but there is no average: set ema.decay"),
+        ({"decay": 0.9, "warmup_gamma": 0.0}, "ema.warmup_gamma is 0.0"),
+        ({"decay": 0.9, "warmup_power": 0.0}, "ema.warmup_power is 0.0"),
+    ],
+)
+def test_averages_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EmaConfig(**settings)

@@ -1,0 +1,196 @@
+"""What becomes of a finished run: exported models, predictions, and the question why two runs differ."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import dali_train
+from dali_train.checkpoint.model import load_trained
+from dali_train.cli import main
+
+from .conftest import TINY_CONFIG, photograph
+
+
+@pytest.fixture(scope="module")
+def make_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``make_run(more="text in RunConfig", changes=[(old, new)])``: the directory of a run of three steps with an EMA."""
+
+    def make(*changes: tuple[str, str]) -> Path:
+        place = tmp_path_factory.mktemp("run")
+        text = TINY_CONFIG.format(root=str(dataset)).replace('dir="run"', f"dir={str(place / 'run')!r}, max_steps=3")
+        text = text.replace("    run=RunConfig", "    ema=EmaConfig(decay=0.5),\n    run=RunConfig")
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (place / "config.py").write_text(text)
+        return dali_train.run(place / "config.py").run_dir
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(make_run: Callable[..., Path]) -> Path:
+    return make_run()
+
+
+def logits_of(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(images)
+
+
+def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(finished), "--output", str(tmp_path / "out"), "--weights", "raw"]) == 0
+    assert "its logits differ by" in capsys.readouterr().out
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(logits_of(model, images), logits_of(load_trained(finished, weights="raw").model, images))
+    assert model.pretrained_cfg["label_names"] == ["class 0", "class 1", "class 2", "class 3", "class 4"]
+    assert model.pretrained_cfg["mean"] == [0.5, 0.5, 0.5] and model.pretrained_cfg["crop_pct"] == pytest.approx(32 / 36)
+    preprocessing = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
+    assert (preprocessing["resize_to"], preprocessing["center_crop"], preprocessing["weights"]) == (36, 32, "raw")
+    assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]
+
+
+def test_a_run_begins_with_exported_weights(finished: Path, tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    assert main(["export", str(finished), "--output", str(tmp_path / "out")]) == 0
+    weights = str(tmp_path / "out" / "model.safetensors")
+    tuned = make_run(
+        ('name="vit_tiny_patch16_224",', f'name="vit_tiny_patch16_224", weights={weights!r},'), ("lr=1e-2", "lr=1e-9")
+    )  # fmt: skip
+    first, second = (load_trained(run).model.state_dict() for run in (finished, tuned))
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_the_moving_average_is_exported_unless_the_weights_are_asked_for(finished: Path, tmp_path: Path) -> None:
+    for weights, words in (("ema", []), ("raw", ["--weights", "raw"])):
+        assert main(["export", str(finished), "--output", str(tmp_path / weights), *words]) == 0
+        assert json.loads((tmp_path / weights / "preprocessing.json").read_text())["weights"] == weights
+    assert (tmp_path / "ema" / "model.safetensors").read_bytes() != (tmp_path / "raw" / "model.safetensors").read_bytes()
+
+
+def test_torch_reads_what_was_exported(finished: Path) -> None:
+    assert main(["export", str(finished), "--format", "torch-export"]) == 0
+    model = torch.export.load(finished / "export" / "torch-export" / "model.pt2").module()
+    images = torch.randn(7, 3, 32, 32)
+    torch.testing.assert_close(logits_of(model, images), logits_of(load_trained(finished).model, images), atol=1e-4, rtol=1e-4)
+
+
+def test_onnxruntime_reads_what_was_exported(finished: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert main(["export", str(finished), "--format", "onnx"]) == 0
+    session = onnxruntime.InferenceSession(finished / "export" / "onnx" / "model.onnx", providers=["CPUExecutionProvider"])
+    for size in (1, 6):
+        images = torch.randn(size, 3, 32, 32)
+        (logits,) = session.run(["logits"], {"images": images.numpy()})
+        np.testing.assert_allclose(logits, logits_of(load_trained(finished).model, images).numpy(), atol=1e-4)
+
+
+def test_onnx_without_its_packages_says_what_to_install(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["export", str(finished), "--format", "onnx"]) == 2
+    assert "--format onnx needs onnx, onnxscript, onnxruntime: pip install 'dali-train[export]'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("photographs")
+    paths = [place / f"{number}.{kind}" for number, kind in enumerate(("jpg", "png", "jpg"))]
+    for number, path in enumerate(paths):
+        photograph(number, 60 + number, 90).save(path)
+    return paths
+
+
+@pytest.mark.parametrize("decoder", ["dali", "pil"])
+def test_predictions_of_files(
+    finished: Path, photographs: list[Path], decoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "picture.png"
+    assert main(["predict", str(finished), *map(str, photographs), "--decoder", decoder, "--picture", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("moving average of the weights of")
+    for path, line in zip(photographs, lines[1:], strict=False):
+        assert re.fullmatch(rf"{re.escape(str(path))} +(class \d \d+\.\d%( +|$)){{3}}", line), line
+    with Image.open(picture) as image:
+        assert image.size[0] > 500
+
+
+def test_both_decoders_are_compared_on_the_validation_split(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(finished)]) == 0
+    found = re.search(r"13 validation images .* top-1 (\S+)% decoded by DALI, (\S+)% by PIL", capsys.readouterr().out)
+    assert found is not None
+    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    last = next(event for event in reversed(events) if event["event"] == "eval")
+    assert float(found[1]) == pytest.approx(100 * last["ema_top1"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nowhere"], "/nowhere is not a run directory"),
+        (["RUN", "/nowhere.jpg"], "/nowhere.jpg: file not found"),
+        (["RUN", "--picture", "x.png"], "--picture needs images"),
+        (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image that can be read"),
+        (["RUN", "TEXT"], "TEXT is not an image that can be read"),
+        (["RUN", "--data.train_size", "1"], "predict takes a run's own settings and no others"),
+    ],
+)
+def test_predict_names_mistakes(
+    finished: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "TEXT").write_text("no image")
+    places = {"RUN": str(finished), "TEXT": str(tmp_path / "TEXT")}
+    assert main(["predict", *(places.get(word, word) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def diff_of(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
+    status = main(["diff", *map(str, words)])
+    return status, capsys.readouterr().out
+
+
+def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output = diff_of(capsys, finished, finished)
+    assert status == 0
+    assert output.count("the same") == 3
+
+
+def test_diff_names_the_first_draw_that_differs(
+    finished: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flips = make_run(("num_threads=1", "num_threads=1, horizontal_flip=1.0"))
+    status, output = diff_of(capsys, finished, flips)
+    assert status == 1
+    assert "data.horizontal_flip: 0.5 | 1.0" in output
+    assert re.search(r"first difference: step 0, micro-batch 0, place \d \(image (\d+) \| \1\), flips: 0 \| 1", output), output
+    assert re.search(r"losses\n  first difference: step 1, \S+ \| \S+ \(\S+ relative\)", output), output
+
+    seeds = make_run(("num_threads=1", "num_threads=1, seed=1"))
+    _, output = diff_of(capsys, finished, seeds)
+    assert re.search(r"step 0, micro-batch 0, place 0 \(image \d+ \| \d+\), images: \d+ \| \d+", output), output
+
+
+def test_diff_tells_another_rate_from_another_sample(
+    finished: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster = make_run(("lr=1e-2", "lr=2e-2"))
+    status, output = diff_of(capsys, finished, faster)
+    assert status == 1
+    assert "optimizer.lr: 0.01 | 0.02" in output
+    assert "samples\n  the same" in output
+    assert "losses\n  first difference: step 2," in output  # the first step's loss comes before its update
+
+
+def test_diff_needs_two_runs(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(finished), str(tmp_path)]) == 2
+    assert "is not a run directory: it has no config.json" in capsys.readouterr().err

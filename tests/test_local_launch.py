@@ -1,0 +1,100 @@
+"""Several ranks from one process: they find each other, their errors arrive, and none outlives the process."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dali_train
+from dali_train.distributed.launch import LaunchOptions, discover
+from dali_train.distributed.local_launch import WorkerError, launch_locally
+from dali_train.errors import ConfigError
+
+FAULTS = """
+import os, resource, signal
+from dali_train.hooks import Hook
+
+class Killed(Hook):
+    def start(self, record):
+        self.rank = record.launch.rank
+
+    def step(self, record):
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class NoRoom(Hook):
+    def start(self, record):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # less than a checkpoint, more than the other files
+
+config = config.replace({"hooks.user": (FAULT,), "run.dir": DIRECTORY})
+"""
+
+REPOSITORY = Path(__file__).parent.parent  # not conftest's: each rank imports this file, and DALI with it
+
+
+def place(word: str) -> tuple[str, int, int]:
+    found = discover(LaunchOptions())
+    return word, found.rank, found.world_size
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such weather")
+    time.sleep(60)
+
+
+def sleep(directory: Path) -> None:
+    (directory / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+def test_results_come_by_rank_and_errors_with_their_traceback() -> None:
+    assert launch_locally(place, "here", num_processes=2) == {0: ("here", 0, 2), 1: ("here", 1, 2)}
+    with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2 failed: .*fail_on_rank_1.*no such weather"):
+        launch_locally(fail_on_rank_1, num_processes=2)
+    with pytest.raises(ConfigError, match="num_processes is 0: use at least 1"):
+        launch_locally(place, "here", num_processes=0)
+
+
+def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; from tests.test_local_launch import sleep, launch_locally\n"
+    script += "if __name__ == '__main__': launch_locally(sleep, Path(sys.argv[1]), num_processes=2)"
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    parent = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], env=environment, stdout=subprocess.PIPE)
+    while not all((tmp_path / rank).exists() for rank in "01"):
+        assert parent.poll() is None
+        time.sleep(0.1)
+    parent.send_signal(signal.SIGKILL)
+    assert parent.stdout is not None
+    parent.stdout.read()  # until the last process that has it is gone
+    parent.wait()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("Killed", r"rank 1 of 2 was killed \(SIGKILL\), perhaps for lack of memory: start again to resume"),
+        ("NoRoom", r"rank [01] of 2 failed: could not save a checkpoint in \S+: .* make room and start the same command again"),
+    ],
+)
+def test_one_clear_error(tiny_config: Path, tmp_path: Path, fault: str, message: str) -> None:
+    text = FAULTS.replace("FAULT", fault).replace("DIRECTORY", repr(str(tmp_path / "run")))
+    tiny_config.write_text(tiny_config.read_text() + text)
+    with pytest.raises(WorkerError) as raised:
+        dali_train.run(tiny_config, num_processes=2)
+    assert re.fullmatch(message, str(raised.value)), raised.value
+
+
+def test_a_port_that_is_taken_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        listener.listen()
+        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+        assert launch_locally(place, "here", num_processes=2) == {0: ("here", 0, 2), 1: ("here", 1, 2)}

@@ -1,0 +1,122 @@
+"""Any of timm's optimizers: made from the config, resumed exactly, an overflow undone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dali_train.checkpoint.load import load_checkpoint
+from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.checkpoint.state import capture, restore
+from dali_train.config import OptimizerConfig, PrecisionConfig
+from dali_train.errors import ConfigError
+from dali_train.training.optim import make_optimizer
+from dali_train.training.precision import Precision
+
+from .conftest import Train, final_weights
+
+# Counts of steps as tensors and numbers, in the group and not at all; moments in bfloat16, without a dimension, not there.
+NAMES = ["lamb", "adamw", "sgd", "lars", "muon", "adan", "adafactorbv", "novograd", "nadam", "laprop", "madgrad", "lion"]
+
+
+class Training:
+    """Parameters of every shape, trained or not."""
+
+    def __init__(self, config: OptimizerConfig, dtype: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5))
+        self.model.to(memory_format=torch.channels_last)
+        self.model.unused = nn.Parameter(torch.ones(3))
+        self.model.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.model.empty = nn.Parameter(torch.zeros(0, 2))
+        self.model.scalar = nn.Parameter(torch.tensor(2.0))
+        self.optimizer: Optimizer = make_optimizer(self.model, config)
+        self.precision = Precision(PrecisionConfig(dtype=dtype, initial_scale=16.0), torch.device("cpu"))
+
+    def step(self, seed: int, *, scale: float = 1.0) -> None:
+        images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        self.optimizer.zero_grad()
+        self.precision.scaler.scale((self.model(images) * self.model.scalar).square().mean() * scale).backward()
+        self.precision.step(self.optimizer, clip_grad_norm=1.0)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [(name, {}) for name in NAMES] + [("sgd", {"momentum": 0.0, "nesterov": False}), ("adamw", {"fused": True})]
+)
+def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict[str, Any], dtype: str) -> None:
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1, name=name, kwargs=kwargs)
+    training = Training(config, dtype)
+    overflow = float("inf")
+    if dtype == "fp16":  # before the optimizer has any state
+        before = training.parameters()
+        training.step(0, scale=overflow)
+        assert all(map(torch.equal, before, training.parameters()))
+    training.step(1)
+    training.step(2)
+    if dtype == "fp16":
+        before = training.parameters()
+        training.step(0, scale=overflow)
+        assert all(map(torch.equal, before, training.parameters()))
+    writer = CheckpointWriter(tmp_path, None, keep=1, keep_best=1)
+    writer.prepare(0)
+    writer.save(2, *capture(training.model, training.optimizer, training.precision))
+    writer.wait()
+    resumed = Training(config, dtype)
+    warnings = restore(load_checkpoint(tmp_path / "step-00000002"), resumed.model, resumed.optimizer, resumed.precision)
+    assert not warnings
+    for seed in (3, 4):
+        training.step(seed)
+        resumed.step(seed)
+    assert all(map(torch.equal, training.parameters(), resumed.parameters()))
+
+
+def test_a_first_step_that_overflows_leaves_no_trace() -> None:
+    """Momentum starts as the first gradient, not as zero."""
+    config = OptimizerConfig(lr=1e-2, name="sgd", kwargs={"nesterov": False, "dampening": 0.5})
+    one, other = Training(config, "fp16"), Training(config, "fp16")
+    one.step(0, scale=float("inf"))
+    one.model.load_state_dict(other.model.state_dict())  # BatchNorm's statistics have seen the images
+    for training in (one, other):
+        training.step(1)
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+def test_a_real_run_resumes_exactly_with_adamw(train: Train, tmp_path: Path) -> None:
+    adamw = ("--optimizer.name", "adamw", "--optimizer.lr", "1e-3")
+    train("undisturbed", *adamw, "--run.max_steps", "4", ranks=2)
+    train("resumed", *adamw, "--run.max_steps", "2", ranks=2)
+    train("resumed", *adamw, "--run.max_steps", "4", ranks=2)
+    ours, theirs = final_weights(tmp_path / "resumed"), final_weights(tmp_path / "undisturbed")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "adamv"}, r"optimizer.name is adamv, which timm does not have: did you mean adam, "),
+        ({"name": "adahessian"}, "needs second derivatives"),
+        ({"name": "kron"}, "keeps rng_state"),
+        ({"name": "lamb", "kwargs": {"momentum": 0.9}}, "optimizer.kwargs has momentum, which lamb does not take"),
+        ({"name": "sgd", "kwargs": {"nestrov": True}}, "has nestrov, which sgd does not take: use nesterov"),
+        ({"name": "adamw", "kwargs": {"lr": 1.0}}, "optimizer.kwargs has lr: set optimizer.lr instead"),
+        ({"name": "adamw", "kwargs": {"betas": (0.9, 0.99)}}, "optimizer.kwargs has betas: set optimizer.betas instead"),
+        ({"name": "sgd", "kwargs": {"momentum": "much"}}, "sgd cannot be made with optimizer.kwargs"),
+        ({"name": "adamw", "bias_correction": False}, "adamw has no such setting"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_one_sentence(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_optimizer(nn.Linear(3, 2), OptimizerConfig(lr=0.1, **fields))
+
+
+def test_vectors_are_excluded_with_every_optimizer() -> None:
+    for name in ("lamb", "adamw", "sgd"):
+        optimizer = make_optimizer(nn.Linear(3, 2), OptimizerConfig(lr=0.1, weight_decay=0.1, name=name))
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

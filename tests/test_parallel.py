@@ -1,0 +1,147 @@
+"""Models that are divided among ranks train as in one process: the same samples, and weights that differ by rounding alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dali_train.checkpoint.load import load_newest
+
+from .conftest import TINY_CONFIG, Ranks, StartTraining, Train, relative_differences
+from .helpers import FLOAT64_BOUND, kill_after_step_4, losses, samples
+
+FP64 = ("--precision.dtype", "fp64")
+DEEP = ("--model.kwargs.depth", "4")
+WORDS = (*FP64, *DEEP, "--ema.decay", "0.9", "--run.max_steps", "5")
+SHARDED = ("--parallel.shard", "full")
+PIPELINE = ("--parallel.pipeline", "2")
+INTERLEAVED = (*PIPELINE, "--parallel.schedule", "interleaved", "--parallel.num_chunks", "2")
+TENSOR = ("--parallel.tensor.size", "2")
+
+
+def state_difference(a: Path, b: Path) -> float:
+    """The largest |a - b| / |a| of a tensor in the newest checkpoints: weights, moving averages and the optimizer's state."""
+    (one, _), (other, _) = (load_newest(path / "checkpoints") for path in (a, b))
+    assert one is not None and other is not None and one.step == other.step and one.state.keys() == other.state.keys()
+    assert one.state["model"].keys() == other.state["model"].keys()
+    differences = [relative_differences(one.state[name], other.state[name]) for name in one.state]
+    # BatchNorm's own count of its calls is that of one rank, and nobody reads it.
+    return max(value for each in differences for name, value in each.items() if not name.endswith("num_batches_tracked"))
+
+
+def train_events(directory: Path) -> list[dict[str, float]]:
+    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "train"]
+
+
+def evaluations(directory: Path) -> list[dict[str, float]]:
+    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == "eval"]
+
+
+@pytest.fixture(scope="module")
+def one_process(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with `WORDS` in one process."""
+    directory = tmp_path_factory.mktemp("one")
+    config = directory / "config.py"
+    config.write_text(TINY_CONFIG.format(root=str(dataset)))
+    ranks = Ranks(["train", "--config", str(config), "--run.dir", str(directory / "run"), *WORDS], 1, directory / "log")
+    assert ranks.wait() == [0], ranks.log.read_text()
+    return directory / "run"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, ("--parallel.shard", "optimizer"), id="zero-1"),
+        pytest.param(2, ("--parallel.shard", "gradients"), id="zero-2"),
+        pytest.param(4, (*SHARDED, "--parallel.shard_ranks", "2"), id="zero-3-and-copies"),
+        pytest.param(2, PIPELINE, id="1f1b"),
+        pytest.param(4, (*INTERLEAVED, "--parallel.shard", "gradients"), id="interleaved-sharded"),
+        pytest.param(
+            4, (*PIPELINE, *SHARDED, "--parallel.blocks_per_stage", "1", "3", "--model.activation_checkpointing", "true"),
+            id="uneven-sharded-recomputing",
+        ),
+        pytest.param(4, TENSOR, id="1d"),
+        pytest.param(4, ("--parallel.tensor.mode", "2d", "--parallel.tensor.size", "4"), id="2d"),
+        pytest.param(4, (*PIPELINE, *TENSOR), id="2x2"),
+        pytest.param(8, (*PIPELINE, *TENSOR, *SHARDED, "--parallel.tensor.sequence_parallel", "true"), id="2x2x2"),
+    ],
+)  # fmt: skip
+def test_divided_models_train_as_one(train: Train, one_process: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]) -> None:
+    """With dropout, stochastic depth, Mixup, clipping and a moving average, evaluated in between."""
+    train("several", *WORDS, *options, ranks=ranks)
+    several = tmp_path / "several"
+    assert samples(several) == samples(one_process)
+    assert losses(several) == pytest.approx(losses(one_process), rel=1e-12)
+    assert state_difference(one_process, several) < FLOAT64_BOUND
+    for ours, theirs in zip(evaluations(several), evaluations(one_process), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12) and ours["ema_top1"] == theirs["ema_top1"]
+    details, expected = ((each / "lamb.jsonl").read_text().splitlines() for each in (several, one_process))
+    layers, their_layers = json.loads(details[0])["layers"], json.loads(expected[0])["layers"]
+    assert layers.keys() == their_layers.keys()
+    assert [row[1] for row in layers.values()] == pytest.approx([their_layers[name][1] for name in layers], rel=1e-12)
+
+
+def test_a_sharded_convolutional_net_trains_as_one(train: Train, tmp_path: Path) -> None:
+    """Any model can be sharded; BatchNorm's statistics are those of all ranks."""
+    config = tmp_path / "no-kwargs.py"
+    text = (tmp_path / "tiny-config.py").read_text()
+    start, end = text.index("kwargs=dict("), text.index("),\n    ),\n    optimizer")
+    config.write_text(text[:start] + "kwargs=dict(" + text[end:])
+    words = (*FP64, "--model.name", "test_resnet", "--run.max_steps", "3")
+    train("one", *words, config=config)
+    train("two", *words, *SHARDED, ranks=2, config=config)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert state_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(4, (*PIPELINE, *SHARDED)), (2, TENSOR)], ids=["pipeline-sharded", "1d"])
+def test_a_killed_run_ends_with_the_same_bits(
+    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
+) -> None:
+    often = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", *options)
+    train("undisturbed", *often, ranks=ranks)
+    kill_after_step_4(start_training, tiny_config, "killed", *often, ranks=ranks)
+    assert "resuming from step" in train("killed", *often, ranks=ranks)
+    assert state_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+
+
+def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_path: Path) -> None:
+    """A step on each; what one has written the next one reads."""
+    layouts: list[tuple[int, tuple[str, ...]]] = [
+        (4, (*PIPELINE, *TENSOR)),
+        (4, ()),
+        (2, INTERLEAVED),
+        (1, ()),
+        (4, ("--parallel.shard", "optimizer", "--parallel.shard_ranks", "2")),
+    ]
+    for step, (ranks, options) in enumerate(layouts, 1):
+        train("several", *WORDS, *options, "--run.max_steps", f"{step}", ranks=ranks)
+    assert samples(tmp_path / "several") == samples(one_process)
+    assert state_difference(one_process, tmp_path / "several") < FLOAT64_BOUND
+
+
+def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
+    """A loss scale that overflows for the first steps, wherever a gradient is. A rank's loss is divided by the number of its
+    micro-batches before it is scaled, so runs with the same number of data-parallel ranks overflow at the same scale."""
+    words = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e9", "--run.epochs", "12", *DEEP)
+    words = (*words, "--run.eval_every_epochs", "none", "--hooks.trace_samples", "false", "--batch.micro_batch", "8")
+    for data_ranks, options in ((1, ()), (2, SHARDED)):
+        train(f"plain-{data_ranks}", *words, ranks=data_ranks)
+        train(f"pipeline-{data_ranks}", *words, *PIPELINE, *options, ranks=2 * data_ranks)
+        plain, pipelined = (train_events(tmp_path / f"{name}-{data_ranks}") for name in ("plain", "pipeline"))
+        assert len(plain) == 19 and 2 < plain[-1]["skipped_steps"] < 15
+        for name in ("skipped_steps", "loss_scale"):
+            assert [event[name] for event in pipelined] == [event[name] for event in plain]
+        # float16 resolves 2**-11, and sums in another order differ by its last bits.
+        assert [event["loss"] for event in pipelined] == pytest.approx([event["loss"] for event in plain], rel=2e-3)
+
+
+@pytest.mark.parametrize("options", [("--precision.pure", "true"), ("--model.fast_norm", "true")], ids=["pure", "fast-norm"])
+def test_half_precision_between_stages(train: Train, tmp_path: Path, options: tuple[str, ...]) -> None:
+    words = ("--precision.dtype", "bf16", *options, *DEEP, "--run.max_steps", "3")
+    train("one", *words)
+    train("several", *words, *PIPELINE, *SHARDED, ranks=4)
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=2e-2)  # bfloat16 resolves 2**-8

@@ -1,0 +1,114 @@
+"""Trained weights to begin with, frozen weights, and the project's own small model."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from dali_train.training.model import build_model
+
+from .conftest import Train, final_weights
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+CPU = torch.device("cpu")
+
+
+def config(**model: Any) -> Config:
+    model = {"name": "vit_tiny_patch16_224", "kwargs": VIT, **model}
+    return Config(
+        data=DataConfig(root="data"), model=ModelConfig(**model), optimizer=OptimizerConfig(lr=1),
+        schedule=ScheduleConfig(), batch=BatchConfig(global_batch=4, micro_batch=4), run=RunConfig(dir="run", epochs=1),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
+    """A file of trained weights for 5 classes at 32 pixels, and what is in it."""
+    torch.manual_seed(3)
+    state = timm.create_model("vit_tiny_patch16_224", num_classes=5, **VIT).state_dict()
+    path = tmp_path_factory.mktemp("weights") / "vit.safetensors"
+    save_file(state, path)
+    return str(path), state
+
+
+def test_weights_come_from_a_file(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    path, expected = weights
+    model = build_model(config(weights=path), 5, CPU, with_weights=True)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    without = build_model(config(weights=path), 5, CPU)  # whoever has a checkpoint needs no file
+    assert not torch.equal(without.state_dict()["head.weight"], expected["head.weight"])
+
+
+def test_other_classes_get_a_new_classifier(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    path, expected = weights
+    first, second = (build_model(config(weights=path), 3, CPU, with_weights=True).state_dict() for _ in range(2))
+    assert first["head.weight"].shape == (3, 32)
+    assert torch.equal(first["head.weight"], second["head.weight"])
+    assert torch.equal(first["blocks.0.attn.qkv.weight"], expected["blocks.0.attn.qkv.weight"])
+
+
+def test_position_embeddings_are_fitted_to_another_resolution(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    path, expected = weights
+    larger = build_model(config(weights=path, kwargs=VIT | {"img_size": 64}), 5, CPU, with_weights=True).state_dict()
+    assert expected["pos_embed"].shape == (1, 17, 32) and larger["pos_embed"].shape == (1, 65, 32)
+    torch.testing.assert_close(larger["pos_embed"][:, 1:].mean(), expected["pos_embed"][:, 1:].mean(), atol=1e-3, rtol=0)
+
+
+def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, _ = weights
+    (tmp_path / "broken.safetensors").write_bytes(b"no weights")
+    for settings, message in (
+        ({"weights": "/nowhere.safetensors"}, "model.weights: there is no file /nowhere.safetensors"),
+        ({"weights": str(tmp_path / "broken.safetensors")}, "is not a safetensors file"),
+        (
+            {"weights": path, "kwargs": VIT | {"embed_dim": 64}},
+            "cannot be loaded into timm's vit_tiny_patch16_224 .* size mismatch",
+        ),
+        ({"weights": "resnet50.a1_in1k"}, "resnet50.a1_in1k are weights of another architecture than vit_tiny_patch16_224"),
+        ({"weights": "vit_tinny"}, "model.weights is 'vit_tinny', which timm does not know"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_model(config(**settings), 5, CPU, with_weights=True)
+
+
+def test_frozen_weights_stay(train: Train, tmp_path: Path) -> None:
+    frozen = ("--model.freeze", "patch_embed.*", "blocks.0.*", "--optimizer.weight_decay", "0.1", "--run.epochs", "2")
+    train("frozen", *frozen, ranks=2)
+    text = (tmp_path / "tiny-config.py").read_text()
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    first = build_model(namespace["config"], 5, CPU).state_dict()
+    last = final_weights(tmp_path / "frozen")
+    stayed = {name for name in first if torch.equal(first[name], last[name])}
+    assert stayed == {name for name in first if name.startswith(("patch_embed.", "blocks.0."))}
+
+
+def test_patterns_that_match_nothing_or_everything_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.freeze: block.0.* matches no weight of the model; names are like blocks.0"):
+        build_model(config(freeze=("block.0.*",)), 5, CPU)
+    with pytest.raises(ConfigError, match=r"leaves nothing to train"):
+        build_model(config(freeze=("*",)), 5, CPU)
+
+
+def test_lenet_is_a_timm_model() -> None:
+    settings = replace(config(), model=ModelConfig(name="dali_lenet"))
+    model = build_model(settings, 10, CPU)
+    shapes = [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
+    assert shapes == [(20, 3, 5, 5), (50, 20, 5, 5), (500, 800), (10, 500)]
+    assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
+    grey = build_model(replace(settings, model=ModelConfig(name="dali_lenet", kwargs={"in_chans": 1, "img_size": 32})), 10, CPU)
+    assert grey(torch.randn(2, 1, 32, 32)).shape == (2, 10)

@@ -1,0 +1,22 @@
+"""The quickstart script in a small form: from scikit-learn's digits to a table of results and a report."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from .conftest import REPOSITORY
+
+
+def test_from_nothing_to_a_report(tmp_path: Path) -> None:
+    small = ["--run.epochs", "3", "--schedule.warmup_epochs", "1", "--run.eval_every_epochs", "3"]
+    places = ["--data.root", str(tmp_path / "dataset"), "--run.dir", str(tmp_path / "runs")]
+    for run in ("run-1", "run-2"):  # finished, so that the next call begins anew; the dataset is there already
+        done = subprocess.run(
+            [sys.executable, "tools/quickstart.py", *small, *places],
+            capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = dict(line.strip().split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("  ") and line.strip())
+        assert lines["top-1"].endswith("of 360 held-out images"), done.stdout
+        assert (tmp_path / "runs" / run / "report" / "index.html").is_file()
+        small[1] = "1"

@@ -1,0 +1,165 @@
+"""The Flyte tasks without a cluster: what runs again and what does not, retries, resumes, pages, and how they are registered."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dali_train.cli import main as dali_train
+from dali_train.training.events import read_events
+
+from .conftest import REPOSITORY
+
+flyte = pytest.importorskip("flyte")
+from dali_train import workflow  # noqa: E402 (it needs Flyte)
+
+CONFIG = """
+from dali_train.config import *
+
+config = Config(
+    data=DataConfig(root="-", train_size=32, eval_size=32, eval_resize_to=32, horizontal_flip=0.0, num_threads=1),
+    model=ModelConfig(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)),
+    optimizer=OptimizerConfig(lr=1e-2), schedule=ScheduleConfig(warmup_epochs=0.5),
+    batch=BatchConfig(global_batch=128, micro_batch=64), run=RunConfig(dir="-", epochs=2), hooks=HooksConfig(log_every_steps=1),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a config, two datasets of the same digits in another order, and a home for Flyte's cache."""
+    place = tmp_path_factory.mktemp("workflow")
+    (place / "config.py").write_text(CONFIG)
+    for seed in ("0", "1"):
+        assert dali_train(["data", "convert", "digits", "--seed", seed, "--out", str(place / f"digits-{seed}")]) == 0
+    os.environ["HOME"] = str(place)
+    return place
+
+
+def words(place: Path, *more: str, dataset: str = "digits-0", work: str = "work") -> list[str]:
+    return ["--config", str(place / "config.py"), "--dataset", str(place / dataset), "--work", str(place / work), *more]
+
+
+def starts(run: Path) -> list[int]:
+    """The steps at which a run was started."""
+    return [event["step"] for event in read_events(run / "metrics.jsonl") if event["event"] == "start"]
+
+
+def trainings(work: Path) -> list[int]:
+    """How often each run directory's training was started."""
+    return sorted(len(starts(run)) for run in (work / "runs").iterdir())
+
+
+def test_what_was_trained_is_not_trained_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two, work = ("--num-processes", "2"), place / "work"
+    assert workflow.main(words(place, *two)) == 0
+    *_, run, accuracies, weights = capsys.readouterr().out.splitlines()
+    first = [accuracies, weights]
+    assert re.fullmatch(r"accuracies 0\.\d{4} 0\.\d{4}", first[0])
+    model = Path(first[1].removeprefix("model "))
+    assert model.name == "model.safetensors" and json.loads((model.parent / "config.json").read_text())["run"]["epochs"] == 2
+    assert "2 ranks" in (model.parent / "logs" / "rank0.log").read_text()
+    # Neither the machine nor what only watches a run decides.
+    assert workflow.main(words(place, "--num-processes", "1", "--hooks.log_every_steps", "5")) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == first and trainings(work) == [1]
+    assert workflow.main(words(place, "--optimizer.lr", "0.02", "--hooks.wandb", "offline")) == 0
+    assert trainings(work) == [1, 1]
+    tables = list(work.glob("runs/*/wandb/offline-run-*/files/media/table/predictions_*.json"))
+    table = json.loads(tables[0].read_text())
+    assert table["columns"] == ["id", "image", "guess", "truth", *(f"score {number}" for number in range(10))]
+    assert len(tables) == 2 and len(table["data"]) == 320
+    assert workflow.main(words(place, dataset="digits-1")) == 0
+    assert trainings(work) == [1, 1, 1]
+    # A file that is gone is made again, from the run's last checkpoint.
+    model.unlink()
+    assert workflow.main(words(place, *two)) == 0
+    assert model.is_file() and trainings(work) == [1, 1, 2]
+
+    page = next(Path(run.removeprefix("run ")).glob("*/report.html")).read_text()
+    assert page.count("<tr><td><img src=") == 320 and "srcdoc=" in page and "score 9" in page
+
+
+def test_killed_and_called_again(place: Path) -> None:
+    """The same weights, bit for bit, as undisturbed."""
+    more = ("--num-processes", "2", "--run.epochs", "6", "--run.checkpoint_every_steps", "1", "--run.eval_every_epochs", "None")
+    command = [sys.executable, "-m", "dali_train.workflow"]
+    doomed = subprocess.Popen([*command, *words(place, *more, work="killed")], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    while not list((place / "killed").glob("runs/*/checkpoints/step-00000004")):
+        assert doomed.poll() is None
+        time.sleep(0.01)
+    doomed.send_signal(signal.SIGKILL)
+    doomed.wait()
+    assert not list((place / "killed").glob("runs/*/model.safetensors"))
+    assert workflow.main(words(place, *more, work="killed")) == 0
+    os.environ["HOME"] = str(place / "another-cache")
+    script = [*command, *words(place, *more, work="undisturbed")]
+    assert subprocess.run(script, cwd=REPOSITORY, check=False, stdout=subprocess.DEVNULL).returncode == 0
+    assert (trainings(place / "killed"), trainings(place / "undisturbed")) == ([2], [1])
+    ours, theirs = (load_file(next((place / work).glob("runs/*/model.safetensors"))) for work in ("killed", "undisturbed"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stop on request is one and continues; a mistake is none."""
+    more = ("--run.epochs", "4000", "--run.max_seconds", "1", "--run.eval_every_epochs", "None")
+    assert workflow.main(words(place, *more, work="stopped")) == 1
+    assert re.search(r"stopped after saving step \d+: a retry resumes", capsys.readouterr().err)
+    begun = starts(next((place / "stopped").glob("runs/*")))
+    assert len(begun) == 3 and begun[0] == 0 < begun[1] < begun[2]
+
+    assert workflow.main(words(place, "--data.eval_size", "24", work="mistake")) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("dali_train.workflow: data.eval_size is 24")
+    assert not list((place / "mistake").glob("runs/*/metrics.jsonl"))
+    assert workflow.main(words(place, dataset="nowhere")) == 2
+    assert "nowhere: neither a dataset's directory nor one of mnist, " in capsys.readouterr().err
+
+
+def test_a_retry_on_an_empty_disk_continues(place: Path, tmp_path: Path) -> None:
+    """The task's checkpoint holds what the run needs; here it is a file that the next attempt finds."""
+    config = workflow.config_with(place / "config.py", ["--data.root", str(place / "digits-0")], "test")
+    config = config.replace({"run.checkpoint_every_steps": 3, "run.max_steps": 7})
+    changes = {"run.dir": str(tmp_path / "first"), "run.max_steps": 4}
+    with workflow._kept(tmp_path / "first", flyte.Checkpoint(str(tmp_path / "saved"))):
+        workflow.run(config.replace(changes))
+    retry = tmp_path / "retry"
+    with workflow._kept(retry, flyte.Checkpoint(str(tmp_path / "saved-2"), str(tmp_path / "saved"))):
+        assert sorted(path.name for path in (retry / "checkpoints").iterdir()) == ["best", "newest", "step-00000004"]
+        result = workflow.run(config.replace({"run.dir": str(retry)}))
+    assert result.step == 7 and starts(retry) == [0, 4] and len(result.epoch_accuracies) == 2
+    undisturbed = workflow.run(config.replace({"run.dir": str(tmp_path / "undisturbed")}))
+    assert result.model_file is not None and undisturbed.model_file is not None
+    ours, theirs = load_file(result.model_file), load_file(undisturbed.model_file)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_what_a_cluster_is_told() -> None:
+    from flyte._internal.runtime.task_serde import translate_task_to_wire
+    from flyte.models import SerializationContext
+
+    machine = workflow.Machine(gpus=2, memory="64Gi", disk="200Gi")
+    task = workflow.train_task.override(resources=machine.resources(), secrets=[workflow.WANDB_KEY])
+    template = translate_task_to_wire(task, SerializationContext(version="v1", root_dir=REPOSITORY)).task_template
+    assert template.metadata.retries.retries == 2 and template.metadata.interruptible and template.metadata.generates_deck.value
+    assert template.metadata.discoverable and template.metadata.discovery_version == workflow.__version__
+    assert set(template.metadata.cache_ignore_input_vars) == {"config", "files", "machine"}
+    resources = template.container.resources
+    requests, limits = ({entry.name: entry.value for entry in entries} for entries in (resources.requests, resources.limits))
+    assert sorted(requests.values()) == ["2", "200Gi", "4", "64Gi"] and sorted(limits.values()) == ["4", "64Gi"]
+    assert template.extended_resources.shared_memory.size_limit == "8Gi"
+    assert [secret.key for secret in template.security_context.secrets] == ["wandb-api-key"]
+    assert "torch" in str(workflow.ENVIRONMENT.image) and "wandb-api-key" not in str(workflow.ENVIRONMENT.image)
+
+
+def test_without_flyte() -> None:
+    hide = "import runpy, sys; sys.modules['flyte'] = None; runpy.run_module('dali_train.workflow', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert re.fullmatch(r"dali_train.workflow needs Flyte \(.*\): pip install 'dali-train\[workflow\]'\n", done.stderr)

@@ -1,0 +1,152 @@
+"""How fast the data path is, against its peers on the same images in the same run.
+
+Every contender is a process of its own that yields batches of 224-pixel crops, mirrored at random and normalised. They
+take turns, round after round, so that a busy moment of the machine hits all of them; while one works the others wait.
+Printed are medians and spread over the rounds of images/s and CPU time, and each process's memory.
+
+Contenders: this project bilinear and antialiased; torchvision's ImageFolder and DataLoader with PIL and with
+decode_image; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT example; FFCV
+and WebDataset where they are installed (`pip install -e .[bench]`); this project, timm and torchvision with RandAugment; a
+synthetic source; and the floor, bare decoding of complete images by libjpeg-turbo on as many threads. The ladder adds this
+project's stages one by one.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dali_train.data.dataset.index import Split
+from tools.bench.peers import CONTENDERS, Task, export
+from tools.bench.turns import Spread, chosen, describe_machine, family, plot_bars, print_ratio, take_turns, write_lines
+
+# What the last lines compare: a contender, the beginning of its peers' names (the fastest of them counts), who they are, and
+# the least that the ratio should be with original ImageNet JPEGs, with JPEGs stored at 400 pixels or less, with raw pixels.
+RATIOS: list[tuple[str, str, str, tuple[float | None, float | None, float | None]]] = [
+    ("dali_train", "ffcv", "FFCV", (1.4, 1.35, 1.5)),
+    ("dali_train antialiased", "ffcv", "FFCV", (1.25, None, None)),
+    ("dali_train", "torchvision", "torchvision's better DataLoader", (2.0, None, None)),
+    ("dali_train", "dali tfrecord reader", "DALI's own TFRecord reader", (1.03, None, None)),
+    ("RandAugment dali_train", "RandAugment peer", "the better of timm's and torchvision's loaders", (2.0, None, None)),
+    ("dali_train", "libjpeg-turbo alone", "bare decoding by libjpeg-turbo", (0.8, None, None)),
+]
+
+
+@dataclass(frozen=True)
+class Round:
+    images_per_second: float
+    cpu_ms_per_image: float
+    memory_mb: float
+
+
+def main() -> None:
+    options = parse_arguments()
+    with tempfile.TemporaryDirectory(dir=options.work_dir, prefix="bench-data-") as work:
+        task = Task(dataset=options.dataset.resolve(), work=Path(work), batch=options.batch, threads=options.threads)
+        print(
+            f"{task.dataset.name}: {options.rounds} rounds of {options.batches} batches of {options.batch}, "
+            f"{options.threads} threads\n{describe_machine()}"
+        )
+        print("  writing the images in the peers' formats", file=sys.stderr, flush=True)
+        export(task)
+        if options.json:
+            write_lines(options.json, [])
+        answers = take_turns(
+            chosen(CONTENDERS, options.only), contend, (task,), [options.batches] * (options.rounds + 1),
+            lines=options.json, shared={"dataset": task.dataset.name, "threads": task.threads},
+        )  # fmt: skip
+    rounds: dict[str, list[Round]] = {name: results for name, results in answers.items() if results}
+    rates = {name: Spread.of(result.images_per_second for result in results) for name, results in rounds.items()}
+    print_table(rounds, rates)
+    if options.plot:
+        # What costs almost nothing would leave no room for the others.
+        drawn = {name: rate for name, rate in rates.items() if name not in ("synthetic", "ladder: read")}
+        plot_bars(options.plot, drawn, f"{task.dataset.name}, {task.threads} threads", ours="dali_train")
+    print_ratios(rates, Split(task.dataset, "train"))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="of each contender (default: one per core)"
+    )
+    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per batch (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
+    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where copies in the peers' formats are written meanwhile")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
+    return parser.parse_args()
+
+
+def contend(name: str, task: Task, pipe: Connection) -> None:
+    """One contender's process: runs the number of batches that it receives, whenever it receives one."""
+    multiprocessing.set_start_method("fork", force=True)  # what a DataLoader's own workers do by default on Linux
+    try:
+        batches = CONTENDERS[name](task)
+        next(batches)  # what is missing may show only here
+    except (ImportError, NotImplementedError) as error:
+        pipe.send(str(error))
+        return
+    except BaseException as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        raise
+    process = psutil.Process()
+    pipe.send("ready")
+    while True:
+        count = pipe.recv()
+        # What was prepared while the others worked: two batches of each of the loader's workers, or of DALI's queue.
+        advance(batches, 2 * task.threads + 2)
+        cpu, start = cpu_seconds(process), time.perf_counter()
+        advance(batches, count)
+        seconds, cpu = time.perf_counter() - start, cpu_seconds(process) - cpu
+        images = count * task.batch
+        pipe.send(Round(images / seconds, 1000 * cpu / images, memory_mb(process)))
+
+
+def advance(batches: Iterator[Any], count: int) -> None:
+    for _ in range(count):
+        next(batches)
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    return sum(sum(member.cpu_times()[:2]) for member in family(process))
+
+
+def memory_mb(process: psutil.Process) -> float:
+    """Proportional set size: shared pages count once, divided among the processes that share them."""
+    return sum(member.memory_full_info().pss for member in family(process)) / 1e6
+
+
+def print_table(rounds: dict[str, list[Round]], rates: dict[str, Spread]) -> None:
+    print(f"\n{'':<34}{'images/s':>9}{'low':>7}{'high':>7}{'CPU ms/image':>14}{'memory MB':>11}")
+    for name, results in rounds.items():
+        rate, cpu = rates[name], statistics.median(result.cpu_ms_per_image for result in results)
+        memory = max(result.memory_mb for result in results)
+        print(f"{name:<34}{rate.median:>9.0f}{rate.low:>7.0f}{rate.high:>7.0f}{cpu:>14.2f}{memory:>11.0f}")
+
+
+def print_ratios(rates: dict[str, Spread], split: Split) -> None:
+    print()
+    stored_small = max(split.rows["height"].max(), split.rows["width"].max()) <= 400
+    kind = 2 if split.manifest.encoding == "raw" else int(stored_small)
+    for name, peer, words, goals in RATIOS:
+        peers = [rate.median for other, rate in rates.items() if other.startswith(peer)]
+        if name in rates and peers:
+            print_ratio(name, words, rates[name].median / max(peers), goal=goals[kind])
+
+
+if __name__ == "__main__":
+    main()

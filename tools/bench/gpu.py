@@ -1,0 +1,374 @@
+"""Everything that is to be measured on a GPU, in parts that survive one another: what `make bench-gpu` runs.
+
+    python -m tools.bench.gpu --archive ILSVRC2012-sample.tar --out docs/measurements
+    python -m tools.bench.gpu --minutes 9            # and again, and again: each call continues where the last one ended
+    python -m tools.bench.gpu --device cpu --quick   # a rehearsal without a GPU: does every part reach its table?
+
+Each part is a command of its own under its own limit, at most 8 minutes. One that fails or crashes is reported, and the next
+begins. Every round is written when it is done, so a part that is cut short keeps what it measured. Datasets are made once,
+from --archive or from generated images, and kept in --work.
+
+Writes DATE-gpu-NAME.jsonl (every round of every part) and DATE-gpu-NAME.md (goals beside what was seen, date, device, driver,
+versions, commands and what they printed). Parts that are in the same .jsonl file already are not measured again.
+
+What the rehearsal cannot show, because only a GPU can fail at it:
+  - decoding on the GPU: boxes, the hardware decoder, its share of the images (smoke, parity, data)
+  - the decoder falling back to the CPU without a word: look for "nvJPEG version" and "num_hw_engines" in smoke's output
+  - streams: that DALI's outputs are ready before torch reads them (parity)
+  - NCCL, CUDA graphs, cuDNN's attention kernels, Triton (step-*); fp16's loss scale on real gradients (train)
+  - memory: a micro-batch that does not fit (step-b32-*: 1,024 images)
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dali_train.commands.environment import git_commit
+from tools.bench.generated import generated_jpeg
+from tools.bench.goals import Results, goal_table
+from tools.bench.turns import describe_machine, write_lines
+
+REPOSITORY = Path(__file__).parent.parent.parent
+UNFINISHED = 75  # exit status: parts are left for another call
+# How each dataset is made from the one archive; ImageNet's photographs have 468 x 401 pixels on average.
+SETS = {
+    "original": [],
+    "stored-256": ["--short-side", "256", "--quality", "90"],
+    "raw-256": ["--short-side", "256", "--format", "raw"],
+}
+QUICK_CONFIG = """
+from dali_train.config import *
+
+config = Config(
+    data=DataConfig(root="data", train_size=32, eval_resize_to=36, eval_size=32, num_threads=1),
+    model=ModelConfig(
+        name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2)
+    ),
+    optimizer=OptimizerConfig(lr=1e-2),
+    schedule=ScheduleConfig(warmup_epochs=1),
+    batch=BatchConfig(global_batch=16, micro_batch=8),
+    mixup=MixupConfig(alpha=0.2),
+    run=RunConfig(dir="run", epochs=4, device="cpu"),
+)
+"""
+RESNET_CONFIG = """
+from dali_train.config import *
+
+config = Config(
+    data=DataConfig(root="data"),
+    model=ModelConfig(name="resnet50", channels_last=True),
+    optimizer=OptimizerConfig(lr=1e-2),
+    schedule=ScheduleConfig(warmup_epochs=1),
+    batch=BatchConfig(global_batch=8192, micro_batch=256),
+    run=RunConfig(dir="run", epochs=90),
+)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    name: str
+    title: str
+    words: list[str]  # after "python"
+    limit_s: int
+    rounds: bool = False  # the tool appends its rounds as JSON lines to --json FILE
+    environment: dict[str, str] = field(default_factory=dict)
+    notable: str = ""  # lines of the error output that belong into the report, a pattern
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("tools.bench.gpu: torch finds no GPU; check the driver, or rehearse with --device cpu --quick", file=sys.stderr)
+        return 2
+    begin, work = time.monotonic(), options.work
+    work.mkdir(parents=True, exist_ok=True)
+    results = {result["part"]: result for result in earlier(report_path(options).with_suffix(".jsonl"))}
+    sets, made = prepare(options, work)
+    results.setdefault("datasets", made)
+    parts = [part for part in plan(options, sets, work) if begins(part.name, options.parts)]
+    waiting = [part for part in parts if options.again or results.get(part.name, {}).get("state") not in ("done", "cut short")]
+    for number, part in enumerate(waiting, start=1):
+        left = 60 * options.minutes - (time.monotonic() - begin) if options.minutes else float("inf")
+        if left < min(part.limit_s, 60):
+            names = ", ".join(part.name for part in waiting[number - 1 :])
+            print(f"\n{len(waiting) - number + 1} parts are left: {names}. The same command continues with them")
+            return UNFINISHED
+        limit = int(min(part.limit_s, left))
+        print(f"[{number}/{len(waiting)}] {part.name}: {part.title}, at most {limit} s", flush=True)
+        results[part.name] = result = run_part(part, work, limit)
+        print(indented(result["output"]) + f"\n  {result['state']} after {result['seconds']:.0f} s", flush=True)
+        write(options, results)  # what was measured is kept, whatever comes
+    write(options, results)
+    print("\n".join(["", *goal_table(results, rehearsal=options.quick), "", f"report: {report_path(options)}"]))
+    return 0 if all(results[part.name]["state"] == "done" for part in parts) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in SETS:
+        parser.add_argument(f"--{name}", type=Path, metavar="DATASET", help=f"the photographs, {name.replace('-', ' at ')}")
+    parser.add_argument("--archive", type=Path, metavar="TAR", help="ImageNet's layout: makes the sets that are not given")
+    parser.add_argument(
+        "--out", type=Path, default=REPOSITORY / "docs" / "measurements", metavar="DIR", help="default: %(default)s"
+    )
+    work = Path(tempfile.gettempdir()) / "dali-train-bench-gpu"
+    parser.add_argument("--work", type=Path, default=work, metavar="DIR", help="keeps datasets and rounds (default: %(default)s)")
+    parser.add_argument("--parts", nargs="+", metavar="WORD", help="only parts whose name begins with one of these words")
+    parser.add_argument("--again", action="store_true", help="also parts that the report has already")
+    parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing that would not end in this time; exit status 75")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries this program out without a GPU")
+    parser.add_argument("--quick", action="store_true", help="few tiny images, models and rounds: does everything run?")
+    return parser.parse_args()
+
+
+def begins(name: str, words: list[str] | None) -> bool:
+    return not words or any(name.startswith(word) for word in words)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is measured
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def prepare(options: argparse.Namespace, work: Path) -> tuple[dict[str, Path], dict[str, Any]]:
+    """The datasets by name: given, found in `work`, or made; and how."""
+    begin, commands, output = time.monotonic(), [], ""
+    given = {name: getattr(options, name.replace("-", "_")) for name in SETS}
+    made_of = options.archive.name if options.archive else f"{64 if options.quick else 512} generated images"
+    sets = {}
+    for name, how in SETS.items():
+        if given[name] is not None:
+            sets[name] = given[name].resolve()
+            continue
+        if any(given.values()) and not options.archive:
+            continue
+        sets[name] = work / f"{name} of {made_of}".replace(" ", "-")
+        if (sets[name] / "dataset.json").exists():
+            continue
+        words = ["tools/make_tfrecords.py", *source(options, work), *how, "--validation-fraction", "0.1", "--out", str(sets[name])]
+        if options.archive:
+            words.remove("--validation-fraction")
+            words.remove("0.1")
+        result = run_part(Part(name=name, title="", words=words, limit_s=300), work)
+        commands.append(result["command"])
+        output += result["output"] + "\n"
+        if result["state"] != "done":
+            sys.exit(f"tools.bench.gpu: cannot make the dataset {name}: {result['state']}\n{result['output']}")
+    kind = "given" if all(given.values()) else f"made of {made_of}"
+    return sets, {
+        "part": "datasets", "title": f"{', '.join(sets)}: {kind}", "command": "\n".join(commands), "state": "done",
+        "seconds": time.monotonic() - begin, "output": output, "rounds": [],
+    }  # fmt: skip
+
+
+def source(options: argparse.Namespace, work: Path) -> list[str]:
+    """The arguments of the converter."""
+    if options.archive:
+        return ["imagenet", "--train-archive", str(options.archive.resolve())]
+    folder = work / ("images-quick" if options.quick else "images")
+    for seed in range(64 if options.quick else 512):
+        path = folder / f"class-{seed % 8}" / f"{seed:05d}.jpg"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(generated_jpeg(seed))
+    return ["folder", "--train", str(folder)]
+
+
+def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list[Part]:
+    """In the order of what is most worth knowing when the time is short."""
+    original = sets.get("original", next(iter(sets.values())))
+    parts = [*smoke_parts(options, original)]
+    # One checkpoint: each step of so large a batch is several epochs of a small dataset.
+    short = ["--hooks.log_every_steps", "5", "--run.max_steps", "20", "--run.checkpoint_every_steps", "20"]
+    short += ["--run.dir", str(work / f"run-{os.getpid()}"), *([] if options.quick else ["--batch.global_batch", "1024"])]
+    parts.append(
+        Part(
+            name="train", title="a short training, ViT-B/16 in FP16", limit_s=240,
+            words=["-m", "dali_train", "train", *recipe("vit-b16", options, work), "--data.root", str(original), *short],
+        )
+    )  # fmt: skip
+    few = ["--loads", "0.65", "--batch", "8", "--batches", "4", "--rounds", "1"]
+    usual = ["--loads", "0.5", "0.75", "1.0", "--rounds", "2"]
+    for name, root in sets.items():
+        words = ["-m", "tools.bench.gpu_data", "--device", options.device, *(few if options.quick else usual)]
+        title = f"the data path alone, images from {name}"
+        parts.append(Part(name=f"data-{name}", title=title, words=[*words, "--data", f"{name}={root}"], limit_s=400, rounds=True))
+    parts += step_parts(options, sets, work)
+    startup = ["--rounds", "1"] if options.quick else ["--rounds", "2", "--model", "vit_base_patch16_224"]
+    words = ["-m", "tools.bench.startup", *startup]
+    parts.append(Part(name="startup", title="command to first step", limit_s=300, words=words, rounds=True))
+    return parts
+
+
+def smoke_parts(options: argparse.Namespace, original: Path) -> list[Part]:
+    """Decoding, each kind in a process of its own, since a fault may end it; then the tests of the data path."""
+    parts = []
+    for decode, load in (("whole", 0.65), ("box", 0.0), ("box", 0.65), ("box", 1.0)):
+        name = f"smoke-{decode}" + (f"-{100 * load:.0f}" if decode == "box" else "")
+        words = ["-m", "tools.bench.smoke", str(original), "--decode", decode, "--load", str(load), "--device", options.device]
+        title = f"decoding {'whole images' if decode == 'whole' else f'boxes, {load:.0%} to the hardware decoder'}"
+        log = {"DALI_NVIMGCODEC_LOG_LEVEL": "3"}
+        notable = r"nvJPEG version|HW decoder|num_hw_engines|rror"
+        parts.append(Part(name=name, title=title, words=words, limit_s=120, environment=log, notable=notable))
+    # One worker of xdist: it is started again after a test that ends it.
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-rs", "-n", "1", "-o", "addopts=-q", "tests/test_gpu.py"]
+    parts.append(Part(name="parity", title="tests of the GPU's data path and of resuming", limit_s=480, words=pytest))
+    return parts
+
+
+def step_parts(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list[Part]:
+    original = sets.get("original", next(iter(sets.values())))
+    small = sets.get("stored-256", original)
+    parts = []
+
+    def step(name: str, title: str, config: str, root: Path, *words: str, profiled: bool = False, dtype: str = "bf16") -> None:
+        # As with 4 GPUs, of the recipe's 32,768 images per step; 4 micro-batches show a profiler as much as 32.
+        scale = [] if options.quick else ["--batch.global_batch", "1024" if profiled else "8192"]
+        scale += ["--rounds", "1" if profiled or options.quick else "2", "--steps", "1", *(["--profile"] if profiled else [])]
+        shared = ["--data.root", str(root), "--precision.dtype", dtype, *scale]
+        words = ("tools/bench_step.py", *recipe(config, options, work), *shared, *words)
+        parts.append(Part(name=f"step-{name}", title=title, limit_s=420, rounds=True, words=[*words]))
+
+    # A rehearsal compiles once, for b16-blocks: it takes minutes on a CPU.
+    blocks, trainer = ("--model.compile", "none" if options.quick else "blocks"), ("--only", "trainer")
+    large = () if options.quick else ("--batch.micro_batch", "1024")
+    step("b32-original", "ViT-B/32, compiled blocks, from original images", "vit-b32", original, *blocks, *large, *trainer)
+    step("b32-stored-256", "ViT-B/32, compiled blocks, images from stored-256", "vit-b32", small, *blocks, *large, *trainer)
+    step("r50-original", "ResNet-50, compiled blocks, from original images", "resnet50", original, *blocks, *trainer)
+    words = ("--model.compile", "blocks", "--only", "trainer", "bare")
+    step("b16-blocks", "ViT-B/16, compiled blocks", "vit-b16", original, *words)
+    fast = ("--model.fast_norm", "true")
+    step("b16-fast", "ViT-B/16, compiled blocks, half-precision stream", "vit-b16", original, *blocks, *fast, *trainer)
+    step("b16-profile", "the same: time by class of kernel", "vit-b16", original, *blocks, *fast, *trainer, profiled=True)
+    whole = ("--model.compile", "none" if options.quick else "model")
+    step("b16-model", "ViT-B/16, compiled as one", "vit-b16", original, *whole, *trainer)
+    for dtype in ("bf16", "fp16"):
+        words = ("--model.compile", "none", "--only", "trainer", "bare")
+        step(f"b16-eager-{dtype}", f"ViT-B/16 in {dtype}, not compiled", "vit-b16", original, *words, dtype=dtype)
+    return parts
+
+
+def recipe(name: str, options: argparse.Namespace, work: Path) -> list[str]:
+    if name != "resnet50" and not options.quick:
+        return ["--config", f"configs/{name}.py"]
+    path = work / ("quick.py" if options.quick else f"{name}.py")
+    path.write_text(QUICK_CONFIG if options.quick else RESNET_CONFIG)
+    return ["--config", str(path)]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Running, and the report
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def run_part(part: Part, work: Path, limit_s: int | None = None) -> dict[str, Any]:
+    """Run it and whatever it starts until its limit; what it printed, and its rounds."""
+    rounds, limit_s = work / f"{part.name}.jsonl", limit_s or part.limit_s
+    rounds.unlink(missing_ok=True)
+    words = [*part.words, *(["--json", str(rounds)] if part.rounds else [])]
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **part.environment}
+    begin = time.monotonic()
+    with (work / f"{part.name}.out").open("w+") as out, (work / f"{part.name}.err").open("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=REPOSITORY, env=environment, stdout=out, stderr=errors, start_new_session=True
+        )
+        try:
+            status = process.wait(limit_s)
+            ended = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            state = "done" if status == 0 else f"FAILED {ended}"
+        except subprocess.TimeoutExpired:
+            state = f"FAILED: not done after {limit_s} s"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        with suppress(ProcessLookupError):  # also what it may have left running
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        out.seek(0)
+        errors.seek(0)
+        output, said = out.read(), errors.read().splitlines()
+    if part.notable:
+        plain = (re.sub(r"\x1b\[[\d;]*m", "", line) for line in said)
+        output += "\n".join(dict.fromkeys(line for line in plain if re.search(part.notable, line)))
+    if state != "done":
+        output += "\n" + "\n".join(said[-40:])
+    measured = [json.loads(line) for line in rounds.read_text().splitlines()] if rounds.exists() else []
+    if state.startswith("FAILED: not done") and any("round" in line for line in measured):
+        state = "cut short"
+    command = shlex.join(["python", *words])
+    return {
+        "part": part.name, "title": part.title, "command": relative(command, work), "state": state,
+        "seconds": round(time.monotonic() - begin, 1), "output": relative(output.strip(), work), "rounds": measured,
+    }  # fmt: skip
+
+
+def relative(text: str, work: Path) -> str:
+    """Without the directories that only this machine has."""
+    return text.replace(f"{work}/", "").replace(f"{REPOSITORY}/", "").replace(str(Path.home()), "~")
+
+
+def earlier(path: Path) -> list[dict[str, Any]]:
+    """The parts that an earlier call measured."""
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]] if path.exists() else []
+
+
+def write(options: argparse.Namespace, results: Results) -> None:
+    path = report_path(options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = describe(options)
+    write_lines(path.with_suffix(".jsonl"), [{"header": header}, *results.values()])
+    states = [f"| {name} | {r['title']} | {r['state']} | {r['seconds']:.0f} |" for name, r in results.items()]
+    text = [f"# {device_name(options)}, {date.today().isoformat()}", header, "    make bench-gpu"]
+    text += [
+        "\n".join(goal_table(results, rehearsal=options.quick)),
+        "\n".join(["| part | what | state | s |", "|---|---|---|---|", *states]),
+    ]
+    for name, result in results.items():
+        text += [f"## {name}", indented(result["command"]), indented(result["output"])]
+    path.write_text("\n\n".join(part for part in text if part.strip()) + "\n")
+
+
+def describe(options: argparse.Namespace) -> str:
+    facts = describe_machine()
+    if options.device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        try:
+            facts += "\nGPU, driver, memory, power limit, highest clock: " + subprocess.check_output(query, text=True).strip()
+        except (OSError, subprocess.CalledProcessError) as error:
+            facts += f"\nnvidia-smi says nothing: {error}"
+        facts += f"\nCUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.device_count()} GPUs"
+    return facts + f"\ncommit {git_commit(REPOSITORY) or 'unknown'}{', with --quick: no measurement' if options.quick else ''}"
+
+
+def device_name(options: argparse.Namespace) -> str:
+    return torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+
+
+def report_path(options: argparse.Namespace) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", device_name(options).lower().removeprefix("nvidia ")).strip("-")
+    return Path(options.out / f"{date.today().isoformat()}-gpu-{name}.md")
+
+
+def indented(text: str) -> str:
+    """As a code block."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

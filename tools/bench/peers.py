@@ -1,0 +1,367 @@
+"""The contenders of data.py: each gives batches for ever, from the same images, cropped the same way.
+
+All of them: RandomResizedCrop to 224 (area 0.08 to 1, aspect 3/4 to 4/3), mirrored with probability 0.5, (x - 127.5) /
+127.5 in float32, shuffled; those named RandAugment apply one policy of timm's besides. This project and FFCV hand over
+channels-last memory, the others channels-first. After the first round everything is in the page cache, so this project reads
+nothing ahead, nor does FFCV.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dali_train.config import Config, DataConfig
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import text_index_path
+from tools.bench.turns import loading_config
+
+# Without the noise of recipes (mstd): it lets timm ask for an image of 0 bits, which Pillow 13 refuses.
+RANDAUGMENT = "rand-m9-inc1"
+MEAN = STD = 127.5
+SIZE = 224
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    dataset: Path
+    work: Path  # for copies in other formats
+    batch: int
+    threads: int
+
+    @property
+    def files(self) -> Path:
+        return self.work / "files"
+
+    @property
+    def beton(self) -> Path:
+        return self.work / "train.beton"
+
+    @property
+    def tar(self) -> Path:
+        return self.work / "train-000000.tar"
+
+
+Contender = Callable[[Task], Iterator[Any]]
+
+
+def export(task: Task) -> None:
+    """Write the same bytes as image files, as FFCV's and as WebDataset's format, for those that are installed."""
+    split = Split(task.dataset, "train")
+    if split.manifest.encoding == "image":
+        for image, row in enumerate(split.rows):
+            folder = task.files / f"{row['label']:05d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{image:08d}.jpg").write_bytes(split.encoded(image).tobytes())
+        _export_webdataset(task, split)
+    _export_ffcv(task, split)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# This project
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _config(task: Task, *, antialias: bool = False, mixup: float = 0.0, reader: Any = "index", augment: str = "none") -> Config:
+    data = DataConfig(
+        root=str(task.dataset), antialias=antialias, num_threads=task.threads, reader=reader, read_ahead_mb=0, augment=augment
+    )  # fmt: skip
+    return loading_config(data, micro_batch=task.batch, mixup_alpha=mixup, channels_last=True)
+
+
+def _loader(task: Task, **settings: Any) -> Iterator[Any]:
+    import torch
+
+    from dali_train.data.loading.loader import make_loader
+
+    split = Split(task.dataset, "train")
+    loader = make_loader(
+        split, _config(task, **settings), torch.device("cpu"), start_step=0, dp_rank=0, dp_size=1, num_threads=task.threads
+    )
+    return iter(loader.next, None)
+
+
+def _stream(task: Task) -> Iterator[Any]:
+    if Split(task.dataset, "train").manifest.encoding == "raw":
+        raise NotImplementedError("it streams encoded images, the dataset has raw pixels")
+    return _loader(task, reader="stream")
+
+
+def _stage(task: Task, *, stage: str) -> Iterator[Any]:
+    """The first stages of this project's data path only, without the thread that hands batches over."""
+    import torch
+    from nvidia.dali import fn, types
+    from nvidia.dali.pipeline import pipeline_def
+
+    from dali_train.data.loading.cpu import CpuTransform
+    from dali_train.data.loading.loader import pixel_format
+    from dali_train.data.loading.pipeline import crop_graph
+    from dali_train.data.sampling.micro_batch import MicroBatches
+
+    split, config = Split(task.dataset, "train"), _config(task)
+    if split.manifest.encoding == "raw":
+        raise NotImplementedError("raw records have no decoding stage")
+    micro_batches = MicroBatches(split.rows, config)
+    steps = itertools.count()
+    transform = CpuTransform(config.data, pixel_format(config, torch.device("cpu"), task.threads), size=task.batch)
+    mirrored: list[Any] = []
+
+    def feed() -> tuple[Any, ...]:
+        batch = micro_batches(next(steps), 0)
+        mirrored.append(batch.flips)
+        return [split.encoded(image) for image in batch.images], *batch.corners
+
+    @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None, exec_dynamic=False)
+    def reading_graph() -> Any:
+        encoded = fn.external_source(source=lambda: feed()[0], batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
+        return fn.copy(encoded)  # to a buffer of DALI's, so that every byte is touched
+
+    pipe = reading_graph() if stage == "read" else crop_graph(feed, size=task.batch, num_threads=task.threads)
+    while True:
+        (outputs,), flips = pipe.run(), mirrored.pop(0)
+        if stage in ("read", "decode"):
+            yield outputs
+            continue
+        crops = [np.asarray(crop) for crop in outputs]
+        yield transform.resize(crops, flips) if stage == "resize" else transform(crops, flips, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Peers
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def _data_loader(task: Task, dataset: Any) -> Iterator[Any]:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        dataset, batch_size=task.batch, shuffle=True, num_workers=task.threads, persistent_workers=True, drop_last=True
+    )
+    return _for_ever(loader)
+
+
+def _for_ever(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _need_files(task: Task) -> None:
+    if not task.files.exists():
+        raise NotImplementedError("it reads image files, the dataset has raw pixels")
+
+
+def _rand_augment() -> list[Any]:
+    """RANDAUGMENT for PIL images, as timm's own loader has it."""
+    from PIL import Image
+    from timm.data.auto_augment import rand_augment_transform
+
+    return [rand_augment_transform(RANDAUGMENT, {"img_mean": (128,) * 3, "interpolation": Image.Resampling.BILINEAR})]
+
+
+def _pil_transform(augment: Sequence[Any] = ()) -> Any:
+    from torchvision import transforms
+
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIZE),
+            transforms.RandomHorizontalFlip(),
+            *augment,
+            transforms.ToTensor(),
+            transforms.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
+        ]
+    )
+
+
+def _torchvision_pil(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
+    from torchvision import datasets
+
+    _need_files(task)
+    return _data_loader(task, datasets.ImageFolder(str(task.files), _pil_transform(augment)))
+
+
+def _torchvision_decode_image(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
+    import torch
+    from torchvision import datasets
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms import v2
+
+    _need_files(task)
+    steps = [
+        v2.RandomResizedCrop(SIZE, antialias=True),
+        v2.RandomHorizontalFlip(),
+        *([v2.ToPILImage(), *augment, v2.PILToTensor()] if augment else []),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
+    ]
+    files = datasets.ImageFolder(str(task.files), v2.Compose(steps), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB))
+    return _data_loader(task, files)
+
+
+def _timm(task: Task, augment: str | None = None) -> Iterator[Any]:
+    from timm.data import create_dataset, create_loader
+
+    _need_files(task)
+    loader = create_loader(
+        create_dataset("", root=str(task.files)), input_size=(3, SIZE, SIZE), batch_size=task.batch, is_training=True,
+        use_prefetcher=False, color_jitter=0.0, auto_augment=augment, interpolation="bilinear", mean=(MEAN / 255,) * 3,
+        std=(STD / 255,) * 3, num_workers=task.threads, persistent_workers=True,
+    )  # fmt: skip
+    return _for_ever(loader)
+
+
+def _dali_tfrecord(task: Task, *, colossalai: bool) -> Iterator[Any]:
+    """DALI's TFRecord reader: with its random-crop decoder, or as ColossalAI's example used it."""
+    import torch
+    from nvidia.dali import fn, tfrecord, types
+    from nvidia.dali.pipeline import pipeline_def
+
+    split = Split(task.dataset, "train")
+    if split.manifest.encoding == "raw":
+        raise NotImplementedError("raw records have no decoding stage")
+    features = {
+        "image/encoded": tfrecord.FixedLenFeature([], tfrecord.string, ""),
+        "image/class/label": tfrecord.FixedLenFeature([1], tfrecord.int64, -1),
+    }
+    index = [str(text_index_path(task.dataset, "train", shard.name)) for shard in split.shards]
+
+    @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None)
+    def graph() -> Any:
+        record: Any = fn.readers.tfrecord(
+            path=[str(path) for path in split.paths], index_path=index, features=features, random_shuffle=True, initial_fill=1000
+        )
+        label = record["image/class/label"] - 1
+        mirror = fn.random.coin_flip()
+        if colossalai:
+            images = fn.decoders.image(record["image/encoded"], output_type=types.RGB)
+            images = fn.random_resized_crop(images, size=SIZE)
+            return fn.flip(images, horizontal=mirror), label
+        images = fn.decoders.image_random_crop(
+            record["image/encoded"], output_type=types.RGB, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+        )
+        images = fn.resize(images, size=[SIZE, SIZE], interp_type=types.INTERP_LINEAR, antialias=False)
+        normalise = {"mean": [MEAN] * 3, "std": [STD] * 3, "dtype": types.FLOAT, "output_layout": "CHW"}
+        return fn.crop_mirror_normalize(images, mirror=mirror, **normalise), label
+
+    pipe = graph()
+    pipe.build()
+    while True:
+        images, label = (torch.from_dlpack(output.as_tensor()) for output in pipe.run())
+        yield (images.permute(0, 3, 1, 2).float() - MEAN) / STD if colossalai else images, label
+
+
+def _ffcv(task: Task) -> Iterator[Any]:
+    from ffcv.fields import RGBImageField
+    from ffcv.fields.basics import IntDecoder
+    from ffcv.fields.decoders import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import NormalizeImage, RandomHorizontalFlip, Squeeze, ToTensor, ToTorchImage
+
+    images = [
+        RandomResizedCropRGBImageDecoder((SIZE, SIZE)),
+        RandomHorizontalFlip(),
+        NormalizeImage(np.full(3, MEAN), np.full(3, STD), np.float32),
+        ToTensor(),
+        ToTorchImage(),
+    ]
+    loader = Loader(
+        str(task.beton), batch_size=task.batch, num_workers=task.threads, order=OrderOption.RANDOM, os_cache=True, drop_last=True,
+        pipelines={"image": images, "label": [IntDecoder(), ToTensor(), Squeeze()]}, custom_fields={"image": RGBImageField},
+    )  # fmt: skip
+    return _for_ever(loader)
+
+
+def _export_ffcv(task: Task, split: Split) -> None:
+    """FFCV's file with the very same bytes: its own writer would decode and encode once more."""
+    try:
+        from ffcv.fields import IntField, RGBImageField
+        from ffcv.fields.rgb_image import IMAGE_MODES
+        from ffcv.writer import DatasetWriter
+    except ImportError:
+        return
+    mode = "jpg" if split.manifest.encoding == "image" else "raw"
+
+    class StoredImage(RGBImageField):
+        def encode(self, destination: Any, image: tuple[np.ndarray, int, int], malloc: Callable[[int], Any]) -> None:
+            content, height, width = image
+            destination["mode"], destination["height"], destination["width"] = IMAGE_MODES[mode], height, width
+            destination["data_ptr"], storage = malloc(content.nbytes)
+            storage[:] = content
+
+    class Images:
+        def __len__(self) -> int:
+            return len(split)
+
+        def __getitem__(self, image: int) -> tuple[Any, int]:
+            row = split.rows[image]
+            return (np.array(split.encoded(image)), int(row["height"]), int(row["width"])), int(row["label"])
+
+    writer = DatasetWriter(str(task.beton), {"image": StoredImage(write_mode=mode), "label": IntField()}, num_workers=1)
+    writer.from_indexed_dataset(Images())
+
+
+def _webdataset(task: Task) -> Iterator[Any]:
+    import webdataset
+
+    _need_files(task)
+    dataset = (
+        webdataset.WebDataset(str(task.tar), resampled=True, shardshuffle=False)
+        .shuffle(1000)
+        .decode("pil")
+        .to_tuple("jpg", "cls")
+        .map_tuple(_pil_transform())
+        .batched(task.batch)
+    )
+    return _for_ever(webdataset.WebLoader(dataset, batch_size=None, num_workers=task.threads, persistent_workers=True))
+
+
+def _export_webdataset(task: Task, split: Split) -> None:
+    try:
+        import webdataset
+    except ImportError:
+        return
+    with webdataset.TarWriter(str(task.tar)) as writer:
+        for image, row in enumerate(split.rows):
+            writer.write({"__key__": f"{image:08d}", "jpg": bytes(split.encoded(image)), "cls": int(row["label"])})
+
+
+def _libjpeg_turbo(task: Task) -> Iterator[Any]:
+    import simplejpeg
+
+    split = Split(task.dataset, "train")
+    if split.manifest.encoding == "raw":
+        raise NotImplementedError("raw records have no decoding stage")
+    contents = [split.encoded(image).tobytes() for image in range(len(split))]
+    coming = itertools.cycle(contents)
+    with ThreadPoolExecutor(task.threads) as pool:
+        while True:
+            yield list(pool.map(simplejpeg.decode_jpeg, itertools.islice(coming, task.batch)))
+
+
+CONTENDERS: dict[str, Contender] = {
+    "dali_train": _loader,
+    "dali_train antialiased": lambda task: _loader(task, antialias=True),
+    "dali_train antialiased, Mixup": lambda task: _loader(task, antialias=True, mixup=0.2),
+    "dali_train stream": _stream,
+    "ladder: read": lambda task: _stage(task, stage="read"),
+    "ladder: read, decode": lambda task: _stage(task, stage="decode"),
+    "ladder: read, decode, resize": lambda task: _stage(task, stage="resize"),
+    "ladder: read to normalise": lambda task: _stage(task, stage="normalise"),
+    "torchvision PIL": _torchvision_pil,
+    "torchvision decode_image": _torchvision_decode_image,
+    "timm": _timm,
+    "RandAugment dali_train": lambda task: _loader(task, augment=RANDAUGMENT),
+    "RandAugment dali_train antialiased": lambda task: _loader(task, antialias=True, augment=RANDAUGMENT),
+    "RandAugment peer timm": lambda task: _timm(task, RANDAUGMENT),
+    "RandAugment peer torchvision PIL": lambda task: _torchvision_pil(task, _rand_augment()),
+    "RandAugment peer torchvision decode_image": lambda task: _torchvision_decode_image(task, _rand_augment()),
+    "dali tfrecord reader": lambda task: _dali_tfrecord(task, colossalai=False),
+    "colossalai": lambda task: _dali_tfrecord(task, colossalai=True),
+    "ffcv": _ffcv,
+    "webdataset": _webdataset,
+    "synthetic": lambda task: _loader(task, reader="synthetic"),
+    "libjpeg-turbo alone": _libjpeg_turbo,
+}

@@ -1,0 +1,165 @@
+"""What the benchmarks share: contenders that take turns, each in its own process; a config; how results are printed and drawn."""
+
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+
+PACKAGES = ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of one figure over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1])
+
+
+def take_turns(
+    names: Sequence[str],
+    contend: Callable[..., None],
+    arguments: tuple[Any, ...],
+    orders: Sequence[Any],
+    *,
+    lines: Path | None = None,
+    shared: dict[str, Any] | None = None,
+) -> dict[str, list[Any]]:
+    """Give each contender one order after the other, interleaved, so that a busy moment of the machine hits all of them.
+
+    Each is a process that runs ``contend(name, *arguments, pipe)``: it sends "ready" or why it cannot take part, and
+    then one answer for each order that it receives. While one works the others wait.
+
+    Args:
+        lines: a file to which each answer but the first is appended as soon as it comes, as a JSON line with the contender,
+            the round and what is `shared` by all lines.
+
+    Returns:
+        Each contender's answers. Not those to the first order, which warms up; nothing for who cannot take part.
+    """
+    context = multiprocessing.get_context("spawn")
+    workers = {}
+    answers: dict[str, list[Any]] = {}
+    try:
+        for name in names:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=contend, args=(name, *arguments, theirs))
+            process.start()
+            theirs.close()
+            state = ours.recv()
+            if state == "ready":
+                workers[name] = (process, ours)
+                answers[name] = []
+            else:
+                print(f"  without {name}: {state}", flush=True)
+                process.join()
+        for number, order in enumerate(orders):
+            for name, (_, pipe) in workers.items():
+                pipe.send(order)
+                answers[name].append(pipe.recv())
+                if lines is not None and number:
+                    facts = {"event": "round", "contender": name, "round": number - 1, **(shared or {})}
+                    with lines.open("a") as file:
+                        file.write(json.dumps({**facts, **asdict(answers[name][-1])}) + "\n")
+            print(f"  round {number} of {len(orders) - 1}", file=sys.stderr, flush=True)
+    except EOFError:
+        sys.exit(f"{name} ended with an error, see above; leave it out with --only")
+    finally:
+        # Not asked politely: loaders with workers of their own take long to say goodbye.
+        for process, _ in workers.values():
+            for member in family(psutil.Process(process.pid)):
+                member.kill()
+    return {name: given[1:] for name, given in answers.items()}
+
+
+def loading_config(
+    data: DataConfig, *, micro_batch: int, global_batch: int | None = None, mixup_alpha: float = 0.0, channels_last: bool = False
+) -> Config:
+    """A config of which only the data path is used. By default a micro-batch is an entire step."""
+    return Config(
+        data=data,
+        model=ModelConfig(name="vit_base_patch16_224", channels_last=channels_last),
+        optimizer=OptimizerConfig(lr=1.0),
+        schedule=ScheduleConfig(warmup_epochs=0),
+        batch=BatchConfig(global_batch=global_batch or micro_batch, micro_batch=micro_batch),
+        mixup=MixupConfig(alpha=mixup_alpha),
+        run=RunConfig(dir="run", epochs=1),
+    )
+
+
+def chosen(names: Iterable[str], words: Sequence[str] | None) -> list[str]:
+    """The names that hold one of the words; all of them without words."""
+    return [name for name in names if not words or any(word in name for word in words)]
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    return [process, *process.children(recursive=True)]
+
+
+def describe_machine() -> str:
+    """Two lines: the hardware, and the versions of what is installed."""
+    packages = []
+    for package in PACKAGES:
+        try:
+            packages.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}\n{', '.join(packages)}"
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def print_ratio(name: str, peer: str, ratio: float, *, goal: float | None = None, rounds: Spread | None = None) -> None:
+    """One of the last lines."""
+    details = [f"rounds {rounds.low:.3f} to {rounds.high:.3f}"] if rounds is not None else []
+    if goal is not None:
+        details.append(f"goal {goal:g}: {'met' if ratio >= goal else 'not met'}")
+    print(f"{name:<24} {ratio:.3f} x {peer}" + (f"  ({'; '.join(details)})" if details else ""))
+
+
+def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) -> None:
+    """Images per second as bars with the spread over the rounds, the first on top; names that begin with `ours` stand out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(reversed(rates))
+    rows = [rates[name] for name in names]
+    spread = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
+    colours = ["#1f6feb" if name.startswith(ours) else "#b0b7c0" for name in names]
+    figure, axes = plt.subplots(figsize=(9, 0.38 * len(names) + 1.4), layout="constrained")
+    bars = axes.barh(names, [row.median for row in rows], xerr=spread, color=colours, error_kw={"ecolor": "#555555", "lw": 1})
+    axes.bar_label(bars, [f"{row.median:,.0f}" for row in rows], padding=14)
+    axes.set_xlabel("images/s (median, with the lowest and highest round)")
+    axes.set_xlim(0, max(row.high for row in rows) * 1.15)
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
