@@ -40,7 +40,7 @@ $(OLDEST)/.installed: pyproject.toml
 	$(OLDEST)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
 		| sed 's/>=/==/' >$(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(OLDEST)/constraints.txt \
-		--editable . 'pytest>=8' 'pytest-xdist>=3.5'
+		--editable . 'pytest>=8' 'pytest-xdist>=3.5' 'pytest-timeout>=2.3'
 	@touch $@
 
 check: $(VENV)/.installed

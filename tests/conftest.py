@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from xdist.scheduler import LoadScopeScheduling
 
 from dali_train.checkpoint.load import load_newest
 from dali_train.data.dataset.build_index import build_index
@@ -58,11 +59,23 @@ _SLOW_FILES = {
 _CROWDED_FILES = {"test_parallel.py", "test_tensor_parallel.py", "test_hang.py"}
 
 
+class _ByFile(LoadScopeScheduling):
+    """A file's tests run in one process, which builds its module's fixtures once. xdist's own groups do not: pytest 9.2 ignores
+    the names that xdist 3.8 gives to tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0]
+        return "crowded" if Path(path).name in _CROWDED_FILES else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first, so that the others run beside them. Whatever starts trainers is slow."""
     items.sort(key=lambda item: (item.path.name != "test_slurm.py", item.path.name not in _CROWDED_FILES))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("crowded" if item.path.name in _CROWDED_FILES else item.path.name))
         if item.path.name in _SLOW_FILES or _STARTS_RUNS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
 

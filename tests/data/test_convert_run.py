@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from PIL import Image
 
 from dali_train.data.convert import run
 from dali_train.data.dataset.index import Split
-from tests.conftest import REPOSITORY, photograph
+from tests.conftest import FORK, REPOSITORY, photograph
 from tests.data.files import encoded, files_of, small_photograph, tool, write_folder, write_training_archive
 
 CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
@@ -70,35 +70,47 @@ def test_40_killed_runs_end_with_the_same_bytes(tmp_path: Path) -> None:
     (folder / "ant" / "bad.jpg").write_bytes(small_photograph(7)[:-50])
     (folder / "bee" / "cmyk.jpg").write_bytes(encoded(photograph(1, 64, 64).convert("CMYK"), "JPEG"))
     options = ["folder", "--train", str(folder), "--validation-fraction", "0.2", "--on-bad", "skip"]
-    command = [*TOOL, *options, "--train-shards", "24", "--validation-shards", "6", "--workers", "2"]
+    arguments = [*options, "--train-shards", "24", "--validation-shards", "6", "--workers", "2", "--out"]
     undisturbed = tmp_path / "undisturbed"
+    assert end_of(start_convert([*arguments, str(undisturbed)])) == 0
     began = time.monotonic()
-    subprocess.run([*command, "--out", str(undisturbed)], check=True, capture_output=True)
+    assert end_of(start_convert([*arguments, str(tmp_path / "timed")])) == 0
     duration_s = time.monotonic() - began
     expected = files_of(undisturbed)
     assert "quarantine.jsonl" in expected
 
-    def kill_20_runs(chain: int) -> None:
-        moments = random.Random(chain)
-        kills = rounds = 0
-        while kills < 20:
-            out = tmp_path / f"killed-{chain}-{rounds}"
-            rounds += 1
-            for _ in range(5):
-                process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                try:
-                    # Starting takes a good part of a run: aim at what comes after it.
-                    process.wait(moments.uniform(0.4, 1.1) * duration_s)
-                except subprocess.TimeoutExpired:
-                    process.send_signal(signal.SIGKILL)
-                    kills += 1
-                process.wait()
-            finished = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
-            assert finished.returncode == 0, finished.stderr
-            assert files_of(out) == expected
+    moments = random.Random(0)
+    kills = rounds = 0
+    while kills < 40:
+        out = tmp_path / f"killed-{rounds}"
+        rounds += 1
+        for _ in range(5):
+            process = start_convert([*arguments, str(out)])
+            process.join(moments.uniform(0, 1.1) * duration_s)
+            process.kill()
+            kills += end_of(process) == -signal.SIGKILL
+        assert end_of(start_convert([*arguments, str(out)])) == 0
+        assert files_of(out) == expected
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(kill_20_runs, range(2)))
+
+def start_convert(arguments: list[str]) -> multiprocessing.process.BaseProcess:
+    """In a process of its own, forked from one that has imported everything already."""
+    process = FORK.Process(target=convert_in_silence, args=(arguments,))
+    process.start()
+    return process
+
+
+def convert_in_silence(arguments: list[str]) -> None:
+    with Path(os.devnull).open("w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
+    sys.exit(tool("make_tfrecords").main(arguments))
+
+
+def end_of(process: multiprocessing.process.BaseProcess) -> int | None:
+    """The exit status; minus the signal that ended it."""
+    process.join(100)
+    return process.exitcode
 
 
 def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
