@@ -72,6 +72,23 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     wait_until(lambda: not threads())
 
 
+def test_no_thread_meets_the_end_of_the_interpreter(dataset: Path) -> None:
+    """Which would end the process with SIGABRT, now and then."""
+    script = f"""
+import atexit, itertools, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # the first to register is called last
+from tests.data.test_read_ahead import *
+split = Split({str(dataset)!r}, "train")
+ahead = assigned_micro_batches(
+    split, MappedFiles(split), config_of(split.root, "full", 256), start_step=0, dp_rank=0, dp_size=1
+)
+next(ahead)
+assert len(threads()) == 4
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr
+
+
 def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
     split = Split(dataset, "train")
     split.paths = [dataset / "nowhere" for _ in split.paths]

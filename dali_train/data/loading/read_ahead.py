@@ -12,6 +12,7 @@ Nothing here decides which images come. A storage that does not answer ends read
 not what was indexed ends the run with an error that names it.
 """
 
+import atexit
 import logging
 import threading
 import weakref
@@ -29,6 +30,7 @@ from dali_train.errors import DatasetError
 logger = logging.getLogger("dali_train")
 
 NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
+_END_S = 5.0
 GAP_BYTES = 1 << 16  # up to this much between two images, framing and other features, is read with them
 
 
@@ -55,8 +57,7 @@ class ReadAhead(Iterator[MicroBatch]):
         self._chosen = chosen
         self._plan = _Plan(split, storage, micro_batches, places, num_ahead)
         weakref.finalize(self, self._plan.stop)
-        for number in range(NUM_THREADS):
-            threading.Thread(target=self._plan.work, name=f"read-ahead-{number}", daemon=True).start()
+        self._plan.start()
 
     def __next__(self) -> MicroBatch:
         micro_batch = next(self._chosen)
@@ -67,7 +68,9 @@ class ReadAhead(Iterator[MicroBatch]):
 
 
 class _Plan:
-    """What is read when, shared by the threads. It knows nothing of ReadAhead, whose end is theirs too."""
+    """What is read when, and the threads that share it. It knows nothing of ReadAhead, whose end is theirs too."""
+
+    _started: "weakref.WeakSet[_Plan]" = weakref.WeakSet()
 
     def __init__(
         self, split: Split, storage: Storage, micro_batches: MicroBatches, places: Iterator[tuple[int, int]], num_ahead: int
@@ -80,6 +83,25 @@ class _Plan:
         self._stopped = threading.Event()
         self.fault: DatasetError | None = None
         self._windows: OrderedDict[tuple[int, int], None] = OrderedDict()  # read lately, the last of them last
+
+    def start(self) -> None:
+        self._threads = [
+            threading.Thread(target=self.work, name=f"read-ahead-{number}", daemon=True) for number in range(NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._started.add(self)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Stop and wait. A thread that the end of the interpreter finds in NumPy's C++ code (``np.unique`` without Python's lock)
+        cannot unwind from there: the process would end with SIGABRT."""
+        plans = list(cls._started)
+        for plan in plans:
+            plan.stop()
+        for plan in plans:
+            for thread in plan._threads:
+                thread.join(_END_S)  # a storage may never answer
 
     def taken(self) -> None:
         with self._moved:
@@ -138,6 +160,9 @@ class _Plan:
         while len(self._windows) > 4 * self._micro_batches.num_per_step:  # each micro-batch of a step is in one or two
             self._windows.popitem(last=False)
         return np.concatenate([np.empty(0, dtype=np.int64), *(order.images_in(*window) for window in new)])
+
+
+atexit.register(_Plan.end_all)
 
 
 def requests(rows: NDArray[np.void], images: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
