@@ -1,13 +1,35 @@
 """Models that are divided among ranks train as in one process: the same samples, and weights that differ by rounding alone."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 from dali_train.checkpoint.load import load_newest
+from dali_train.commands.plan import describe_ranks
+from dali_train.commands.trainer import build_trainer
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TensorConfig,
+)
+from dali_train.distributed.launch import Launch
+from dali_train.distributed.layout import Layout
+from dali_train.distributed.process_group import process_group
+from dali_train.training.memory import estimate_memory
+from dali_train.training.model import build_model
 
-from .conftest import TINY_CONFIG, Ranks, StartTraining, Train, relative_differences
+from .conftest import FORK, TINY_CONFIG, Ranks, StartTraining, Train, free_port, relative_differences
 from .helpers import FLOAT64_BOUND, kill_after_step_4, losses, samples
 
 FP64 = ("--precision.dtype", "fp64")
@@ -145,3 +167,68 @@ def test_half_precision_between_stages(train: Train, tmp_path: Path, options: tu
     train("one", *words)
     train("several", *words, *PIPELINE, *SHARDED, ranks=4)
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=2e-2)  # bfloat16 resolves 2**-8
+
+
+MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero-3": {"shard": "full"},
+    "pipeline-sharded": {"pipeline": 2, "shard": "optimizer"},
+    "2x2": {"pipeline": 2, "tensor": TensorConfig(size=2)},
+    "2d": {"tensor": TensorConfig(mode="2d", size=4)},
+}
+
+
+def memory_config(dataset: Path, layout: str) -> Config:
+    """A ViT whose matrices outweigh its vectors by far, as in every model that is worth dividing."""
+    return Config(
+        data=DataConfig(root=str(dataset), train_size=32, eval_size=32, eval_resize_to=36),
+        model=ModelConfig(
+            name="vit_tiny_patch16_224", kwargs={"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 4, "num_heads": 4}
+        ),
+        optimizer=OptimizerConfig(lr=1e-3), schedule=ScheduleConfig(warmup_epochs=1),
+        batch=BatchConfig(global_batch=32, micro_batch=4), run=RunConfig(dir="run", epochs=1),
+        parallel=ParallelConfig(**MEMORY_LAYOUTS[layout]),
+    )  # fmt: skip
+
+
+def measure_memory(rank: int, port: int, dataset: Path, path: Path) -> None:
+    """What one of four ranks holds in each layout: bytes of weights and of the optimizer's state."""
+    torch.set_num_threads(1)
+    launch = Launch(rank=rank, world_size=4, local_rank=rank, local_world_size=4, host="localhost", port=port, launcher="test")
+    found = {}
+    with process_group(launch, torch.device("cpu")) as launch:
+        for name in MEMORY_LAYOUTS:
+            config = memory_config(dataset, name)
+            layout = Layout.for_config(launch, config.parallel)
+            trainer, model, _ = build_trainer(config, layout, 5, torch.device("cpu"), None, evaluates=False)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            trainer.optimizer.step()
+            states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+            found[name] = (layout.pipeline_rank, local_bytes(model.parameters()), local_bytes(states))
+    (path / f"{rank}.json").write_text(json.dumps(found))
+
+
+def local_bytes(tensors: Iterable[Any]) -> int:
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def test_each_rank_holds_what_plan_says(dataset: Path, tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [FORK.Process(target=measure_memory, args=(rank, port, dataset, tmp_path)) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(240)
+    assert [process.exitcode for process in ranks] == [0] * 4
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    launch = Launch(rank=0, world_size=4, local_rank=0, local_world_size=4, host="localhost", port=1, launcher="plan")
+    for name in MEMORY_LAYOUTS:
+        config = memory_config(dataset, name)
+        with torch.device("meta"):
+            model = build_model(config, 5, torch.device("meta"))
+        plans = describe_ranks(model, config, Layout.for_config(launch, config.parallel), estimate_memory(config, 5))
+        for place, weight_bytes, optimizer_bytes in (each[name] for each in found):
+            memory = plans[place].memory
+            assert weight_bytes == pytest.approx(memory.weight_bytes, rel=0.05), name
+            assert optimizer_bytes == pytest.approx(memory.optimizer_bytes, rel=0.05), name

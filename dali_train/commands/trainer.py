@@ -44,7 +44,7 @@ def build_trainer(
             f"{config.parallel.pipeline} cannot draw its masks: set parallel.pipeline 1, or choose another run.dir to start anew"
         )
     check_training_size(model, config)
-    if evaluates:
+    if evaluates or layout.pipeline > 1:  # stages agree at the start on what they exchange
         check_evaluation_size(model, config)  # now, and not after an epoch
     precision = Precision(config.precision, device)
     stream = Stream.of(model, config) if layout.pipeline > 1 else None
