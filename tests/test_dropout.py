@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from dali_train.checkpoint.load import load_newest
-from dali_train.config import ModelConfig
+from dali_train.commands.trainer import build_trainer
+from dali_train.config import ModelConfig, load_config
 from dali_train.data.sampling.rng import Purpose, torch_seed
+from dali_train.distributed.layout import Layout
+from dali_train.errors import ConfigError
 from dali_train.training.dropout import block_seed, choose_seeding, seed_each_block
 from dali_train.training.model import compile_blocks, repeated_blocks
 
@@ -101,7 +104,7 @@ def test_models_of_other_kinds(name: str) -> None:
         assert not torch.equal(forward(model, images, SECOND), first)
 
 
-def test_runs_seed_as_they_began(train: Train, tmp_path: Path) -> None:
+def test_runs_seed_as_they_began(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """The masks of a run in progress do not change under it. tests/fixtures/old-run is of a version that noted nothing."""
     plain, compiled = ModelConfig(name="vit"), ModelConfig(name="vit", compile="model")
     assert [choose_seeding(plain, saved) for saved in (None, "block", "micro-batch")] == ["block", "block", "micro-batch"]
@@ -109,3 +112,9 @@ def test_runs_seed_as_they_began(train: Train, tmp_path: Path) -> None:
     train("run", "--run.max_steps", "1")
     checkpoint, _ = load_newest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None and checkpoint.values["dropout"] == "block"
+    del checkpoint.values["dropout"]
+    config = load_config(tiny_config).replace({"parallel.pipeline": 2})
+    with pytest.raises(
+        ConfigError, match=r"step-00000001 is of a version that seeded dropout once per .*: set parallel.pipeline 1,"
+    ):
+        build_trainer(config, Layout(rank=0, pipeline=2), 5, CPU, checkpoint, evaluates=False)
