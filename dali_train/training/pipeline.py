@@ -20,6 +20,7 @@ from dali_train.data.loading.loader import Batch, Loader, blank_images, pixel_fo
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
 from dali_train.distributed.parallelize import Parallel
 from dali_train.distributed.pipeline import Stage
+from dali_train.training.dropout import seed_micro_batch
 from dali_train.training.loss import first_target_correct
 from dali_train.training.trainer import Trainer
 
@@ -134,7 +135,7 @@ class _Passes:
             self.batches.append(self._loader.next())
         batch = self.batches[number]
         trainer.clock.enter("forward")
-        torch.manual_seed(batch.micro_batch.dropout_seed)
+        seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
         with trainer.precision.autocast():
             # A copy: the next micro-batch may be decoded into the same memory before this one's backward pass.
             yield batch.images.to(trainer.precision.image_dtype, copy=True)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from dali_train.data.loading.loader import Batch, Loader
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
 from dali_train.distributed.parallelize import Parallel
-from dali_train.training.dropout import DropoutSeeding
+from dali_train.training.dropout import DropoutSeeding, seed_micro_batch
 from dali_train.training.ema import Ema
 from dali_train.training.loss import Objective, first_target_correct
 from dali_train.training.metrics import TrainingMetrics, all_finite
@@ -69,8 +69,8 @@ class Trainer:
             self.clock.enter("data")
             batch = loader.next()
             self.clock.enter("forward")
-            # On every device: dropout belongs to the micro-batch. Blocks derive their own seeds from it (`seed_each_block`).
-            torch.manual_seed(batch.micro_batch.dropout_seed)
+            # Dropout belongs to the micro-batch. Blocks derive their own seeds from it (`seed_each_block`).
+            seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
             with self.parallel.accumulating(last=last):
                 with self.precision.autocast():
                     images = batch.images.to(self.precision.image_dtype)
