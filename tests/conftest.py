@@ -24,8 +24,11 @@ REPOSITORY = Path(__file__).parent.parent
 os.environ["OMP_NUM_THREADS"] = "1"  # for every process the tests start: ranks share few cores
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
-    ["dali_train.commands.train", "dali_train.cli", "matplotlib.figure", "torch.distributed.checkpoint.state_dict"]
-)
+    [
+        "dali_train.commands.train", "dali_train.cli", "dali_train.data.convert.run", "dali_train.data.convert.trees",
+        "matplotlib.figure", "torch.distributed.checkpoint.state_dict",
+    ]
+)  # fmt: skip
 
 # A ViT and a recipe with everything on that could depend on ranks: dropout, stochastic depth, Mixup, clipping.
 TINY_CONFIG = """
