@@ -2,9 +2,11 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from .conftest import Ranks, StartTraining, final_weights, relative_differences
+from .conftest import FORK, Ranks, StartTraining, final_weights, relative_differences
 
 # Largest |difference| / |weight| of a tensor after 7 steps (4 epochs of 50 images in batches of 32), measured between 1
 # and 2 ranks: 5e-6 in float32, 1e-14 in float64. Float64 resolves 2**29 = 5e8 times finer and the difference shrinks
@@ -72,3 +74,13 @@ def kill_after_step_4(start_training: StartTraining, config: Path, name: str, *o
         assert doomed.running(), doomed.log.read_text()
         time.sleep(0.01)
     doomed.kill()
+
+
+def in_ranks(number: int, target: Callable[..., None], *arguments: Any, timeout_s: float = 240) -> None:
+    """``target(rank, *arguments)`` in `number` processes at once, all of which must end well."""
+    processes = [FORK.Process(target=target, args=(rank, *arguments)) for rank in range(number)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout_s)
+    assert [process.exitcode for process in processes] == [0] * number

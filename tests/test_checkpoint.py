@@ -35,8 +35,8 @@ from dali_train.data.dataset.index import Split
 from dali_train.distributed.status import newest_step
 from dali_train.errors import ConfigError
 
-from .conftest import FORK, REPOSITORY, Train, final_weights, jpeg, photograph, relative_differences, write_shard
-from .helpers import FLOAT32_BOUND, samples
+from .conftest import REPOSITORY, Train, final_weights, jpeg, photograph, relative_differences, write_shard
+from .helpers import FLOAT32_BOUND, in_ranks, samples
 
 OLD_RUN = REPOSITORY / "tests" / "fixtures" / "old-run"  # written in the older format by 2 ranks, 4 of 7 steps
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
@@ -386,12 +386,7 @@ def save_shards(rank: int, directory: Path) -> None:
 
 
 def test_shards_are_saved_by_their_ranks_and_read_as_one(tmp_path: Path) -> None:
-    processes = [FORK.Process(target=save_shards, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    in_ranks(2, save_shards, tmp_path, timeout_s=120)
     weights = load_checkpoint(tmp_path / "checkpoints" / "step-00000001").state["model"]
     assert weights.keys() == {"rows", "columns", "all"}
     assert all(torch.equal(weight, state(1)["model"]["head.weight"]) for weight in weights.values())

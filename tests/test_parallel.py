@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from dali_train.checkpoint.load import load_newest
 from dali_train.commands.plan import describe_ranks
@@ -25,12 +24,13 @@ from dali_train.config import (
 )
 from dali_train.distributed.launch import Launch
 from dali_train.distributed.layout import Layout
+from dali_train.distributed.mesh import local
 from dali_train.distributed.process_group import process_group
 from dali_train.training.memory import estimate_memory
 from dali_train.training.model import build_model
 
-from .conftest import FORK, TINY_CONFIG, Ranks, StartTraining, Train, free_port, relative_differences
-from .helpers import FLOAT64_BOUND, kill_after_step_4, losses, samples
+from .conftest import TINY_CONFIG, Ranks, StartTraining, Train, free_port, relative_differences
+from .helpers import FLOAT64_BOUND, in_ranks, kill_after_step_4, losses, samples
 
 FP64 = ("--precision.dtype", "fp64")
 DEEP = ("--model.kwargs.depth", "4")
@@ -209,24 +209,16 @@ def measure_memory(rank: int, port: int, dataset: Path, path: Path) -> None:
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
-    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def test_each_rank_holds_what_plan_says(dataset: Path, tmp_path: Path) -> None:
-    port = free_port()
-    ranks = [FORK.Process(target=measure_memory, args=(rank, port, dataset, tmp_path)) for rank in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(240)
-    assert [process.exitcode for process in ranks] == [0] * 4
+    in_ranks(4, measure_memory, free_port(), dataset, tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     launch = Launch(rank=0, world_size=4, local_rank=0, local_world_size=4, host="localhost", port=1, launcher="plan")
     for name in MEMORY_LAYOUTS:
         config = memory_config(dataset, name)
-        with torch.device("meta"):
-            model = build_model(config, 5, torch.device("meta"))
+        model = build_model(config, 5, torch.device("meta"))
         plans = describe_ranks(model, config, Layout.for_config(launch, config.parallel), estimate_memory(config, 5))
         for place, weight_bytes, optimizer_bytes in (each[name] for each in found):
             memory = plans[place].memory

@@ -25,7 +25,8 @@ from dali_train.training.dropout import seed_each_block
 from dali_train.training.half import compute_in
 from dali_train.training.optim import make_optimizer
 
-from .conftest import FORK, free_port
+from .conftest import free_port
+from .helpers import in_ranks
 
 CPU = torch.device("cpu")
 SEEDS = [torch_seed(1, Purpose.DROPOUT, step=0, k=k) for k in range(2)]
@@ -152,12 +153,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     results: dict[str, dict[str, Any]] = {}
     for ranks, cases in ((4, FOUR), (8, EIGHT)):
         path, port = tmp_path_factory.mktemp("ranks") / f"{ranks}.json", free_port()
-        processes = [FORK.Process(target=run_rank, args=(rank, ranks, port, cases, path)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(240)
-        assert [process.exitcode for process in processes] == [0] * ranks
+        in_ranks(ranks, run_rank, ranks, port, cases, path)
         results |= json.loads(path.read_text())
     return results
 
