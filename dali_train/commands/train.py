@@ -108,7 +108,7 @@ def run_rank(config: Config, options: LaunchOptions, stop_requests: StopRequests
     launch = discover(options)
     device = choose_device(config.run.device, launch)
     with process_group(launch, device, config.run.backend, config.parallel.timeout_s) as launch:
-        return train(config, launch, sys.argv, stop_requests)
+        return train(config, launch, device, sys.argv, stop_requests)
 
 
 @dataclass(kw_only=True)
@@ -156,11 +156,11 @@ class Run:
         return due or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
 
 
-def train(config: Config, launch: Launch, command: Sequence[str], stop_requests: StopRequests) -> RunResult:
+def train(config: Config, launch: Launch, device: torch.device, command: Sequence[str], stop_requests: StopRequests) -> RunResult:
     """Called by every rank, inside the process group."""
     directory, group = Path(config.run.dir), host_group(launch, config)
     with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, launch, group) as holder:
-        run = build(config, launch, command, group, watchdog, attempt=holder.describe() if holder is not None else "")
+        run = build(config, launch, device, command, group, watchdog, attempt=holder.describe() if holder is not None else "")
         error: BaseException | None = None
         try:
             loop(run, StopAgreement(stop_requests, group))
@@ -184,15 +184,15 @@ def train(config: Config, launch: Launch, command: Sequence[str], stop_requests:
 
 
 def build(
-    config: Config, launch: Launch, command: Sequence[str], group: dist.ProcessGroup | None, watchdog: Watchdog, *, attempt: str
-) -> Run:
+    config: Config, launch: Launch, device: torch.device, command: Sequence[str], group: dist.ProcessGroup | None,
+    watchdog: Watchdog, *, attempt: str,
+) -> Run:  # fmt: skip
     """Data, model, optimizer, what a checkpoint says of them, and everyone who watches.
 
     Args:
         attempt: who holds the run's lock, for status.json.
     """
     begin = time.perf_counter()
-    device = choose_device(config.run.device, launch)
     num_threads = configure_torch(config, launch, device)
     layout = Layout.for_config(launch, config.parallel)
     grad_accum_steps = config.batch.grad_accum_steps(layout.data_size)

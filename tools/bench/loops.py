@@ -193,13 +193,14 @@ class Gate(Hook):
 
 def trainer(task: Task, config: Config, pipe: Connection) -> None:
     launch = discover(LaunchOptions())
-    meter = Meter(pipe, choose_device(config.run.device, launch), task.steps)
+    device = choose_device(config.run.device, launch)
+    meter = Meter(pipe, device, task.steps)
     run = replace(
         config.run, dir=str(task.work / config.data.reader), epochs=1e9, max_steps=None, max_seconds=None, resume="never",
         eval_every_epochs=None, checkpoint_every_steps=1 << 60,
     )  # fmt: skip
     hooks = replace(config.hooks, log_every_steps=1 + task.steps, user=(*config.hooks.user, lambda: Gate(meter)))
-    train(replace(config, run=run, hooks=hooks), launch, sys.argv, StopRequests(None))
+    train(replace(config, run=run, hooks=hooks), launch, device, sys.argv, StopRequests(None))
 
 
 def trainer_synthetic(task: Task, config: Config, pipe: Connection) -> None:

@@ -117,6 +117,7 @@ class DaliTrainingPipeline(IndexedSource):
 
     def _start(self, data: DataConfig, pixels: PixelFormat, size: int) -> None:
         self._data, self._pixels = data, pixels
+        self._noises: deque[NDArray[np.float64] | None] = deque()  # normalised, of each batch in flight; None: nothing shows it
         self._prepared = Ahead(self._prepare, _PREPARED, "feed")
         self._pipe = _training_graph(
             self._feed, data, pixels, self._split, self._augmentation,
@@ -126,9 +127,8 @@ class DaliTrainingPipeline(IndexedSource):
 
     def run(self) -> Produced:
         images, targets, lambdas, partners = run_graph(self._pipe, self._explain)
-        batch, channels_last = self._in_flight.popleft(), self._pixels.channels_last
-        if batch.noise.size and batch.erased.any():
-            noise = (batch.noise - np.array(self._data.mean)) / np.array(self._data.std)
+        batch, noise, channels_last = self._in_flight.popleft(), self._noises.popleft(), self._pixels.channels_last
+        if noise is not None:
             images = show_noise(
                 images,
                 to_device_of(images, batch.erased),
@@ -140,16 +140,20 @@ class DaliTrainingPipeline(IndexedSource):
             images = mix(images, partners, lambdas, cuts, channels_last=channels_last)
         return in_format(images, self._pixels), targets, lambdas, batch
 
-    def _prepare(self) -> tuple[MicroBatch, tuple[Any, ...]]:
+    def _prepare(self) -> tuple[MicroBatch, NDArray[np.float64] | None, tuple[Any, ...]]:
         with record_function("data: choose and read"):
             batch = self._next()
             fed = (self._stored(batch), *batch.corners, batch.flips, batch.targets, batch.lambdas, batch.partners)
             more = [] if self._augmentation is None else self._augmentation.fed(batch)
-            return batch, (*fed, *more, *([] if self._data.crop_side is None else [-batch.offsets]))
+            noise = None
+            if batch.noise.size and batch.erased.any():
+                noise = (batch.noise - np.array(self._data.mean)) / np.array(self._data.std)
+            return batch, noise, (*fed, *more, *([] if self._data.crop_side is None else [-batch.offsets]))
 
     def _feed(self) -> tuple[Any, ...]:
-        batch, fed = self._prepared.next()
+        batch, noise, fed = self._prepared.next()
         self._in_flight.append(batch)
+        self._noises.append(noise)
         return fed
 
 
