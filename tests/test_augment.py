@@ -19,7 +19,7 @@ from timm.data.mixup import Mixup
 from dali_train.config import Config, DataConfig, MixupConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading import storage as storages
-from dali_train.data.loading.augment import OPERATORS, Operator, none
+from dali_train.data.loading.augment import OPERATORS, Operator, none, slide
 from dali_train.data.loading.decoder import COMMON_OPTIONS, decode_boxes, decoder_in_log, describe_decoder, hardware_share
 from dali_train.data.loading.loader import Batch, make_loader, pixel_format
 from dali_train.data.loading.mixing import mix
@@ -112,6 +112,16 @@ def test_operators_are_timms(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         argument = float(operator.argument(np.array([level], dtype=np.float32), 96)[0])
         ours = operator.cpu(torch.from_numpy(np.array(image)).permute(2, 0, 1), argument).permute(1, 2, 0).numpy()
         assert np.abs(ours.astype(int) - np.asarray(expected).astype(int)).mean() < 1.0
+
+
+@pytest.mark.parametrize("amount", [-100.0, -31.5, -7.9, -0.3, 0.0, 0.5, 30.3, 31.0, 95.8, 100.0])
+def test_translation_is_pils(amount: float) -> None:
+    image = Image.fromarray(smooth(3))
+    for x, y in ((amount, 0.0), (0.0, amount)):
+        expected = image.transform(
+            image.size, Image.Transform.AFFINE, (1, 0, x, 0, 1, y), Image.Resampling.BILINEAR, fillcolor=(128,) * 3
+        )
+        assert np.abs(np.asarray(slide(image, x, y)).astype(int) - np.asarray(expected)).max() <= 1
 
 
 def augmented(config: Config, augment: str, **data: object) -> Config:

@@ -113,12 +113,25 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
         advance(batches, count)
         seconds, cpu = time.perf_counter() - start, cpu_seconds(process) - cpu
         images = count * task.batch
-        pipe.send(Round(images / seconds, 1000 * cpu / images, memory_mb(process)))
+        measured = Round(images / seconds, 1000 * cpu / images, memory_mb(process))
+        wait_until_idle(process)
+        pipe.send(measured)
 
 
 def advance(batches: Iterator[Any], count: int) -> None:
     for _ in range(count):
         next(batches)
+
+
+def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
+    """Until its loader has prepared all that it prepares ahead, which would take processors from whoever is next."""
+    deadline, before = time.monotonic() + timeout_s, cpu_seconds(process)
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        after = cpu_seconds(process)
+        if after - before < 0.02:
+            return
+        before = after
 
 
 def cpu_seconds(process: psutil.Process) -> float:
