@@ -232,6 +232,13 @@ def test_mistakes_in_a_file(written: str, mistake: str, message: str, tmp_path: 
         ("--data.normalise 0.485,0.456,0.406 0.229,0.224,0.225", "so multiply those for values from 0 to 1 by 255"),
         ("--precision.dtype bfloat16", "precision.dtype is 'bfloat16': use bf16 (of fp32, bf16, fp16 or fp64)"),
         ("--run.device gpu", "run.device is 'gpu': use cuda (of auto, cpu or cuda)"),
+        ("--data.progressive 6,128,12", "data.progressive is '6,128,12': use pairs of an epoch and a size in pixels, such"),
+        ("--data.progressive 6,16 3,24", "data.progressive is ((6.0, 16), (3.0, 24)): use growing epochs"),
+        ("--data.progressive 6,128", "use sizes up to data.train_size 32, which follows them"),
+        ("--data.progressive 6,16 --data.reader stream", "data.progressive needs data.reader index"),
+        ("--data.progressive 90,16", "smaller images until epoch 90, but run.epochs is 90: let them end before the run does"),
+        ("--data.progressive 6,16 --parallel.pipeline 2", "data.progressive with parallel.pipeline 2: what its ranks exchange"),
+        ("--data.progressive 6,16", "a size in data.progressive is 16, but model.name vit_tiny_patch16_224 takes images of 32 p"),
         ("--run.dir ''", "run.dir is empty: name a directory"),
         ("--run.epochs -1", "run.epochs is -1.0: use a number over 0"),
         ("--run.epochs abc", "run.epochs is 'abc': use a number over 0"),
@@ -257,7 +264,8 @@ def test_mistakes_on_the_command_line(words: str, message: str, capsys: pytest.C
 
 def test_values_as_people_type_them() -> None:
     for words, value in (
-        ("--optimizer.betas 0.9,0.98", (0.9, 0.98)), ("--optimizer.betas 0.9 0.98", (0.9, 0.98)),
+        ("--data.progressive 6,128 12,160", ((6, 128), (12, 160))), ("--optimizer.betas 0.9,0.98", (0.9, 0.98)),
+        ("--optimizer.betas 0.9 0.98", (0.9, 0.98)),
         ("--optimizer.betas '(0.9, 0.98)'", (0.9, 0.98)), ("--optimizer.betas=0.9,0.98", (0.9, 0.98)),
         ("--hooks.profile 3 5", (3, 5)), ("--hooks.profile none", None),
         ("--run.max_steps None", None), ("--run.max-steps 1_000", 1000), ("--data.local_copy none", None),

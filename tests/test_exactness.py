@@ -132,6 +132,7 @@ REPEATED = (
 IN_BLOCKS = (
     "--data.repeats", "2", "--data.shuffle", "block", "--data.block_images", "4", "--data.window_blocks", "2",
     "--data.crop", "inception", "--data.augment", "big-vision",
+    "--data.progressive", "0.5,16 1,24", "--model.kwargs.dynamic_img_size", "true",
 )  # fmt: skip
 
 
@@ -150,6 +151,7 @@ def test_a_killed_run_with_a_recipes_options_ends_with_the_same_bits(
     start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
 ) -> None:
     often = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", "--data.repeats", "2")
+    often += ("--data.progressive", "2,16 6,24", "--model.kwargs.dynamic_img_size", "true")
     train("undisturbed", *AUGMENTED, *often, ranks=2)
     kill_after_step_4(start_training, tiny_config, "killed", *AUGMENTED, *often, ranks=2)
     assert "from step" in train("killed", *AUGMENTED, *often, ranks=2)

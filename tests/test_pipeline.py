@@ -1,6 +1,8 @@
 """The DALI graphs against PIL: same boxes, same pixels, same mixtures."""
 
+import gc
 import io
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +93,26 @@ def test_memory_of_batches_is_used_again(config: Config) -> None:
     loader = make_loader(Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1)
     places = {loader.next().images.data_ptr() for _ in range(40)}
     assert len(places) <= config.data.prefetch + 3  # ready, in the making, and two in the caller's hands
+
+
+def test_progressive_sizes_are_those_of_their_steps(config: Config) -> None:
+    """2 ranks, 50 images, 32 per step: steps 0 to 1 until epoch 1, 2 to 3 until epoch 2. A resumed loader begins at its step's."""
+    progressive = config.replace({"data.progressive": ((1, 16), (2, 24)), "mixup.cutmix_alpha": 1.0})
+    split = Split(config.data.root, "train")
+    threads = threading.active_count()
+    for start_step in (0, 3):
+        loader = make_loader(split, progressive, CPU, start_step=start_step, dp_rank=1, dp_size=2, num_threads=1)
+        for step in range(start_step, 6):
+            size = (16, 16, 24, 24, 32, 32)[step]
+            sized = config.replace({"data.train_size": size, "mixup.cutmix_alpha": 1.0})
+            alone = make_loader(split, sized, CPU, start_step=step, dp_rank=1, dp_size=2, num_threads=1)
+            for _ in range(4):
+                batch = loader.next()
+                assert (batch.micro_batch.step, batch.micro_batch.size, batch.images.shape[-1]) == (step, size, size)
+                assert torch.equal(batch.images, alone.next().images)
+    del loader, alone
+    gc.collect()
+    assert threading.active_count() <= threads + 2, "each size's threads end with it"
 
 
 def test_without_antialiasing_pixels_differ(unmixed: Config) -> None:

@@ -210,7 +210,7 @@ def test_utilisation(tiny_config: Path) -> None:
     assert model_flops(config, 5, CPU, num_devices=1) is None
     flops = flops_per_image(config, 5)
     # 8 H200 at 1 % of their peak.
-    assert ModelFlops(flops, 8 * 989.4e12).utilisation(8 * 989.4e10 / flops) == pytest.approx(0.01)
+    assert ModelFlops({32: flops}, 8 * 989.4e12).utilisation(8 * 989.4e10 / flops, 32) == pytest.approx(0.01)
 
 
 def test_memory_and_the_largest_micro_batch(tiny_config: Path) -> None:

@@ -51,6 +51,8 @@ def print_plan(
     fullest = max((rank.memory for rank in ranks), key=lambda memory: memory.state_bytes + memory.activation_bytes)
 
     print(f"images         {num_images:,} in {num_classes} classes ({source})")
+    for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
+        print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
     print(f"model          {config.model.name}: {memory.num_parameters:,} parameters, precision {config.precision.dtype}")
     for difference in compare_with_timm(model, config):

@@ -311,16 +311,16 @@ def report_step(run: Run, lr: float, micro_batches: tuple[MicroBatchDraws, ...],
     """Hand the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
     record = None
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:
-        record = read_metrics(run, lr)
+        record = read_metrics(run, lr, batch.micro_batch.size)
     run.hooks.step(StepRecord(step=run.step, epoch=run.epoch, micro_batches=micro_batches, batch=batch, train=record))
 
 
-def read_metrics(run: Run, lr: float) -> TrainRecord:
-    """Wait for the device and turn what has gathered since the last logging step into a record."""
+def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
+    """Wait for the device and turn what has gathered since the last logging step, on images of `size` pixels, into a record."""
     sums = run.trainer.metrics.read(run.plan.config.run.max_nonfinite_steps)
     times = run.trainer.clock.read()
     rate = run.plan.config.batch.global_batch / times.step_s
-    mfu = run.flops.utilisation(rate) if run.flops is not None else None
+    mfu = run.flops.utilisation(rate, size) if run.flops is not None else None
     return TrainRecord(**vars(sums), **vars(times), lr=lr, images_per_second=rate, mfu=mfu, measured=run.hooks.measure())
 
 

@@ -65,6 +65,12 @@ class Config:
             f"mixup.cutmix_alpha is {self.mixup.cutmix_alpha} with data.reader stream, which has only Mixup: set data.reader "
             "index, or mixup.cutmix_alpha 0",
         )
+        until = max((epoch for epoch, _ in self.data.progressive), default=0)
+        require(
+            until < self.run.epochs,
+            f"data.progressive has smaller images until epoch {until:g}, but run.epochs is {self.run.epochs:g}: let them end "
+            "before the run does",
+        )
         repeats, micro_batch = self.data.repeats, self.batch.micro_batch
         require(
             self.data.split_repeats or micro_batch % repeats == 0,
@@ -94,6 +100,11 @@ class Config:
             not self.model.cuda_graphs or self.run.device != "cpu",
             "model.cuda_graphs is true with run.device cpu: CUDA graphs need a GPU, set model.cuda_graphs false",
         )
+        require(
+            not self.model.cuda_graphs or not self.data.progressive,
+            "model.cuda_graphs is true with data.progressive: a captured graph takes images of one size, set model.cuda_graphs "
+            "false",
+        )
         self._check_parallel()
 
     def _check_parallel(self) -> None:
@@ -115,6 +126,10 @@ class Config:
             f"data.reader is stream with {parallel.kind}: ranks that compute the same micro-batch would each read for themselves; "
             "set data.reader index",
         )
+        require(
+            not self.data.progressive or (parallel.pipeline == 1 and parallel.tensor.size == 1),
+            f"data.progressive with {parallel.kind}: what its ranks exchange has one size; leave one of them out",
+        )
         if parallel.pipeline == 1:
             return
         stages = f"parallel.pipeline is {parallel.pipeline}"
@@ -132,6 +147,20 @@ class Config:
     def steps(self, epochs: float, num_images: int) -> int:
         """Optimizer steps that `epochs` passes over `num_images` take, rounded up so that the last pass is complete."""
         return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
+
+    def sizes_by_step(self, num_images: int) -> list[tuple[int, "Config"]]:
+        """The first step of each size of training images, with this config as it is for those steps, whose data.train_size is it.
+
+        One without progressive resizing.
+        """
+        if not self.data.progressive:
+            return [(0, self)]
+        starts = [0, *(self.steps(until, num_images) for until, _ in self.data.progressive)]
+        sizes = [*(size for _, size in self.data.progressive), self.data.train_size]
+        return [
+            (start, self.replace({"data.train_size": size, "data.progressive": ()}))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
 
     def replace(self, changes: Mapping[str, Any]) -> "Config":
         """This config with other values, by full name: ``config.replace({"batch.global_batch": 64, "batch.micro_batch": 8})``.

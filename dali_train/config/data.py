@@ -1,6 +1,7 @@
 """Which images, in which order, decoded and augmented how."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from dali_train.config.augment import parse_augment
@@ -9,6 +10,7 @@ from dali_train.config.check import (
     Directory,
     Machine,
     Pixels,
+    Positive,
     Range,
     Remedy,
     require,
@@ -66,6 +68,12 @@ class DataConfig:
     decoding threads, from 0.99 with 6 to 0.12 with 70; `python -m tools.bench.gpu_data` measures the best."""
     train_size: Pixels = 224
     """Side of the square training images, in pixels."""
+    progressive: Annotated[
+        tuple[tuple[Positive, Pixels], ...], Remedy("use pairs of an epoch and a size in pixels, such as 6,128 12,160")
+    ] = ()
+    """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels until epoch 6,
+    of 160 until epoch 12, and of train_size from then on. A step has the size of the epoch in which it begins. For models that take
+    images of any size: a ViT does with --model.kwargs.dynamic_img_size true. Only with data.reader index or synthetic."""
     crop: Literal["random-resized", "inception"] = "random-resized"
     """How random crops are drawn. random-resized: uniform in area, as torchvision's RandomResizedCrop. inception: uniform in
     height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops. Only with data.reader index."""
@@ -116,6 +124,11 @@ class DataConfig:
     """Side of the square evaluation images, in pixels."""
 
     @property
+    def train_sizes(self) -> list[int]:
+        """All sizes that training images have in the course of a run, each once."""
+        return sorted({self.train_size, *(size for _, size in self.progressive)})
+
+    @property
     def mean(self) -> Triple:
         """Subtracted from the RGB values 0 to 255."""
         return self._mean_and_std()[0]
@@ -143,6 +156,18 @@ class DataConfig:
             self.eval_size <= self.eval_resize_to,
             f"data.eval_size {self.eval_size} does not fit into data.eval_resize_to {self.eval_resize_to}: "
             "enlarge data.eval_resize_to",
+        )
+        require(
+            all(first < then for (first, _), (then, _) in pairwise(self.progressive)),
+            f"data.progressive is {self.progressive}: use growing epochs, each the one until which its size is used",
+        )
+        require(
+            self.train_sizes[-1] == self.train_size,
+            f"data.progressive is {self.progressive}: use sizes up to data.train_size {self.train_size}, which follows them",
+        )
+        require(
+            self.reader != "stream" or not self.progressive,
+            "data.progressive needs data.reader index: a stream's images cannot change their size while it is read",
         )
         parse_augment(self.augment)
         require(

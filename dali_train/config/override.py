@@ -116,7 +116,10 @@ def _numbers(text: str, hints: tuple[Any, ...]) -> Any:
     """A tuple from words however they are separated and bracketed; tuples in a tuple from as many words each."""
     words = "".join(" " if sign in "()[]," else sign for sign in text).split()
     if Ellipsis in hints:
-        return tuple(_read([word], hints[0]) for word in words)
+        size = len(get_args(hints[0])) if get_origin(hints[0]) is tuple else 1
+        if len(words) % size:
+            return text
+        return tuple(_read(words[start : start + size], hints[0]) for start in range(0, len(words), size))
     if len(words) % len(hints) or (any(get_origin(hint) is tuple for hint in hints) and len(words) == len(hints)):
         return text
     size = len(words) // len(hints)

@@ -61,12 +61,13 @@ class Peak:
 class ModelFlops:
     """Turns a speed into model FLOP utilisation. Made once when a run starts."""
 
-    per_image: float  # of one forward and backward pass
+    per_image: dict[int, float]  # of one forward and backward pass, by the side of the images in pixels
     peak: float  # dense FLOP/s of all devices together
 
-    def utilisation(self, images_per_second: float) -> float:
-        """The fraction of the peak, 0 to 1; `images_per_second` over all ranks, without evaluation and checkpoints."""
-        return images_per_second * self.per_image / self.peak
+    def utilisation(self, images_per_second: float, size: int) -> float:
+        """The fraction of the peak, 0 to 1; `images_per_second` over all ranks, without evaluation and checkpoints, of images whose
+        side is `size` pixels."""
+        return images_per_second * self.per_image[size] / self.peak
 
 
 def model_flops(config: Config, num_classes: int, device: torch.device, *, num_devices: int) -> ModelFlops | None:
@@ -78,7 +79,10 @@ def model_flops(config: Config, num_classes: int, device: torch.device, *, num_d
     if peak is None:
         return None
     try:
-        per_image = flops_per_image(config, num_classes)
+        per_image = {
+            size: flops_per_image(config.replace({"data.train_size": size, "data.progressive": ()}), num_classes)
+            for size in config.data.train_sizes
+        }
     except (RuntimeError, NotImplementedError):  # it asks for values, which the meta device does not have
         return None
     return ModelFlops(per_image, peak.flops_per_second * num_devices)

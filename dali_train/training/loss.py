@@ -114,10 +114,11 @@ class Teacher:
         dtype = torch.float64 if config.precision.dtype == "fp64" else torch.float32
         self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
         size = model.pretrained_cfg.get("input_size", (3, 0, 0))[-1]
-        if model.pretrained_cfg.get("fixed_input_size") and size != data.train_size:
+        if model.pretrained_cfg.get("fixed_input_size") and data.train_sizes != [size]:
+            made_for = "" if data.progressive else f"set loss.teacher_kwargs img_size={data.train_size}, or "
             raise ConfigError(
-                f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is {data.train_size}: set "
-                f"loss.teacher_kwargs img_size={data.train_size}, or use a convolutional teacher"
+                f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is {data.train_size}"
+                f"{f', data.progressive {data.progressive}' if data.progressive else ''}: {made_for}use a convolutional teacher"
             )
         mean, std, their_mean, their_std = (
             torch.tensor(values, dtype=torch.float64)

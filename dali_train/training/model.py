@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import timm
 import torch
@@ -170,20 +170,22 @@ def check_evaluation_size(model: nn.Module, config: Config) -> None:
     Raises:
         ConfigError: the model does not take images of data.eval_size.
     """
-    _check_size(model, config, "eval_size")
+    _check_size(model, config, config.data.eval_size, "data.eval_size")
 
 
 def check_training_size(model: nn.Module, config: Config) -> None:
-    """The same for data.train_size.
+    """The same for data.train_size and the sizes of data.progressive.
 
     Raises:
-        ConfigError: the model does not take images of data.train_size.
+        ConfigError: the model does not take images of these sizes.
     """
-    _check_size(model, config, "train_size")
+    _check_size(model, config, config.data.train_size, "data.train_size")
+    any_size = "choose a model that takes images of any size; a ViT does with --model.kwargs.dynamic_img_size true"
+    for _, size in config.data.progressive:
+        _check_size(model, config, size, "a size in data.progressive", any_size)
 
 
-def _check_size(model: nn.Module, config: Config, field: Literal["eval_size", "train_size"]) -> None:
-    size = getattr(config.data, field)
+def _check_size(model: nn.Module, config: Config, size: int, setting: str, remedy: str | None = None) -> None:
     parameter = next(model.parameters())
     training = model.training
     model.eval()
@@ -193,11 +195,11 @@ def _check_size(model: nn.Module, config: Config, field: Literal["eval_size", "t
     except (AssertionError, RuntimeError, ValueError) as error:
         own = input_size(model)
         takes = f"takes images of {own} pixels" if own is not None and own != size else "does not take such images"
-        advice = (
-            f"set data.{field} {own}, or make the model for {size} pixels" if own not in (None, size) else "choose another size"
-        )
+        advice = f"set {setting} {own}, or make the model for {size} pixels" if own not in (None, size) else "choose another size"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"data.{field} is {size}, but model.name {config.model.name} {takes} ({reason}): {advice}") from error
+        raise ConfigError(
+            f"{setting} is {size}, but model.name {config.model.name} {takes} ({reason}): {remedy or advice}"
+        ) from error
     finally:
         model.train(training)
 

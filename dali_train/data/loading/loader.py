@@ -4,14 +4,17 @@ A loader knows the data-parallel coordinate and size, never the global rank: wit
 ranks share one coordinate. Coordinate r of W gets the micro-batches r, r + W, r + 2 W, ... of every step.
 """
 
+import gc
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dali_train.config import Config
+from dali_train.config import BatchConfig, Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.pipeline import Produced, Source, training_source
 from dali_train.data.loading.pixels import PixelFormat
@@ -77,6 +80,42 @@ class SyntheticSource(Source):
         return self._images, torch.from_numpy(micro_batch.targets), torch.from_numpy(micro_batch.lambdas), micro_batch
 
 
+class ProgressiveSource(Source):
+    """A source for each size of training images, made when its first step comes.
+
+    Args:
+        source_from: (step, config) -> the source of the micro-batches from that step on.
+        sizes: the first step and the config of each size, `Config.sizes_by_step`.
+    """
+
+    def __init__(
+        self,
+        source_from: Callable[[int, Config], Source],
+        sizes: Sequence[tuple[int, Config]],
+        start_step: int,
+        batch: BatchConfig,
+        dp_size: int,
+    ) -> None:
+        self._source_from, self._sizes, self._num_per_step = source_from, sizes, batch.grad_accum_steps(dp_size)
+        self._begin(start_step)
+        self.warnings = self._source.warnings
+
+    def run(self) -> Produced:
+        if self._left == 0:
+            del self._source  # its memory is for the next; it is in reference cycles with its graph and threads
+            gc.collect()
+            self._begin(self._end)
+        self._left -= 1
+        return self._source.run()
+
+    def _begin(self, step: int) -> None:
+        starts = [start for start, _ in self._sizes]
+        number = bisect(starts, step)
+        self._source = self._source_from(step, self._sizes[number - 1][1])
+        self._end = starts[number] if number < len(starts) else sys.maxsize
+        self._left = (self._end - step) * self._num_per_step
+
+
 def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> torch.Tensor:
     """A micro-batch's images as a loader gives them, (n, 3, size, size), all zero."""
     size = config.data.train_size
@@ -108,19 +147,21 @@ def make_loader(
             ),
             device,
         )
-    if not decodes:
-        micro_batches = assigned_micro_batches(split, None, config, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
-        return Loader(SyntheticSource(micro_batches, blank_images(config, pixels, device)[:0]), device)
-    if config.data.reader == "synthetic":
-        micro_batches = assigned_micro_batches(split, None, config, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
-        return Loader(SyntheticSource(micro_batches, blank_images(config, pixels, device).normal_()), device)
-    storage = open_storage(split, config.data)
-    micro_batches = assigned_micro_batches(split, storage, config, start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
-    source = training_source(
-        split, storage, lambda: next(micro_batches), config.data, pixels,
-        size=config.batch.micro_batch, mix=config.mixup.enabled,
-    )  # fmt: skip
-    return Loader(source, device)
+
+    def source_from(step: int, config: Config) -> Source:
+        storage = open_storage(split, config.data) if decodes and config.data.reader == "index" else None
+        micro_batches = assigned_micro_batches(split, storage, config, start_step=step, dp_rank=dp_rank, dp_size=dp_size)
+        if storage is None:
+            blank = blank_images(config, pixels, device)
+            return SyntheticSource(micro_batches, blank.normal_() if decodes else blank[:0])
+        return training_source(
+            split, storage, lambda: next(micro_batches), config.data, pixels,
+            size=config.batch.micro_batch, mix=config.mixup.enabled,
+        )  # fmt: skip
+
+    if not config.data.progressive:
+        return Loader(source_from(start_step, config), device)
+    return Loader(ProgressiveSource(source_from, config.sizes_by_step(len(split)), start_step, config.batch, dp_size), device)
 
 
 def assigned_micro_batches(

@@ -4,6 +4,7 @@ The world size is not among the arguments. Whoever computes a micro-batch comput
 spread over any number of ranks, stopped, and resumed on another number.
 """
 
+from bisect import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +28,14 @@ class MicroBatchDraws:
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
     cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
     dropout_seed: int
+    size: int  # side of the training images, in pixels
 
     @classmethod
     def at(cls, config: Config, step: int, k: int) -> "MicroBatchDraws":
         seed = config.data.seed
         mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=config.batch.micro_batch, side=config.data.train_size)
         dropout_seed = torch_seed(seed, Purpose.DROPOUT, step=step, k=k)
-        return cls(step=step, k=k, **vars(mixing), dropout_seed=dropout_seed)
+        return cls(step=step, k=k, **vars(mixing), dropout_seed=dropout_seed, size=config.data.train_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class MicroBatch(MicroBatchDraws):
     operators: NDArray[np.int32]  # (n, steps): numbers in the policy's names, applied one after the other
     levels: NDArray[np.float32]  # (n, steps): how strong each of them is, with a sign
     erased: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the training image; all zero: none
-    noise: NDArray[np.uint8]  # (train_size, train_size, 3): what erased boxes show, each its part of it; empty: the mean color
+    noise: NDArray[np.uint8]  # (size, size, 3): what erased boxes show, each its part of it; empty: the mean color
 
     @property
     def corners(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -73,6 +75,8 @@ class MicroBatches:
         self.num_per_step = config.batch.global_batch // config.batch.micro_batch
         self._rows = rows
         self._config = config
+        starts, self._configs = zip(*config.sizes_by_step(len(rows)), strict=True)
+        self._ends = starts[1:]  # of each size but the last
         self._policy = policy_of(config.data)
         self.order = SampleOrder.of(config, len(rows))
         side, padding = config.data.crop_side, config.data.crop_padding
@@ -91,7 +95,8 @@ class MicroBatches:
         return np.arange(start, start + batch.micro_batch, dtype=np.int64)
 
     def __call__(self, step: int, k: int) -> MicroBatch:
-        data = self._config.data
+        config = self._configs[bisect(self._ends, step)]
+        data = config.data
         positions = self.positions(step, k)
         images, epochs = self.order.images_at(positions)
         rows = self._rows[images]
@@ -109,7 +114,7 @@ class MicroBatches:
                 side=data.crop_side, padding=data.crop_padding,
             )  # fmt: skip
         return MicroBatch(
-            **vars(MicroBatchDraws.at(self._config, step, k)),
+            **vars(MicroBatchDraws.at(config, step, k)),
             positions=positions,
             images=images,
             labels=rows["label"].astype(np.int64),
