@@ -20,7 +20,7 @@ from PIL import Image
 from dali_train.data.convert import run
 from dali_train.data.dataset.index import Split
 from tests.conftest import FORK, REPOSITORY, photograph
-from tests.data.files import encoded, files_of, small_photograph, tool, write_folder, write_training_archive
+from tests.data.files import encoded, files_of, small_photograph, tool, write_folder
 
 CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "make_tfrecords.py")]
@@ -251,8 +251,11 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
 
 
 def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
-    archive = write_training_archive(tmp_path / "train.tar", num_images=400)
-    command = [*TOOL, "imagenet", "--train-archive", str(archive), "--out", str(tmp_path / "out"), "--workers", "2"]
+    large = encoded(photograph(0, 1200, 1200), "JPEG")  # it takes seconds, so that the signal comes in the middle
+    (tmp_path / "train" / "ant").mkdir(parents=True)
+    for number in range(200):
+        (tmp_path / "train" / "ant" / f"{number}.jpg").write_bytes(large)
+    command = [*TOOL, "folder", "--train", str(tmp_path / "train"), "--out", str(tmp_path / "out"), "--workers", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not list((tmp_path / "out").glob("train/.*.partial")):
         time.sleep(0.005)
