@@ -180,6 +180,10 @@ VIT_CIFAR_LAMB = VIT_CIFAR | {
     "optimizer.weight_decay": 0.1, "schedule.name": "linear", "schedule.warmup_epochs": 50, "mixup.alpha": 0.2,
     "model.kwargs": {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1},
 }  # fmt: skip
+SMALL_VIT: dict[str, Any] = {
+    "model.name": "vit_tiny_patch16_224", "run.epochs": 100, "schedule.name": "cosine", "schedule.warmup_epochs": 5,
+    "optimizer.weight_decay": 0.05, "optimizer.clip_grad_norm": 1.0, "data.crop_side": 32, "data.crop_padding": 4, "mixup.alpha": 0,
+}  # fmt: skip
 OURS: dict[str, Any] = {
     "model.name": "vit_base_patch16_224", "batch.global_batch": 32_768, "schedule.name": "cosine", "schedule.warmup_epochs": 30,
     "data.augment": "rand-m9-mstd0.5", "mixup.alpha": 0.8, "mixup.cutmix_alpha": 1.0, "model.kwargs": {"drop_path_rate": 0.1},
@@ -232,6 +236,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         "batch.global_batch": 256, "optimizer.name": "adamw", "optimizer.lr": 3e-3, "optimizer.weight_decay": 0.3,
         "schedule.name": "cosine", "schedule.warmup_epochs": 32, "loss.label_smoothing": 0.1,
         "model.activation_checkpointing": True,
+    },
+    "small-vit-cifar10-adamw": SMALL_VIT | {
+        "batch.global_batch": 512, "optimizer.name": "adamw", "optimizer.lr": 1e-3, "optimizer.betas": (0.9, 0.999),
+    },
+    "small-vit-cifar10-lamb": SMALL_VIT | {
+        "batch.global_batch": 4096, "optimizer.name": "lamb", "optimizer.lr": 1e-2, "optimizer.betas": (0.9, 0.95),
     },
     "mnist": {
         "model.name": "dali_lenet", "optimizer.name": "sgd", "optimizer.lr": 0.01, "data.seed": 1, "run.epochs": 10,

@@ -1,0 +1,45 @@
+"""A small ViT on CIFAR-10 with AdamW in batches of 512: what small-vit-cifar10-lamb.py is compared with.
+
+    dali-train data convert cifar10 --download --source downloads/cifar10 --out data/cifar10 --format raw
+    dali-train train --config configs/small-vit-cifar10-adamw.py
+
+0.2 million parameters, 16 patches of 8 x 8 pixels. Measured: 69.96 % in 41 minutes on one CPU core that multiplies in
+bfloat16 (AVX512_BF16 or AMX); elsewhere --precision.dtype fp32. docs/measurements/2026-11-22-large-batch.md has the curves.
+No accuracy was published.
+"""
+
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+)  # fmt: skip
+
+config = Config(
+    data=DataConfig(
+        root="data/cifar10",
+        train_size=32,
+        crop_side=32,
+        crop_padding=4,
+        horizontal_flip=0.5,
+        normalise=((125.307, 122.961, 113.8575), (51.5865, 50.847, 51.255)),
+        eval_resize_to=32,
+        eval_size=32,
+    ),
+    model=ModelConfig(
+        name="vit_tiny_patch16_224",
+        kwargs={
+            "img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 1,
+            "weight_init": "moco",  # Xavier's; timm's default, 0.02 everywhere, is a sixth of it at this width
+        },
+    ),
+    optimizer=OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.05, eps=1e-8),
+    schedule=ScheduleConfig(name="cosine", warmup_epochs=5),
+    batch=BatchConfig(global_batch=512, micro_batch=512),
+    precision=PrecisionConfig(dtype="bf16"),
+    run=RunConfig(dir="runs/small-vit-cifar10-adamw", epochs=100, eval_every_epochs=5),
+)  # fmt: skip
