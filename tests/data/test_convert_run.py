@@ -20,7 +20,7 @@ from PIL import Image
 from dali_train.data.convert import run
 from dali_train.data.dataset.index import Split
 from tests.conftest import FORK, REPOSITORY, photograph
-from tests.data.files import encoded, files_of, small_photograph, tool, write_folder
+from tests.data.files import encoded, files_of, small_photograph, tool, write_folder, write_training_archive
 
 CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "make_tfrecords.py")]
@@ -251,12 +251,12 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
 
 
 def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
-    large = encoded(photograph(0, 1200, 1200), "JPEG")  # it takes seconds, so that the signal comes in the middle
-    (tmp_path / "train" / "ant").mkdir(parents=True)
-    for number in range(200):
-        (tmp_path / "train" / "ant" / f"{number}.jpg").write_bytes(large)
-    command = [*TOOL, "folder", "--train", str(tmp_path / "train"), "--out", str(tmp_path / "out"), "--workers", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    archive = write_training_archive(tmp_path / "train.tar", num_images=400)
+    command = [*TOOL, "imagenet", "--train-archive", str(archive), "--out", str(tmp_path / "out"), "--workers", "2"]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs, such as tests, ignore it
+    )  # fmt: skip
     while not list((tmp_path / "out").glob("train/.*.partial")):
         time.sleep(0.005)
         assert process.poll() is None
