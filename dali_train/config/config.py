@@ -157,10 +157,11 @@ class Config:
             return [(0, self)]
         starts = [0, *(self.steps(until, num_images) for until, _ in self.data.progressive)]
         sizes = [*(size for _, size in self.data.progressive), self.data.train_size]
-        return [
-            (start, self.replace({"data.train_size": size, "data.progressive": ()}))
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        return [(start, self.at_size(size)) for start, size in zip(starts, sizes, strict=True)]
+
+    def at_size(self, size: int) -> "Config":
+        """This config with training images of `size` pixels throughout."""
+        return self.replace({"data.train_size": size, "data.progressive": ()})
 
     def replace(self, changes: Mapping[str, Any]) -> "Config":
         """This config with other values, by full name: ``config.replace({"batch.global_batch": 64, "batch.micro_batch": 8})``.

@@ -79,10 +79,7 @@ def model_flops(config: Config, num_classes: int, device: torch.device, *, num_d
     if peak is None:
         return None
     try:
-        per_image = {
-            size: flops_per_image(config.replace({"data.train_size": size, "data.progressive": ()}), num_classes)
-            for size in config.data.train_sizes
-        }
+        per_image = {size: flops_per_image(config.at_size(size), num_classes) for size in config.data.train_sizes}
     except (RuntimeError, NotImplementedError):  # it asks for values, which the meta device does not have
         return None
     return ModelFlops(per_image, peak.flops_per_second * num_devices)

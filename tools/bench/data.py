@@ -28,7 +28,7 @@ import psutil
 
 from dali_train.data.dataset.index import Split
 from tools.bench.peers import CONTENDERS, Task, export
-from tools.bench.turns import Spread, chosen, describe_machine, family, plot_bars, print_ratio, take_turns, write_lines
+from tools.bench.turns import Spread, chosen, cpu_seconds, describe_machine, family, plot_bars, print_ratio, take_turns, write_lines
 
 # What the last lines compare: a contender, the beginning of its peers' names (the fastest of them counts), who they are, and
 # the least that the ratio should be with original ImageNet JPEGs, with JPEGs stored at 400 pixels or less, with raw pixels.
@@ -113,29 +113,12 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
         advance(batches, count)
         seconds, cpu = time.perf_counter() - start, cpu_seconds(process) - cpu
         images = count * task.batch
-        measured = Round(images / seconds, 1000 * cpu / images, memory_mb(process))
-        wait_until_idle(process)
-        pipe.send(measured)
+        pipe.send(Round(images / seconds, 1000 * cpu / images, memory_mb(process)))
 
 
 def advance(batches: Iterator[Any], count: int) -> None:
     for _ in range(count):
         next(batches)
-
-
-def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
-    """Until its loader has prepared all that it prepares ahead, which would take processors from whoever is next."""
-    deadline, before = time.monotonic() + timeout_s, cpu_seconds(process)
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        after = cpu_seconds(process)
-        if after - before < 0.02:
-            return
-        before = after
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    return sum(sum(member.cpu_times()[:2]) for member in family(process))
 
 
 def memory_mb(process: psutil.Process) -> float:

@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -71,9 +72,10 @@ def take_turns(
                 print(f"  without {name}: {state}", flush=True)
                 process.join()
         for number, order in enumerate(orders):
-            for name, (_, pipe) in workers.items():
+            for name, (process, pipe) in workers.items():
                 pipe.send(order)
                 answers[name].append(pipe.recv())
+                wait_until_idle(psutil.Process(process.pid))
                 if lines is not None and number:
                     facts = {"event": "round", "contender": name, "round": number - 1, **(shared or {})}
                     with lines.open("a") as file:
@@ -111,6 +113,21 @@ def chosen(names: Iterable[str], words: Sequence[str] | None) -> list[str]:
 
 def family(process: psutil.Process) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
+
+
+def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
+    """Until its loader has prepared all that it prepares ahead, which would take processors from whoever is next."""
+    deadline, before = time.monotonic() + timeout_s, cpu_seconds(process)
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        after = cpu_seconds(process)
+        if after - before < 0.02:
+            return
+        before = after
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    return sum(sum(member.cpu_times()[:2]) for member in family(process))
 
 
 def describe_machine() -> str:
