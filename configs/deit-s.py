@@ -10,8 +10,8 @@ batch.micro_batch is small so that 128 GPUs can share the batch; the command has
 The batch is no multiple of three: as in the source, the repeats of an image may be in different micro-batches.
 
 The source passes a color jitter of 0.3 on to timm, which leaves it out where RandAugment is on, unless it is forced:
-this file applies it, as the arguments say; --data.color_jitter 0 is what timm does. Erased boxes are filled with noise, which
-here is limited to what a pixel can be.
+this file applies it, as the arguments say; --data.color_jitter 0 is what timm does. Erased boxes are filled with noise,
+which here is limited to what a pixel can be.
 """
 
 from dali_train.config import (
@@ -25,7 +25,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(
@@ -45,7 +45,9 @@ config = Config(
     optimizer=OptimizerConfig(
         name="adamw", lr=5e-4, scale_lr="linear", base_batch=512, weight_decay=0.05, eps=1e-8, clip_grad_norm=None
     ),
-    schedule=ScheduleConfig(name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"),
+    schedule=ScheduleConfig(
+        name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"
+    ),
     batch=BatchConfig(global_batch=1024, micro_batch=8),
     mixup=MixupConfig(alpha=0.8, cutmix_alpha=1.0),
     precision=PrecisionConfig(dtype="fp16"),

@@ -7,8 +7,8 @@
 Published: top-1 83.8 % after these 20 epochs (facebookresearch/deit, README_revenge.md).
 Nobody has run this file to the end.
 
-All settings are those of README_revenge.md's command and of main.py's defaults. The lowest rate is main.py's default, 1e-5, which
-is the peak of this fine-tune too: after the warmup the rate is constant.
+All settings are those of README_revenge.md's command and of main.py's defaults. The lowest rate is main.py's default,
+1e-5, which is the peak of this fine-tune too: after the warmup the rate is constant.
 """
 
 from pathlib import Path

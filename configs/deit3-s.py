@@ -9,8 +9,8 @@ Nobody has run this file to the end.
 batch.micro_batch is small so that 128 GPUs can share the batch; the command has the one for 8 GPUs, which is faster.
 The batch is no multiple of three: as in the source, the repeats of an image may be in different micro-batches.
 
-Both images of a mixture count fully: with --bce-loss the source's engine.py sets each target over 0 to 1. Its LAMB is apex's
-FusedLAMB, which clips at a global norm of 1 and leaves out vectors, with main.py's default of 1e-8 for eps.
+Both images of a mixture count fully: with --bce-loss the source's engine.py sets each target over 0 to 1. Its LAMB is
+apex's FusedLAMB, which clips at a global norm of 1 and leaves out vectors, with main.py's default of 1e-8 for eps.
 """
 
 from dali_train.config import (
@@ -24,7 +24,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(
@@ -41,7 +41,9 @@ config = Config(
     model=ModelConfig(name="deit3_small_patch16_224", kwargs={"drop_path_rate": 0.05}),
     loss=LossConfig(name="binary-cross-entropy", target_threshold=0.0),
     optimizer=OptimizerConfig(lr=4e-3, weight_decay=0.05, eps=1e-8, clip_grad_norm=1.0),
-    schedule=ScheduleConfig(name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"),
+    schedule=ScheduleConfig(
+        name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"
+    ),
     batch=BatchConfig(global_batch=2048, micro_batch=16),
     mixup=MixupConfig(alpha=0.8, cutmix_alpha=1.0),
     precision=PrecisionConfig(dtype="fp16"),

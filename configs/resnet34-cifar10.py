@@ -3,9 +3,9 @@
     dali-train data convert cifar10 --download --source downloads/cifar10 --out data/cifar10 --format raw
     torchrun --nproc-per-node 2 -m dali_train train --config configs/resnet34-cifar10.py
 
-Published (ColossalAI resnet_cifar10_data_parallel, the notebook's output): accuracy 35.89 % after 2 epochs on two GPUs, with
-train loss 1.8014 and test loss 1.4863, which are those of the last batch on rank 0: compare accuracy. The example's complete
-recipe has 200 epochs: --run.epochs 200.
+Published (ColossalAI resnet_cifar10_data_parallel, the notebook's output): accuracy 35.89 % after 2 epochs on two GPUs,
+with train loss 1.8014 and test loss 1.4863, which are those of the last batch on rank 0: compare accuracy. The
+example's complete recipe has 200 epochs: --run.epochs 200.
 
 The batch is 128 per GPU. The model is torchvision's ResNet-34 for ImageNet, whose stem leaves 8 x 8 pixels of 32 x 32;
 resnet34-cifar10-stem.py has a stem for CIFAR.
@@ -20,7 +20,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(

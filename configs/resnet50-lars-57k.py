@@ -16,7 +16,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(root="data/imagenet", train_size=224, normalise="imagenet"),

@@ -11,8 +11,8 @@ BatchNorm sees as many images as in the source.
 
 The batch is no multiple of three: as in the source, the repeats of an image may be in different micro-batches.
 
-The threshold of the binary cross entropy, 0.2, and RandAugment's increasing form are not in the paper but in timm's published
-arguments; mmpretrain's configs of these procedures have the increasing form too.
+The threshold of the binary cross entropy, 0.2, and RandAugment's increasing form are not in the paper but in timm's
+published arguments; mmpretrain's configs of these procedures have the increasing form too.
 """
 
 from dali_train.config import (
@@ -26,7 +26,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(
@@ -42,7 +42,9 @@ config = Config(
     model=ModelConfig(name="resnet50", kwargs={"drop_path_rate": 0.05}, channels_last=True),
     loss=LossConfig(name="binary-cross-entropy", target_threshold=0.2, label_smoothing=0.1),
     optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.01),
-    schedule=ScheduleConfig(name="cosine", warmup_epochs=5, warmup_lr=5e-7, min_lr=1e-6, decay_from="start", step_every="epoch"),
+    schedule=ScheduleConfig(
+        name="cosine", warmup_epochs=5, warmup_lr=5e-7, min_lr=1e-6, decay_from="start", step_every="epoch"
+    ),
     batch=BatchConfig(global_batch=2048, micro_batch=16),
     mixup=MixupConfig(alpha=0.2, cutmix_alpha=1.0),
     precision=PrecisionConfig(dtype="fp16"),

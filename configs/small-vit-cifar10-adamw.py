@@ -4,8 +4,8 @@
     dali-train train --config configs/small-vit-cifar10-adamw.py
 
 0.2 million parameters, 16 patches of 8 x 8 pixels. Measured: 69.96 % in 41 minutes on one CPU core that multiplies in
-bfloat16 (AVX512_BF16 or AMX); elsewhere --precision.dtype fp32. docs/measurements/2026-11-22-large-batch.md has the curves.
-No accuracy was published.
+bfloat16 (AVX512_BF16 or AMX); elsewhere --precision.dtype fp32. docs/measurements/2026-11-22-large-batch.md has the
+curves. No accuracy was published.
 """
 
 from dali_train.config import (
@@ -17,7 +17,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(
@@ -33,7 +33,11 @@ config = Config(
     model=ModelConfig(
         name="vit_tiny_patch16_224",
         kwargs={
-            "img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 4, "num_heads": 1,
+            "img_size": 32,
+            "patch_size": 8,
+            "embed_dim": 64,
+            "depth": 4,
+            "num_heads": 1,
             "weight_init": "moco",  # Xavier's; timm's default, 0.02 everywhere, is a sixth of it at this width
         },
     ),
@@ -42,4 +46,4 @@ config = Config(
     batch=BatchConfig(global_batch=512, micro_batch=512),
     precision=PrecisionConfig(dtype="bf16"),
     run=RunConfig(dir="runs/small-vit-cifar10-adamw", epochs=100, eval_every_epochs=5),
-)  # fmt: skip
+)

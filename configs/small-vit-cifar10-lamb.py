@@ -1,4 +1,5 @@
-"""A small ViT on CIFAR-10 with LAMB in batches of 4,096: eight times the batch of small-vit-cifar10-adamw.py, as many epochs.
+"""A small ViT on CIFAR-10 with LAMB in batches of 4,096: eight times the batch of small-vit-cifar10-adamw.py, as many
+epochs.
 
     dali-train train --config configs/small-vit-cifar10-lamb.py
 

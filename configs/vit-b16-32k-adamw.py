@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 -m dali_train train --config configs/vit-b16-32k-adamw.py --data.root DATASET
 
 Nobody has run this file to the end.
-beta2 0.95 and a rate that grows with the square root of the batch, from AugReg's 1e-3 at 4,096: OpenCLIP trained at 160K with
-AdamW, beta2 0.95 and 2e-3, and standard optimizers match LARS and LAMB when they are tuned (arXiv 2102.06356).
+beta2 0.95 and a rate that grows with the square root of the batch, from AugReg's 1e-3 at 4,096: OpenCLIP trained at
+160K with AdamW, beta2 0.95 and 2e-3, and standard optimizers match LARS and LAMB when they are tuned (arXiv
+2102.06356).
 """
 
 from pathlib import Path

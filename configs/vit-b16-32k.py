@@ -6,8 +6,9 @@ Nobody has run this file to the end.
 It must beat the 72.7 % of vit-b16.py. Yardsticks: 79.15 % at batch 4,096 with Adam (AugReg in timm's results), 80.25 %
 with SAM.
 
-Why vit-b16.py is low: 11,729 steps, half of them warmup; clipping before LAMB, which is nearly scale-free; weight decay and
-trust ratio on vectors; Mixup alone; no average of the weights. Here LAMB has its bias correction and leaves vectors out.
+Why vit-b16.py is low: 11,729 steps, half of them warmup; clipping before LAMB, which is nearly scale-free; weight decay
+and trust ratio on vectors; Mixup alone; no average of the weights. Here LAMB has its bias correction and leaves vectors
+out.
 """
 
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""ViT-B/16 on CIFAR-10 with AdamW: the hybrid-parallel part of the tutorial, here data parallel. See vit-b16-cifar10.py.
+"""ViT-B/16 on CIFAR-10 with AdamW: the hybrid-parallel part of the tutorial, here data parallel. See
+vit-b16-cifar10.py.
 
     torchrun --nproc-per-node 1 -m dali_train train --config configs/vit-b16-cifar10-adamw.py --data.root DATASET
 

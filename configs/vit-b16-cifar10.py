@@ -5,9 +5,9 @@
 No accuracy was published.
 Nobody has run this file to the end.
 
-The training crop pastes the 32 pixels anywhere into a black square of 224, while test images are enlarged to 224: training
-and test see objects of very different sizes. vit-b16-cifar10-corrected.py enlarges the training images too. The batch is 256
-a GPU with 16 accumulated: 4,096 on one GPU, --batch.global_batch 16384 on four.
+The training crop pastes the 32 pixels anywhere into a black square of 224, while test images are enlarged to 224:
+training and test see objects of very different sizes. vit-b16-cifar10-corrected.py enlarges the training images too.
+The batch is 256 a GPU with 16 accumulated: 4,096 on one GPU, --batch.global_batch 16384 on four.
 """
 
 from dali_train.config import (
@@ -20,7 +20,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(
@@ -35,7 +35,9 @@ config = Config(
         eval_size=224,
     ),
     model=ModelConfig(name="vit_base_patch16_224", kwargs={"pos_drop_rate": 0.1, "proj_drop_rate": 0.1}),
-    optimizer=OptimizerConfig(lr=1.8e-2, weight_decay=0.1, bias_correction=False, exclude_vectors=False, clip_grad_norm=1.0),
+    optimizer=OptimizerConfig(
+        lr=1.8e-2, weight_decay=0.1, bias_correction=False, exclude_vectors=False, clip_grad_norm=1.0
+    ),
     schedule=ScheduleConfig(warmup_epochs=50, step_every="epoch"),
     batch=BatchConfig(global_batch=4096, micro_batch=256),
     mixup=MixupConfig(alpha=0.2),

@@ -13,9 +13,23 @@ from pathlib import Path
 from dali_train.config import load_config
 
 OPERATORS = (
-    "TranslateX100", "TranslateY100", "ShearX", "ShearY", "Rotate", "BrightnessIncreasing", "ContrastIncreasing", "ColorIncreasing",
-    "SharpnessIncreasing", "Posterize8", "SolarizeIncreasing", "Equalize", "AutoContrast", "Identity",
-)  # fmt: skip
+    "TranslateX100",
+    "TranslateY100",
+    "ShearX",
+    "ShearY",
+    "Rotate",
+    "BrightnessIncreasing",
+    "ContrastIncreasing",
+    "ColorIncreasing",
+    "SharpnessIncreasing",
+    "Posterize8",
+    "SolarizeIncreasing",
+    "Equalize",
+    "AutoContrast",
+    "Identity",
+)
 
 base = load_config(Path(__file__).with_name("vit-b16-randaugment.py"))
-config = base.replace({"data.augment": f"rand-m3.333-n2-p1-t{'+'.join(OPERATORS)}", "run.dir": "runs/vit-b16-randaugment-dali"})
+config = base.replace(
+    {"data.augment": f"rand-m3.333-n2-p1-t{'+'.join(OPERATORS)}", "run.dir": "runs/vit-b16-randaugment-dali"}
+)

@@ -22,7 +22,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(

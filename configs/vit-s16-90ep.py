@@ -8,8 +8,8 @@ Nobody has run this file to the end.
 
 batch.micro_batch is small so that 128 GPUs can share the batch; the command has the one for 8 GPUs, which is faster.
 
-Weight decay is 1e-4 a step at the peak rate, whatever the rate: 0.1 x 1e-3 in AdamW. What differs from the source: it trains on
-99 % of the training split, keeps Adam's first moment in bfloat16, and resizes crops without antialiasing.
+Weight decay is 1e-4 a step at the peak rate, whatever the rate: 0.1 x 1e-3 in AdamW. What differs from the source: it
+trains on 99 % of the training split, keeps Adam's first moment in bfloat16, and resizes crops without antialiasing.
 """
 
 from dali_train.config import (
@@ -22,7 +22,7 @@ from dali_train.config import (
     PrecisionConfig,
     RunConfig,
     ScheduleConfig,
-)  # fmt: skip
+)
 
 config = Config(
     data=DataConfig(

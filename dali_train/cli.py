@@ -1,7 +1,7 @@
 """The command line: a thin layer on the commands in dali_train/commands.
 
-Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving (start
-it again), anything else a failure.
+Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving
+(start it again), anything else a failure.
 """
 
 import argparse
@@ -75,13 +75,20 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Command, summary: str) -> argparse.ArgumentParser:
         command = commands.add_parser(
-            name, parents=[_launch_parser()], help=summary, description=summary, allow_abbrev=False, add_help=False,
+            name,
+            parents=[_launch_parser()],
+            help=summary,
+            description=summary,
+            allow_abbrev=False,
+            add_help=False,
             epilog="Every setting of the config can be overridden: --section.field value. "
             f"`dali-train {name} --config FILE --help` lists them all.",
-        )  # fmt: skip
+        )
         command.set_defaults(run=run, help=command.print_help)
         command.add_argument(
-            "--config", metavar="FILE", help="a Python file that defines `config` (recipes are in configs/), or a run's config.json"
+            "--config",
+            metavar="FILE",
+            help="a Python file that defines `config` (recipes are in configs/), or a run's config.json",
         )
         return command
 
@@ -95,52 +102,86 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = add("eval", _evaluate, "Evaluate a checkpoint on the validation split.")
     evaluate.add_argument("directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own config is used")
     evaluate.add_argument(
-        "--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest where nothing was evaluated)"
+        "--checkpoint",
+        metavar="best|newest|PATH",
+        help="which one of RUN (default: best, or newest where nothing was evaluated)",
     )
 
     status = add(
-        "status", _status, "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on."
+        "status",
+        _status,
+        "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on.",
     )
-    status.add_argument("directory", nargs="?", type=Path, metavar="RUN", help="a run.dir; or name the config that has it")
+    status.add_argument(
+        "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir; or name the config that has it"
+    )
 
-    add("doctor", _doctor, "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run.")
+    add(
+        "doctor",
+        _doctor,
+        "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run.",
+    )
 
     plan = add(
-        "plan", _plan, "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data."
+        "plan",
+        _plan,
+        "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data.",
     )
     plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
     plan.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="memory of each rank's GPU: also report the largest micro-batch that fits"
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of each rank's GPU: also report the largest micro-batch that fits",
     )
-    plan.add_argument("--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file")
+    plan.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
+    )
 
     export = add("export", _export, "Write a run's model for other programs, and check what was written.")
     export.add_argument("directory", type=Path, metavar="RUN", help="a run.dir")
     export.add_argument("--format", choices=("timm", "onnx", "torch-export"), default="timm")
     export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/export/FORMAT)")
 
-    predict = add("predict", _predict, "Classify images; without any, compare DALI's and PIL's decoding on the validation split.")
+    predict = add(
+        "predict", _predict, "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
+    )
     predict.add_argument("directory", type=Path, metavar="RUN", help="a run.dir")
     predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file")
-    predict.add_argument("--decoder", choices=("dali", "pil"), default="dali", help="what decodes and resizes (default: dali)")
-    predict.add_argument("--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file")
+    predict.add_argument(
+        "--decoder", choices=("dali", "pil"), default="dali", help="what decodes and resizes (default: dali)"
+    )
+    predict.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file"
+    )
     for command in (export, predict):
-        command.add_argument("--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest)")
-        command.add_argument("--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one")
+        command.add_argument(
+            "--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest)"
+        )
+        command.add_argument(
+            "--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one"
+        )
 
     diff = add(
-        "diff", _diff, "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
+        "diff",
+        _diff,
+        "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do.",
     )
     diff.add_argument("directories", nargs=2, type=Path, metavar="RUN", help="a run.dir")
     diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
 
     report = commands.add_parser(
-        "report", help="Draw runs into one HTML page.", description="Draw runs into one HTML page, several runs over one another."
+        "report",
+        help="Draw runs into one HTML page.",
+        description="Draw runs into one HTML page, several runs over one another.",
     )
     report.set_defaults(run=_report)
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run.dir")
     report.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write the page and PNGs (default: report/ in the first RUN)"
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where to write the page and PNGs (default: report/ in the first RUN)",
     )
     add_data_command(commands)
     return parser
@@ -148,7 +189,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _launch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dali-train", add_help=False, allow_abbrev=False)
-    group = parser.add_argument_group("ColossalAI's options, where no launcher sets rank and world size in the environment")
+    group = parser.add_argument_group(
+        "ColossalAI's options, where no launcher sets rank and world size in the environment"
+    )
     group.add_argument("--local_rank", "--local-rank", type=int, help="this process's number on its host")
     group.add_argument("--rank", type=int, help="this process's number")
     group.add_argument("--world_size", "--world-size", type=int, help="number of processes")
@@ -230,9 +273,12 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     from dali_train.commands.plan import print_plan
 
     print_plan(
-        config, world_size=options.launch["world_size"], num_images=options.num_images, picture=options.picture,
+        config,
+        world_size=options.launch["world_size"],
+        num_images=options.num_images,
+        picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
-    )  # fmt: skip
+    )
     return FINISHED
 
 
@@ -249,9 +295,13 @@ def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     from dali_train.commands.predict import predict
 
     predict(
-        options.directory, options.images, decoder=options.decoder, picture=options.picture, checkpoint=options.checkpoint,
+        options.directory,
+        options.images,
+        decoder=options.decoder,
+        picture=options.picture,
+        checkpoint=options.checkpoint,
         weights=options.weights,
-    )  # fmt: skip
+    )
     return FINISHED
 
 

@@ -53,7 +53,8 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file that has at most `max_bytes`. Raises OSError: as `open_regular`, or it is larger."""
+    """The content of a regular file that has at most `max_bytes`. Raises OSError: as `open_regular`, or it is
+    larger."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -62,7 +63,8 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file exclusively until it is closed or the process ends, however it ends. False: another process has it."""
+    """Lock an open file exclusively until it is closed or the process ends, however it ends. False: another process has
+    it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

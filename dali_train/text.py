@@ -4,15 +4,19 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable
 
-_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # colours, cursor, titles
+_ESCAPE_SEQUENCE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
+)  # colours, cursor, titles
 _JOINERS = "\u200c\u200d"  # invisible, but part of how Persian and emoji are written
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """`text` from a file name, a class name or an error as one harmless line: white space becomes a space, terminal escape
-    sequences go, other control characters become U+FFFD. Characters in `keep` stay as they are."""
+    """`text` from a file name, a class name or an error as one harmless line: white space becomes a space, terminal
+    escape sequences go, other control characters become U+FFFD. Characters in `keep` stay as they are."""
     text = _ESCAPE_SEQUENCE.sub("", text)
-    return "".join(c if c.isprintable() or c in keep or c in _JOINERS else " " if c.isspace() else "\ufffd" for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep or c in _JOINERS else " " if c.isspace() else "\ufffd" for c in text
+    )
 
 
 def shortened(text: str, limit: float, size: Callable[[str], float] = len) -> str:

@@ -1,11 +1,12 @@
 """A dataset and a training as Flyte tasks: on this machine, or with ``--remote`` on a cluster.
 
-    python -m dali_train.workflow                                            the MNIST tutorial: 10 epochs, 128 images per process
-    python -m dali_train.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value ...]
+    python -m dali_train.workflow                                            the MNIST tutorial: 10 epochs, 128 images
+    per process python -m dali_train.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value
+    ...]
 
-What was trained before is not trained again: the cache's key is the recipe, its length and evaluation, the dataset's fingerprint
-and this package's version. A training that was killed resumes: locally from its run directory, and on a cluster, where a retry
-begins on an empty disk, from Flyte's task checkpoint. Only this module needs Flyte.
+What was trained before is not trained again: the cache's key is the recipe, its length and evaluation, the dataset's
+fingerprint and this package's version. A training that was killed resumes: locally from its run directory, and on a
+cluster, where a retry begins on an empty disk, from Flyte's task checkpoint. Only this module needs Flyte.
 """
 
 import argparse
@@ -72,9 +73,12 @@ class Machine:
 
     def resources(self) -> flyte.Resources:
         return flyte.Resources(
-            cpu=(self.cpu, self.cpu), memory=(self.memory, self.memory), gpu=self.gpus or None,
-            disk=self.disk, shm=self.shared_memory,
-        )  # fmt: skip
+            cpu=(self.cpu, self.cpu),
+            memory=(self.memory, self.memory),
+            gpu=self.gpus or None,
+            disk=self.disk,
+            shm=self.shared_memory,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +94,16 @@ class TrainingOutputs:
 
 
 def _requirements() -> list[str]:
-    """What the image needs: the package's own dependencies. Its code comes with the run, so a task finds nothing installed."""
+    """What the image needs: the package's own dependencies. Its code comes with the run, so a task finds nothing
+    installed."""
     try:
         wanted = importlib.metadata.requires("dali-train") or []
     except importlib.metadata.PackageNotFoundError:
         return []
     extras = ("extra == 'wandb'", "extra == 'quickstart'")
-    chosen = [text.partition(";") for text in wanted if "extra ==" not in text or text.replace('"', "'").endswith(extras)]
+    chosen = [
+        text.partition(";") for text in wanted if "extra ==" not in text or text.replace('"', "'").endswith(extras)
+    ]
     return [name.strip() for name, _, _ in chosen]
 
 
@@ -118,7 +125,9 @@ def data_task(dataset: str, machine: Machine) -> Dataset:
         directory = Path(machine.work).absolute() / "datasets" / dataset
         _data("convert", dataset, *DATASETS[dataset], "--out", str(directory))
     elif not (directory / "dataset.json").is_file():
-        raise _never_again(ConfigError(f"--dataset {dataset}: neither a dataset's directory nor one of {', '.join(DATASETS)}"))
+        raise _never_again(
+            ConfigError(f"--dataset {dataset}: neither a dataset's directory nor one of {', '.join(DATASETS)}")
+        )
     _data("verify", str(directory))
     files = Dir(path=str(directory.absolute())) if _is_local() else Dir.from_local_sync(directory)
     return Dataset(files=files, fingerprint=hashlib.sha256((directory / "dataset.json").read_bytes()).hexdigest()[:16])
@@ -138,7 +147,9 @@ def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, 
     directory, root = work / "runs" / key, Path(files.path)
     if not _is_local():
         root = Path(files.download_sync(work / "datasets" / fingerprint))
-    settings = config_from_json(config, "the task's config").replace({"data.root": str(root), "run.dir": str(directory)})
+    settings = config_from_json(config, "the task's config").replace(
+        {"data.root": str(root), "run.dir": str(directory)}
+    )
     with _kept(directory, None if _is_local() else flyte.ctx().checkpoint):  # here the run directory stays
         try:
             result = run(settings, num_processes=machine.num_processes or "auto")
@@ -150,7 +161,8 @@ def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, 
     _show(directory)
     model = str(result.model_file)
     return TrainingOutputs(
-        epoch_accuracies=result.epoch_accuracies, model_state=File(path=model) if _is_local() else File.from_local_sync(model)
+        epoch_accuracies=result.epoch_accuracies,
+        model_state=File(path=model) if _is_local() else File.from_local_sync(model),
     )
 
 
@@ -158,7 +170,9 @@ def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, 
 def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutputs:
     """The dataset, then the training on it."""
     settings = config_from_json(config, "the task's config")
-    prepared = _cached(data_task if dataset in DATASETS else data_task.override(cache="disable"), _dataset_path, dataset, machine)
+    prepared = _cached(
+        data_task if dataset in DATASETS else data_task.override(cache="disable"), _dataset_path, dataset, machine
+    )
     secrets = [WANDB_KEY] if settings.hooks.wandb == "online" and not _is_local() else None
     training = train_task.override(resources=machine.resources(), interruptible=machine.interruptible, secrets=secrets)
     data, length = settings.data, settings.run
@@ -176,9 +190,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--dataset", default="mnist", metavar="NAME|DIRECTORY", help=f"one of {', '.join(DATASETS)}, or where one is"
     )
     parser.add_argument("--num-processes", type=int, metavar="N", help="default: one per GPU, one without GPUs")
-    parser.add_argument("--batch-per-process", type=int, metavar="N", help="default: 128 for the tutorial, else as the config says")
+    parser.add_argument(
+        "--batch-per-process", type=int, metavar="N", help="default: 128 for the tutorial, else as the config says"
+    )
     parser.add_argument("--gpus", type=int, default=0, metavar="N")
-    parser.add_argument("--work", type=Path, default=Path("runs/workflow"), metavar="DIR", help="datasets, run directories, pages")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/workflow"), metavar="DIR", help="datasets, run directories, pages"
+    )
     parser.add_argument("--remote", action="store_true", help="on the cluster that this machine's Flyte config names")
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -191,13 +209,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind = error.code if isinstance(error, flyte.errors.BaseRuntimeError) else type(error).__name__
         return MISTAKE if kind in (ConfigError.__name__, DatasetError.__name__) else 1
     except KeyboardInterrupt:
-        for process in multiprocessing.active_children():  # Flyte's thread waits for them, and they agree to save and stop
+        for (
+            process
+        ) in multiprocessing.active_children():  # Flyte's thread waits for them, and they agree to save and stop
             process.terminate()
         for process in multiprocessing.active_children():
             process.join()
         print("dali_train.workflow: stopped; start it again to resume", file=sys.stderr, flush=True)
         os._exit(START_AGAIN)  # Flyte would take the stop for a failure and retry
-    print(f"accuracies {' '.join(f'{value:.4f}' for value in outputs.epoch_accuracies)}\nmodel {outputs.model_state.path}")
+    print(
+        f"accuracies {' '.join(f'{value:.4f}' for value in outputs.epoch_accuracies)}\nmodel {outputs.model_state.path}"
+    )
     return FINISHED
 
 
@@ -223,7 +245,9 @@ def _with_batch(config: Config, options: argparse.Namespace, machine: Machine) -
     if per_process is None:
         return config
     total = per_process * (machine.num_processes or max(1, machine.gpus))
-    return config.replace({"batch.global_batch": total, "batch.micro_batch": min(per_process, config.batch.micro_batch)})
+    return config.replace(
+        {"batch.global_batch": total, "batch.micro_batch": min(per_process, config.batch.micro_batch)}
+    )
 
 
 def _data(action: str, *words: str) -> None:
@@ -261,7 +285,8 @@ def _model_path(outputs: TrainingOutputs) -> str:
 
 @contextmanager
 def _kept(directory: Path, checkpoint: flyte.Checkpoint | None) -> Iterator[None]:
-    """Within, what the run needs to resume goes to the task's checkpoint; before, it comes from there if the disk is empty."""
+    """Within, what the run needs to resume goes to the task's checkpoint; before, it comes from there if the disk is
+    empty."""
     if checkpoint is None:
         yield
         return
@@ -297,7 +322,8 @@ def _kept(directory: Path, checkpoint: flyte.Checkpoint | None) -> Iterator[None
 
 
 def upload_run(directory: Path, checkpoint: flyte.Checkpoint) -> None:
-    """Save the files of a run, with its newest and best checkpoint, as the task's checkpoint: one uncompressed tar file."""
+    """Save the files of a run, with its newest and best checkpoint, as the task's checkpoint: one uncompressed tar
+    file."""
     kept = {(directory / "checkpoints" / link).resolve().name for link in ("newest", "best")} | {"newest", "best"}
 
     def chosen(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -337,7 +363,9 @@ def _show(directory: Path) -> None:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """`rows` begin with a picture as HTML."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join(f"<tr><td>{row[0]}</td>{''.join(f'<td>{html.escape(value)}</td>' for value in row[1:])}</tr>" for row in rows)
+    body = "".join(
+        f"<tr><td>{row[0]}</td>{''.join(f'<td>{html.escape(value)}</td>' for value in row[1:])}</tr>" for row in rows
+    )
     return f"<table><tr>{head}</tr>{body}</table>"
 
 

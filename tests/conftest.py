@@ -25,10 +25,14 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for every process the tests start: ranks 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     [
-        "dali_train.commands.train", "dali_train.cli", "dali_train.data.convert.run", "dali_train.data.convert.trees",
-        "matplotlib.figure", "torch.distributed.checkpoint.state_dict",
+        "dali_train.commands.train",
+        "dali_train.cli",
+        "dali_train.data.convert.run",
+        "dali_train.data.convert.trees",
+        "matplotlib.figure",
+        "torch.distributed.checkpoint.state_dict",
     ]
-)  # fmt: skip
+)
 
 # A ViT and a recipe with everything on that could depend on ranks: dropout, stochastic depth, Mixup, clipping.
 TINY_CONFIG = """
@@ -54,19 +58,32 @@ config = Config(
 _STARTS_RUNS = {"start_training", "run_command", "cluster", "finished"}  # fixtures that start trainers
 # Files whose tests start trainers or benchmarks on their own.
 _SLOW_FILES = {
-    "test_api.py", "test_bench.py", "test_bench_step.py", "test_exactness.py", "test_export.py", "test_extending.py",
-    "test_hang.py", "test_local_launch.py", "test_no_waiting.py", "test_notebook.py", "test_own_loop.py",
-    "test_quickstart.py", "test_run_lock.py", "test_torture.py", "test_workflow.py",
-}  # fmt: skip
+    "test_api.py",
+    "test_bench.py",
+    "test_bench_step.py",
+    "test_exactness.py",
+    "test_export.py",
+    "test_extending.py",
+    "test_hang.py",
+    "test_local_launch.py",
+    "test_no_waiting.py",
+    "test_notebook.py",
+    "test_own_loop.py",
+    "test_quickstart.py",
+    "test_run_lock.py",
+    "test_torture.py",
+    "test_workflow.py",
+}
 
 
-# Many processes each, which leave nothing of two cores; and the file that judges by seconds of silence. One after the other.
+# Many processes each, which leave nothing of two cores; and the file that judges by seconds of silence. One after the
+# other.
 _CROWDED_FILES = {"test_parallel.py", "test_tensor_parallel.py", "test_hang.py"}
 
 
 class _ByFile(LoadScopeScheduling):
-    """A file's tests run in one process, which builds its module's fixtures once. xdist's own groups do not: pytest 9.2 ignores
-    the names that xdist 3.8 gives to tests."""
+    """A file's tests run in one process, which builds its module's fixtures once. xdist's own groups do not: pytest 9.2
+    ignores the names that xdist 3.8 gives to tests."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]
@@ -154,7 +171,12 @@ class Ranks:
         port = str(free_port())
         self._processes = []
         for rank in range(ranks):
-            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+            }
             environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **(extra or {})}
             process = FORK.Process(target=_rank, args=(arguments, environment, log))
             process.start()
@@ -203,7 +225,11 @@ def start_training(tiny_config: Path, tmp_path: Path) -> StartTraining:
     """``start_training("name", "--section.field", "value", ranks=2)`` starts a run in ``tmp_path/name``."""
 
     def start(
-        name: str, *overrides: str, ranks: int = 1, config: Path = tiny_config, environment: dict[str, str] | None = None
+        name: str,
+        *overrides: str,
+        ranks: int = 1,
+        config: Path = tiny_config,
+        environment: dict[str, str] | None = None,
     ) -> Ranks:
         arguments = ["train", "--config", str(config), "--run.dir", str(tmp_path / name), *overrides]
         return Ranks(arguments, ranks, tmp_path / f"{name}.log", environment)

@@ -17,8 +17,13 @@ FLOAT32_BOUND, FLOAT64_BOUND = 3e-5, 1e-13
 
 # Every option of the step that works on a CPU, at once; without the compiler, which takes seconds per process.
 FAST_UNCOMPILED = (
-    "--model.activation_checkpointing", "true", "--model.channels_last", "true", "--parallel.static_graph", "true",
-)  # fmt: skip
+    "--model.activation_checkpointing",
+    "true",
+    "--model.channels_last",
+    "true",
+    "--parallel.static_graph",
+    "true",
+)
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
 BF16_EXCHANGE = ("--parallel.exchange_dtype", "bf16")
 
@@ -42,7 +47,9 @@ config = replace(config, hooks=replace(config.hooks, user=(Pause,)))
 
 def samples(directory: Path) -> dict[tuple[int, int], list[int]]:
     """(step, k) -> images, from all ranks' traces."""
-    lines = [json.loads(line) for path in directory.glob("samples.rank*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line) for path in directory.glob("samples.rank*.jsonl") for line in path.read_text().splitlines()
+    ]
     traced = {(line["step"], line["k"]): line["images"] for line in lines}
     assert len(traced) == len(lines), "a micro-batch was computed twice"
     return traced
@@ -60,13 +67,17 @@ def largest_difference(a: Path, b: Path) -> float:
 
 
 def wait_for_steps(ranks: Ranks, directory: Path, count: int) -> None:
-    while not (directory / "metrics.jsonl").exists() or len((directory / "metrics.jsonl").read_text().splitlines()) < count:
+    while (
+        not (directory / "metrics.jsonl").exists()
+        or len((directory / "metrics.jsonl").read_text().splitlines()) < count
+    ):
         assert ranks.running(), ranks.log.read_text()
         time.sleep(0.005)
 
 
 def kill_after_step_4(start_training: StartTraining, config: Path, name: str, *overrides: str, ranks: int = 1) -> None:
-    """Start a run that saves every 2 steps, and kill all its ranks between steps 4 and 7 with the checkpoint of step 4 saved."""
+    """Start a run that saves every 2 steps, and kill all its ranks between steps 4 and 7 with the checkpoint of step 4
+    saved."""
     pausing = config.with_name("pausing.py")
     pausing.write_text(config.read_text() + PAUSE)
     doomed = start_training(name, *overrides, config=pausing, ranks=ranks)

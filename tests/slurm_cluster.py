@@ -57,7 +57,10 @@ def reason_against() -> str:
     """Why no cluster can be started here; empty if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
-        return f"Slurm is not installed: no {', '.join(missing)} (apt-get install slurmctld slurmd slurm-client munge iproute2)"
+        return (
+            f"Slurm is not installed: no {', '.join(missing)} (apt-get install slurmctld slurmd slurm-client munge "
+            "iproute2)"
+        )
     return "" if os.geteuid() == 0 else "starting a Slurm cluster needs root"
 
 
@@ -72,7 +75,11 @@ class Cluster:
         key = directory / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
-        hosts = ["127.0.0.1 localhost", f"{NETWORK}.254 control", *(f"{NETWORK}.{i} n{i}" for i in range(1, NUM_NODES + 1))]
+        hosts = [
+            "127.0.0.1 localhost",
+            f"{NETWORK}.254 control",
+            *(f"{NETWORK}.{i} n{i}" for i in range(1, NUM_NODES + 1)),
+        ]
         (directory / "hosts").write_text("\n".join(hosts) + "\n")
         text = CONFIGURATION.format(directory=directory, network=NETWORK, num_nodes=NUM_NODES)
         (directory / "slurm.conf").write_text(text)
@@ -83,10 +90,25 @@ class Cluster:
         self.environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
         with (directory / "inside.log").open("w") as log:
             self._outer = subprocess.Popen(
-                ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-                 sys.executable, __file__, str(directory)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment, start_new_session=True,
-            )  # fmt: skip
+                [
+                    "unshare",
+                    "--net",
+                    "--uts",
+                    "--mount",
+                    "--pid",
+                    "--fork",
+                    "--kill-child",
+                    "--mount-proc",
+                    sys.executable,
+                    __file__,
+                    str(directory),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                start_new_session=True,
+            )
         end = time.monotonic() + 60
         while not (directory / "ready").exists():
             if self._outer.poll() is not None or time.monotonic() > end:
@@ -98,7 +120,18 @@ class Cluster:
 
     def command(self, *words: str) -> list[str]:
         """`words` as a command inside the cluster, on its control host."""
-        return ["nsenter", "-t", str(self._init), "--net", "--uts", "--mount", "--pid", f"--wd={Path.cwd()}", "--", *words]
+        return [
+            "nsenter",
+            "-t",
+            str(self._init),
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            f"--wd={Path.cwd()}",
+            "--",
+            *words,
+        ]
 
     def run(self, *words: str, check: bool = True, environment: dict[str, str] | None = None) -> str:
         """Run a command inside and give what it printed."""
@@ -145,7 +178,9 @@ def inside(directory: Path) -> None:
         daemon = f"hostname {node} && exec slurmd -D -N {node}"
         subprocess.Popen(["nsenter", f"--net=/run/netns/{node}", "unshare", "--uts", "sh", "-c", daemon])
     while True:
-        idle = subprocess.run(["sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D"], capture_output=True, text=True, check=False)
+        idle = subprocess.run(
+            ["sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D"], capture_output=True, text=True, check=False
+        )
         if idle.stdout.strip() == str(NUM_NODES):
             break
         time.sleep(0.1)

@@ -29,7 +29,11 @@ def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (result.run_dir, result.step, result.total_steps, bool(result.stopped)) == (place / "run", 2, 2, False)
     events = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert result.best_top1 == next(event["top1"] for event in events if event["event"] == "eval")
-    assert result.epoch_accuracies == [result.best_top1] == json.loads((result.run_dir / "epoch_accuracies.json").read_text())
+    assert (
+        result.epoch_accuracies
+        == [result.best_top1]
+        == json.loads((result.run_dir / "epoch_accuracies.json").read_text())
+    )
     return result.run_dir
 
 
@@ -47,7 +51,9 @@ def test_a_model_comes_back_with_its_weights(finished: Path) -> None:
     ).run()
     events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     with torch.inference_mode():
-        assert (model(images).argmax(dim=1) == labels).double().mean() == next(e["top1"] for e in events if e["event"] == "eval")
+        assert (model(images).argmax(dim=1) == labels).double().mean() == next(
+            e["top1"] for e in events if e["event"] == "eval"
+        )
 
 
 def test_final_weights_are_a_file_of_their_own(finished: Path, tmp_path: Path) -> None:
@@ -55,10 +61,15 @@ def test_final_weights_are_a_file_of_their_own(finished: Path, tmp_path: Path) -
     for name, tensor in dali_train.load_model(finished, "newest").state_dict().items():
         assert torch.equal(tensor, weights[name])
 
-    averaged = dali_train.load_config(finished.parent / "config.py").replace({"run.dir": str(tmp_path / "ema"), "ema.decay": 0.9})
+    averaged = dali_train.load_config(finished.parent / "config.py").replace(
+        {"run.dir": str(tmp_path / "ema"), "ema.decay": 0.9}
+    )
     result = dali_train.run(averaged)
     assert result.model_file is not None
-    weights, average = load_file(result.model_file), dali_train.load_model(result.run_dir, "newest", weights="ema").state_dict()
+    weights, average = (
+        load_file(result.model_file),
+        dali_train.load_model(result.run_dir, "newest", weights="ema").state_dict(),
+    )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in average.items())
 
 
@@ -77,7 +88,9 @@ def test_accuracies_are_complete_after_a_resume(finished: Path, tmp_path: Path) 
 def test_weights_that_cannot_be_written_cost_no_training(finished: Path, tmp_path: Path) -> None:
     config = dali_train.load_config(finished.parent / "config.py").replace({"run.dir": str(tmp_path / "run")})
     (tmp_path / "run" / "model.safetensors").mkdir(parents=True)  # a file cannot take its place
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be written .*: make room .* nothing is trained twice"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors cannot be written .*: make room .* nothing is trained twice"
+    ):
         dali_train.run(config)
     (tmp_path / "run" / "model.safetensors").rmdir()
     assert dali_train.run(config).model_file == tmp_path / "run" / "model.safetensors"
@@ -96,16 +109,30 @@ def test_eval_takes_the_settings_of_the_run(finished: Path, capsys: pytest.Captu
         assert f"step 2: top-1 {top1:.2%}" in capsys.readouterr().out
 
 
-def test_eval_names_what_differs_from_the_run(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_names_what_differs_from_the_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", str(finished), "--data.normalise", "100,100,100", "127.5,127.5,127.5"]) == 2
     assert "data.mean [127.5, 127.5, 127.5] -> [100.0, 100.0, 100.0]" in capsys.readouterr().err
     assert (
-        main(["eval", str(finished), "--data.normalise", "100,100,100", "127.5,127.5,127.5", "--run.accept_changed_recipe", "true"])
+        main(
+            [
+                "eval",
+                str(finished),
+                "--data.normalise",
+                "100,100,100",
+                "127.5,127.5,127.5",
+                "--run.accept_changed_recipe",
+                "true",
+            ]
+        )
         == 0
     )
     assert "data.mean" in capsys.readouterr().out
 
-    write_shard(tmp_path / "validation" / "validation-00000-of-00001", [(jpeg(photograph(i, 40, 40)), 1 + i) for i in range(5)])
+    write_shard(
+        tmp_path / "validation" / "validation-00000-of-00001", [(jpeg(photograph(i, 40, 40)), 1 + i) for i in range(5)]
+    )
     build_index(tmp_path)
     manifest = json.loads((tmp_path / "dataset.json").read_text())
     manifest["class_names"] = [manifest["class_names"][i] for i in (0, 2, 1, 3, 4)]
@@ -125,7 +152,9 @@ def test_a_dataset_without_validation_is_mentioned(tmp_path: Path) -> None:
     write_shard(tmp_path / "data" / "train" / "train-00000-of-00001", records)
     build_index(tmp_path / "data")
     (tmp_path / "config.py").write_text(TINY_CONFIG.format(root=str(tmp_path / "data")))
-    config = dali_train.load_config(tmp_path / "config.py").replace({"run.dir": str(tmp_path / "run"), "run.max_steps": 1})
+    config = dali_train.load_config(tmp_path / "config.py").replace(
+        {"run.dir": str(tmp_path / "run"), "run.max_steps": 1}
+    )
     result = dali_train.run(config)
     assert (result.step, result.best_top1) == (1, None)
     assert "has no validation split: nothing is evaluated" in (tmp_path / "run" / "logs" / "rank0.log").read_text()

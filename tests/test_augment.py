@@ -20,7 +20,13 @@ from dali_train.config import Config, DataConfig, MixupConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading import storage as storages
 from dali_train.data.loading.augment import OPERATORS, Operator, none, slide
-from dali_train.data.loading.decoder import COMMON_OPTIONS, decode_boxes, decoder_in_log, describe_decoder, hardware_share
+from dali_train.data.loading.decoder import (
+    COMMON_OPTIONS,
+    decode_boxes,
+    decoder_in_log,
+    describe_decoder,
+    hardware_share,
+)
 from dali_train.data.loading.loader import Batch, make_loader, pixel_format
 from dali_train.data.loading.mixing import mix
 from dali_train.data.loading.pipeline import CpuTrainingPipeline, DaliTrainingPipeline, IndexedSource
@@ -45,7 +51,9 @@ def config(tiny_config: Path) -> Config:
 
 
 def batches(config: Config, count: int = 4) -> list[Batch]:
-    loader = make_loader(Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1)
+    loader = make_loader(
+        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
+    )
     return [loader.next() for _ in range(count)]
 
 
@@ -58,11 +66,14 @@ def smooth(seed: int) -> np.ndarray:
 # Operators
 # ---------------------------------------------------------------------------------------------------------------
 
-# Mean difference between an operator's two forms, in grey levels, and why it is not 0. Seen on ImageNet's photographs at 224
+# Mean difference between an operator's two forms, in grey levels, and why it is not 0. Seen on ImageNet's photographs
+# at 224
 # pixels: at most 0.55, with these exceptions: Equalize 5.1, Color 1.1, Contrast 1.0.
 CLOSE = {
     "Equalize": 8.0,  # OpenCV's formula in DALI, PIL's in torch
-    **dict.fromkeys(["Contrast", "ContrastIncreasing", "ContrastWide", "ContrastBy"], 1.1),  # around a rounded mean, or not
+    **dict.fromkeys(
+        ["Contrast", "ContrastIncreasing", "ContrastWide", "ContrastBy"], 1.1
+    ),  # around a rounded mean, or not
     **dict.fromkeys(["Color", "ColorIncreasing", "ColorWide", "ColorBy", "Grayscale"], 1.3),  # grey is rounded, or not
 }
 
@@ -108,7 +119,9 @@ def test_operators_are_timms(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         arguments = to_argument(level * 10, dict(timm_augment._HPARAMS_DEFAULT)) if to_argument else ()
         if "Posterize" in name:
             arguments = (max(1, *arguments),)  # Pillow refuses 0 bits
-        expected = timm_augment.NAME_TO_OP[name](image, *arguments, fillcolor=(128,) * 3, resample=Image.Resampling.BILINEAR)
+        expected = timm_augment.NAME_TO_OP[name](
+            image, *arguments, fillcolor=(128,) * 3, resample=Image.Resampling.BILINEAR
+        )
         argument = float(operator.argument(np.array([level], dtype=np.float32), 96)[0])
         ours = operator.cpu(torch.from_numpy(np.array(image)).permute(2, 0, 1), argument).permute(1, 2, 0).numpy()
         assert np.abs(ours.astype(int) - np.asarray(expected).astype(int)).mean() < 1.0
@@ -130,7 +143,9 @@ def augmented(config: Config, augment: str, **data: object) -> Config:
 
 def test_a_new_operator_is_one_row(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     swap = Operator(
-        none, lambda image, _: image.flip(0), lambda images, _: fn.cat(*(images[:, :, c : c + 1] for c in (2, 1, 0)), axis=2)
+        none,
+        lambda image, _: image.flip(0),
+        lambda images, _: fn.cat(*(images[:, :, c : c + 1] for c in (2, 1, 0)), axis=2),
     )
     monkeypatch.setitem(OPERATORS, "SwapRedAndBlue", swap)
     config = replace(config, mixup=MixupConfig(alpha=0))
@@ -142,7 +157,10 @@ def test_a_new_operator_is_one_row(config: Config, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("augment", "message"),
     [
-        ("randm-m9", r"data.augment is 'randm-m9': there is no such policy, did you mean rand\? There are none, rand, trivial"),
+        (
+            "randm-m9",
+            r"data.augment is 'randm-m9': there is no such policy, did you mean rand\? There are none, rand, trivial",
+        ),
         ("rand-m9-msd0.5", r"rand has no setting 'msd0.5', only m, n, p, mstd, mmax, inc, t"),
         ("trivial-m9", "trivial has no setting 'm9', and none at all"),
         ("rand-m11", "m is 11, over mmax 10"),
@@ -171,7 +189,9 @@ def test_draws_are_pure_functions_of_image_and_epoch() -> None:
     assert np.array_equal(again[0], operators[some]) and np.array_equal(again[1], levels[some])
     assert not np.array_equal(operators[:2000], operators[2000:])
     counts = np.bincount(operators[:, 0], minlength=len(policy.names))[:16]
-    assert abs(counts[0] - 2000) < 150 and (abs(counts[1:] - 2000 / 15) < 50).all()  # each of 15 with half of the probability
+    assert (
+        abs(counts[0] - 2000) < 150 and (abs(counts[1:] - 2000 / 15) < 50).all()
+    )  # each of 15 with half of the probability
     strength = np.abs(levels[:, :2])
     assert abs(strength.mean() - 0.9) < 0.01 and 0.04 < strength.std() < 0.06 and strength.max() == 1
     assert abs((levels > 0).mean() - 0.5) < 0.02
@@ -181,7 +201,15 @@ def test_draws_are_pure_functions_of_image_and_epoch() -> None:
 
 
 def test_policies_draw_from_rows_of_the_table() -> None:
-    for augment in ("trivial", "3-augment", "big-vision", "colossalai", "auto-imagenet-mstd0.5", "auto-cifar10", "rand-m6"):
+    for augment in (
+        "trivial",
+        "3-augment",
+        "big-vision",
+        "colossalai",
+        "auto-imagenet-mstd0.5",
+        "auto-cifar10",
+        "rand-m6",
+    ):
         policy = policy_of(DataConfig(root="data", augment=augment))
         assert set(policy.names) <= set(OPERATORS), augment
         operators, levels = draw_operators(0, policy, epochs=np.zeros(500, int), images=np.arange(500))
@@ -192,13 +220,24 @@ def test_policies_draw_from_rows_of_the_table() -> None:
 
 
 def test_big_visions_magnitudes() -> None:
-    """randaug(2, 10) as its source computes them: degrees, bits, a threshold that is never reached, factors, pixels of 224."""
+    """randaug(2, 10) as its source computes them: degrees, bits, a threshold that is never reached, factors, pixels of
+    224."""
     level = np.array([1], dtype=np.float32)
     strengths = {name: abs(float(OPERATORS[name].argument(level, 224)[0])) for name in policy_of(BIG_VISION).names}
     expected = {
-        "Rotate": 30, "Posterize": 256 - 2**4, "Solarize": 256, "SolarizeAdd": 110, "Color": 1.9, "Contrast": 1.9,
-        "Brightness": 1.9, "Sharpness": 1.9, "ShearX": 0.3, "ShearY": 0.3, "TranslateX100": 100, "TranslateY100": 100,
-    }  # fmt: skip
+        "Rotate": 30,
+        "Posterize": 256 - 2**4,
+        "Solarize": 256,
+        "SolarizeAdd": 110,
+        "Color": 1.9,
+        "Contrast": 1.9,
+        "Brightness": 1.9,
+        "Sharpness": 1.9,
+        "ShearX": 0.3,
+        "ShearY": 0.3,
+        "TranslateX100": 100,
+        "TranslateY100": 100,
+    }
     assert {name: pytest.approx(strength) for name, strength in strengths.items() if name in expected} == expected
     assert set(strengths) - set(expected) == {IDENTITY, "AutoContrast", "Equalize", "Invert", "Cutout40"}
 
@@ -236,9 +275,14 @@ def source_of(kind: type[IndexedSource], config: Config) -> IndexedSource:
     split = Split(config.data.root, "train")
     micro_batches, places = MicroBatches(split.rows, config), iter(range(100))
     return kind(
-        split, MappedFiles(split), lambda: micro_batches(0, next(places)), config.data, pixel_format(config, CPU, 1),
-        size=4, mix=config.mixup.enabled,
-    )  # fmt: skip
+        split,
+        MappedFiles(split),
+        lambda: micro_batches(0, next(places)),
+        config.data,
+        pixel_format(config, CPU, 1),
+        size=4,
+        mix=config.mixup.enabled,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -246,14 +290,22 @@ def source_of(kind: type[IndexedSource], config: Config) -> IndexedSource:
 def test_both_pipelines_give_the_same_images(config: Config, augment: str, dtype: str) -> None:
     """Which the one for a GPU does on DALI's CPU backend. Resizing differs a little (0.2 grey levels), and so does
     the edge of an image that is turned or moved (0.95 in all); a wrong operator, partner or box makes ten and more."""
-    config = augmented(config, augment, random_erasing=0.5, normalise=((120.0, 115.0, 100.0), (60.0, 60.0, 60.0)), train_size=48)
+    config = augmented(
+        config, augment, random_erasing=0.5, normalise=((120.0, 115.0, 100.0), (60.0, 60.0, 60.0)), train_size=48
+    )
     config = replace(
-        config, precision=replace(config.precision, dtype=dtype), mixup=MixupConfig(alpha=0.4, cutmix_alpha=1.0, per_image=True)
+        config,
+        precision=replace(config.precision, dtype=dtype),
+        mixup=MixupConfig(alpha=0.4, cutmix_alpha=1.0, per_image=True),
     )  # type: ignore[arg-type]
     cpu, dali = (source_of(kind, config) for kind in (CpuTrainingPipeline, DaliTrainingPipeline))
     for _ in range(6):
         (images, targets, lambdas, draws), (others, *rest) = cpu.run(), dali.run()
-        assert images.dtype == others.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        assert (
+            images.dtype
+            == others.dtype
+            == {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        )
         assert images.shape == others.shape == (4, 3, 48, 48)
         assert (images.float() - others.float()).abs().mean() * 60 < (0.7 if augment == "none" else 1.5)
         assert torch.equal(targets, rest[0]) and torch.equal(lambdas, rest[1]) and draws.k == rest[2].k
@@ -297,14 +349,17 @@ class FedNumpy:
 
 
 @pytest.mark.skipif(
-    tuple(int(n) for n in timm.__version__.split(".")[:3]) < (1, 0, 31), reason="timm 1.0.26 cuts boxes a pixel differently"
+    tuple(int(n) for n in timm.__version__.split(".")[:3]) < (1, 0, 31),
+    reason="timm 1.0.26 cuts boxes a pixel differently",
 )
 @pytest.mark.parametrize("per_image", [False, True])
 def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch, per_image: bool) -> None:
     """Fed with the same draws; timm's partner is always the image at the same place from the other end."""
     images, labels, side, size = torch.randn(8, 3, 31, 31), torch.arange(8) % 5, 31, 8
     settings = MixupConfig(alpha=0.8, cutmix_alpha=1.0, prob=0.8, switch_prob=0.5, per_image=per_image)
-    theirs = Mixup(0.8, 1.0, prob=0.8, switch_prob=0.5, mode="elem" if per_image else "batch", label_smoothing=0, num_classes=5)
+    theirs = Mixup(
+        0.8, 1.0, prob=0.8, switch_prob=0.5, mode="elem" if per_image else "batch", label_smoothing=0, num_classes=5
+    )
     seen = set()
     for step in range(20):
         drawn = draw_mixing(settings, 3, step=step, k=0, size=size, side=side)
@@ -320,15 +375,20 @@ def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch, per_image: 
             centers = [int(value * side) for pair in zip(y[boxed], x[boxed], strict=True) for value in pair]
             fed = FedNumpy(rand=[switch, whether], beta=[cutmix, mixup], randint=centers)
         else:
-            fed = FedNumpy(rand=[whether[0], switch[0]], beta=[(cutmix if switch[0] < 0.5 else mixup)[0]],
-                           randint=[int(y[0] * side), int(x[0] * side)])  # fmt: skip
+            fed = FedNumpy(
+                rand=[whether[0], switch[0]],
+                beta=[(cutmix if switch[0] < 0.5 else mixup)[0]],
+                randint=[int(y[0] * side), int(x[0] * side)],
+            )
         monkeypatch.setattr("timm.data.mixup.np", fed)
         expected, targets = theirs(images.clone(), labels)
         lambdas, cuts = torch.from_numpy(drawn.lambdas), torch.from_numpy(drawn.cuts)
         for channels_last in (False, True):
             ours = images.permute(0, 2, 3, 1).contiguous() if channels_last else images
             ours = mix(ours, torch.arange(size).flip(0), lambdas, cuts, channels_last=channels_last)
-            torch.testing.assert_close(ours.permute(0, 3, 1, 2) if channels_last else ours, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                ours.permute(0, 3, 1, 2) if channels_last else ours, expected, rtol=1e-5, atol=1e-5
+            )
         one_hot = torch.eye(5)[labels]
         torch.testing.assert_close(lambdas[:, None] * one_hot + (1 - lambdas[:, None]) * one_hot.flip(0), targets)
         seen |= {(bool(cut[2]), bool(weight < 1)) for cut, weight in zip(cuts, lambdas, strict=True)}
@@ -337,7 +397,9 @@ def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch, per_image: 
 
 def test_padded_crops_are_torchvisions(config: Config) -> None:
     """The stored image with a black border, cropped at the drawn place; of all images a square of 24 pixels fits."""
-    plain = replace(config, mixup=MixupConfig(alpha=0), data=replace(config.data, crop_side=30, crop_padding=8, train_size=30))
+    plain = replace(
+        config, mixup=MixupConfig(alpha=0), data=replace(config.data, crop_side=30, crop_padding=8, train_size=30)
+    )
     split = Split(config.data.root, "train")
     outside = False
     for kind in (CpuTrainingPipeline, DaliTrainingPipeline):
@@ -358,7 +420,9 @@ def test_padded_crops_are_torchvisions(config: Config) -> None:
 
 
 def test_a_crop_larger_than_an_image_is_refused(config: Config) -> None:
-    with pytest.raises(ConfigError, match=r"data.crop_side is 60, .* a side of 30 pixels: use at most 34, or data.crop_padding 15"):
+    with pytest.raises(
+        ConfigError, match=r"data.crop_side is 60, .* a side of 30 pixels: use at most 34, or data.crop_padding 15"
+    ):
         batches(replace(config, data=replace(config.data, crop_side=60, crop_padding=2)))
 
 
@@ -382,7 +446,9 @@ def test_erasing_with_noise_is_the_same_in_both_forms(config: Config) -> None:
 
 def test_workers_and_order_change_nothing(config: Config) -> None:
     config = augmented(config, "rand-m9-mstd0.5-inc1", random_erasing=0.25, color_jitter=0.3)
-    loader = make_loader(Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=4)
+    loader = make_loader(
+        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=4
+    )
     assert all(torch.equal(batch.images, loader.next().images) for batch in batches(config, 6))
 
 
@@ -400,7 +466,10 @@ def test_slices_of_complete_images_are_boxes(config: Config) -> None:
     @pipeline_def(batch_size=32, num_threads=1, device_id=None)
     def graph(boxes: bool):  # type: ignore[no-untyped-def]
         fed = fn.external_source(
-            source=lambda: (files, anchors, shapes), num_outputs=3, batch=True, dtype=[types.UINT8, types.INT32, types.INT32]
+            source=lambda: (files, anchors, shapes),
+            num_outputs=3,
+            batch=True,
+            dtype=[types.UINT8, types.INT32, types.INT32],
         )
         return decode_boxes(*fed, boxes=boxes, device="cpu", **COMMON_OPTIONS)
 
@@ -423,12 +492,20 @@ def test_random_crops_of_complete_images_are_those_of_boxes(config: Config) -> N
     one, other = graph(boxes=True), graph(boxes=False)
     one.build(), other.build()
     for _ in range(3):
-        assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one.run()[0], other.run()[0], strict=True))
+        assert all(
+            np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one.run()[0], other.run()[0], strict=True)
+        )
 
 
 def test_the_hardware_decoders_share() -> None:
     data = DataConfig(root="data")
-    assert [round(hardware_share(data, threads), 2) for threads in (1, 6, 38, 70, 200)] == [0.99, 0.99, 0.55, 0.12, 0.12]
+    assert [round(hardware_share(data, threads), 2) for threads in (1, 6, 38, 70, 200)] == [
+        0.99,
+        0.99,
+        0.55,
+        0.12,
+        0.12,
+    ]
     assert hardware_share(replace(data, hw_decoder_load=0.3), 6) == 0.3
 
 
@@ -471,11 +548,15 @@ def test_a_new_storage_is_one_row(config: Config, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setitem(storages.STORAGES, "memory", make)
     elsewhere = replace(config, data=replace(config.data, root="memory://bucket"))
-    loader = make_loader(Split(config.data.root, "train"), elsewhere, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1)
+    loader = make_loader(
+        Split(config.data.root, "train"), elsewhere, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
+    )
     assert all(torch.equal(batch.images, loader.next().images) for batch in batches(config))
     assert made[0].prefetched
     unknown = replace(config.data, root="ftp://host/data")
-    with pytest.raises(ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, only for file, memory"):
+    with pytest.raises(
+        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, only for file, memory"
+    ):
         storages.open_storage(Split(config.data.root, "train"), unknown)
 
 
@@ -496,9 +577,17 @@ def test_a_shard_that_becomes_shorter_is_named(config: Config, tmp_path: Path) -
 def test_ranks_agree(train: Train, tmp_path: Path) -> None:
     """The invariant with all of it on, in half precision."""
     words = (
-        "--data.augment", "rand-m9-mstd0.5-inc1", "--data.color_jitter", "0.3", "--data.random_erasing", "0.25",
-        "--run.max_steps", "3", "--precision.dtype", "bf16",
-    )  # fmt: skip
+        "--data.augment",
+        "rand-m9-mstd0.5-inc1",
+        "--data.color_jitter",
+        "0.3",
+        "--data.random_erasing",
+        "0.25",
+        "--run.max_steps",
+        "3",
+        "--precision.dtype",
+        "bf16",
+    )
     train("one", *words)
     train("two", *words, ranks=2)
     losses = []

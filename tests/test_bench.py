@@ -1,4 +1,5 @@
-"""What the benchmarks stand on: generated datasets, parts that fail or hang, reports that grow, bounds that can be missed."""
+"""What the benchmarks stand on: generated datasets, parts that fail or hang, reports that grow, bounds that can be
+missed."""
 
 import argparse
 import faulthandler
@@ -31,7 +32,9 @@ def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
     train, validation = Split(tmp_path, "train"), Split(tmp_path, "validation")
     assert train.rows["label"].tolist() == [0, 1, 2, 3, 0] and validation.rows["label"].tolist() == [1, 2, 3]
     assert train.encoded(3).tobytes() == generated_jpeg(3)
-    assert 0.4 < np.mean(train.rows["size"] / (train.rows["height"].astype(float) * train.rows["width"])) < 0.8  # bytes a pixel
+    assert (
+        0.4 < np.mean(train.rows["size"] / (train.rows["height"].astype(float) * train.rows["width"])) < 0.8
+    )  # bytes a pixel
 
 
 def test_an_index_of_full_size_points_at_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,13 +86,25 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
 
 def test_a_report_grows(tmp_path: Path) -> None:
     options = argparse.Namespace(out=tmp_path, device="cpu", quick=True)
-    first = {"part": "one", "title": "first", "command": "do it", "state": "done", "seconds": 1.0, "output": "42", "rounds": []}
+    first = {
+        "part": "one",
+        "title": "first",
+        "command": "do it",
+        "state": "done",
+        "seconds": 1.0,
+        "output": "42",
+        "rounds": [],
+    }
     gpu.write(options, {"one": first})
     (lines,) = tmp_path.glob("*.jsonl")
     assert gpu.earlier(lines) == [first]
     gpu.write(options, {"one": first, "two": {**first, "part": "two", "state": "FAILED with status 1"}})
     text = lines.with_suffix(".md").read_text()
-    assert "| one | first | done | 1 |" in text and "| two | first | FAILED with status 1 | 1 |" in text and "    42" in text
+    assert (
+        "| one | first | done | 1 |" in text
+        and "| two | first | FAILED with status 1 | 1 |" in text
+        and "    42" in text
+    )
     assert os.fspath(tmp_path) not in text
 
 
@@ -97,13 +112,19 @@ def measured(real_s: float, synthetic_s: float | None = None) -> dict[str, Any]:
     """A part as tools/bench_step.py leaves it: 1,000 images per step, 1 GFLOP per image, a peak of 10 TFLOP/s."""
     start = {"event": "start", "global_batch": 1000, "flops_per_image": 1e9, "peak_flops_per_second": 1e13}
     rounds = [{"contender": "trainer, real data", "step_s": real_s, "kernels": {}}] * 2
-    rounds += [{"contender": "trainer, real data", "step_s": 100 * real_s, "kernels": {"attention": 1.0}}]  # with the profiler
+    rounds += [
+        {"contender": "trainer, real data", "step_s": 100 * real_s, "kernels": {"attention": 1.0}}
+    ]  # with the profiler
     rounds += [{"contender": "trainer, synthetic data", "step_s": synthetic_s}] if synthetic_s is not None else []
     return {"rounds": [start, *rounds]}
 
 
 def test_goals_beside_what_was_seen() -> None:
-    results = {"step-b16-blocks": measured(0.25), "step-b16-fast": measured(0.125), "step-b32-original": measured(0.2, 0.1)}
+    results = {
+        "step-b16-blocks": measured(0.25),
+        "step-b16-fast": measured(0.125),
+        "step-b32-original": measured(0.2, 0.1),
+    }
     table = goal_table({**results, "data-original": {"rounds": [{"contender": "x", "images_per_second": 7}]}})
     assert table[2:] == [
         "| ViT-B/16, share of the dense peak (MFU) | 50.0% | 80.0% | met |",
@@ -133,7 +154,17 @@ def test_every_part_ends_within_eight_minutes(tmp_path: Path) -> None:
 
 
 def test_a_second_call_continues(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tools.bench.gpu", "--device", "cpu", "--quick", "--parts", "smoke-whole", "smoke-box-0"]
+    words = [
+        sys.executable,
+        "-m",
+        "tools.bench.gpu",
+        "--device",
+        "cpu",
+        "--quick",
+        "--parts",
+        "smoke-whole",
+        "smoke-box-0",
+    ]
     words += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     begun = []
     for more, status in ((["--minutes", "0.0001"], 75), (["--parts", "smoke-whole"], 0), ([], 0), ([], 0)):
@@ -149,7 +180,9 @@ def test_orders_and_scale_of_small_datasets(tmp_path: Path) -> None:
     write_dataset(tmp_path, num_train=12, num_classes=3)
     scale = ["-m", "tools.bench.simulate_scale", "--ranks", "2", "--global-batch", "8", "--images", "5"]
     for words in (["tools/compare_orders.py", str(tmp_path)], ["tools/compare_orders.py", "--images", "9"], scale):
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=100)
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=100
+        )
         assert done.returncode == 0, done.stderr
 
 
@@ -160,7 +193,10 @@ def test_a_short_campaign_of_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "samples" / "status" / "status.json").write_text('{"step": 12}')
     faults = {
         "raises": lambda directory, damaged: 1 // 0,
-        "crashes": lambda directory, damaged: (faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)),  # no page of stacks
+        "crashes": lambda directory, damaged: (
+            faulthandler.disable(),
+            os.kill(os.getpid(), signal.SIGSEGV),
+        ),  # no page of stacks
         "eats": lambda directory, damaged: bytearray(3 << 30),
         "is fine": lambda directory, damaged: damaged.read_bytes(),
     }

@@ -11,10 +11,16 @@ from dali_train.data.sampling.order import SampleOrder
 
 from .conftest import REPOSITORY
 
-# Some divide evenly, most do not: a ragged last block, a ragged last window, steps that straddle epochs, lanes shorter than a
-# window, a window larger than the dataset.
+# Some divide evenly, most do not: a ragged last block, a ragged last window, steps that straddle epochs, lanes shorter
+# than a window, a window larger than the dataset.
 CASES = [
-    Blocks(num_images=num_images, block_images=block_images, window_blocks=window_blocks, global_batch=lanes * 4, micro_batch=4)
+    Blocks(
+        num_images=num_images,
+        block_images=block_images,
+        window_blocks=window_blocks,
+        global_batch=lanes * 4,
+        micro_batch=4,
+    )
     for num_images in (1, 7, 64, 257, 1000)
     for block_images in (1, 5, 16, 300)
     for window_blocks in (1, 3, 100)
@@ -48,7 +54,8 @@ def test_order_changes_with_seed_and_epoch() -> None:
 
 
 def test_one_block_a_window_and_one_image_a_block_shuffle_all() -> None:
-    """Chi-square of 6 images over 1,200 epochs, 25 degrees of freedom: all that is left is the permutation of blocks."""
+    """Chi-square of 6 images over 1,200 epochs, 25 degrees of freedom: all that is left is the permutation of
+    blocks."""
     counts = np.zeros((6, 6))
     for epoch in range(1200):
         order = epoch_of(Blocks(num_images=6, block_images=1, window_blocks=1, global_batch=4, micro_batch=2), epoch)
@@ -91,7 +98,8 @@ def test_blocks_are_cut_elsewhere_each_epoch() -> None:
 
 
 def test_comparison_of_orders() -> None:
-    """tools/compare_orders.py: images in a block lie together, one host reads each, and shuffled storage mixes as well as full."""
+    """tools/compare_orders.py: images in a block lie together, one host reads each, and shuffled storage mixes as well
+    as full."""
     sizes = ["--images", "20000", "--classes", "10", "--global-batch", "512", "--micro-batch", "64", "--ranks", "4"]
     words = [sys.executable, "tools/compare_orders.py", *sizes, "--block-images", "16", "--window-blocks", "4"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)

@@ -64,7 +64,8 @@ def save(writer: CheckpointWriter, *steps: int, top1: float | None = None) -> No
 
 def same(a: dict[str, dict[str, torch.Tensor]], b: dict[str, dict[str, torch.Tensor]]) -> bool:
     return a.keys() == b.keys() and all(
-        a[section].keys() == b[section].keys() and all(torch.equal(a[section][name], b[section][name]) for name in a[section])
+        a[section].keys() == b[section].keys()
+        and all(torch.equal(a[section][name], b[section][name]) for name in a[section])
         for section in a
     )
 
@@ -180,7 +181,9 @@ def test_missing_files_and_nothing_complete(tmp_path: Path) -> None:
     save(make_writer(tmp_path), 1)
     for file in list((tmp_path / "step-00000001").iterdir()):
         file.unlink()
-        with pytest.raises(CheckpointError, match=r"is complete: .*step-00000001.* choose another run.dir to start") as error:
+        with pytest.raises(
+            CheckpointError, match=r"is complete: .*step-00000001.* choose another run.dir to start"
+        ) as error:
             load_newest(tmp_path)
         assert "remove" not in str(error.value).lower(), "no message advises to delete checkpoints"
 
@@ -244,7 +247,9 @@ def test_the_older_format_is_read(old_checkpoint: Path) -> None:
             rewrite_metadata(old_checkpoint, content)
         loaded = load_checkpoint(old_checkpoint)
         assert loaded.step == 4 and loaded.values["optimizer"]["groups"] == [{"step": 4}, {"step": 4}]
-        flat = {f"{section}.{name}": tensor for section in loaded.state for name, tensor in loaded.state[section].items()}
+        flat = {
+            f"{section}.{name}": tensor for section in loaded.state for name, tensor in loaded.state[section].items()
+        }
         assert flat.keys() == expected.keys() and all(torch.equal(flat[name], expected[name]) for name in flat)
 
 
@@ -333,7 +338,10 @@ def test_a_mutated_pickle_is_an_error_or_harmless(old_checkpoint: Path) -> None:
         ({"top1": float("nan")}, "top1 is not"),
         ({"values": 3}, "values is not"),
         ({"values": {"optimizer": []}}, "values.optimizer is not"),
-        ({"values": {"optimizer": {"class": "Lamb", "groups": [{"step": "x"}], "numbers": {}}}}, "values.optimizer is not"),
+        (
+            {"values": {"optimizer": {"class": "Lamb", "groups": [{"step": "x"}], "numbers": {}}}},
+            "values.optimizer is not",
+        ),
         ({"values": {"scaler": [1]}}, "values.scaler is not"),
         ({"values": {"recipe": None}}, "values.recipe is not"),
         ({"more": 1}, "more"),
@@ -413,10 +421,19 @@ def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
     assert load_checkpoint(directory / "newest").step == 5 and (directory / "best").is_symlink()
     assert (elsewhere / "precious").read_text() == "mine"
     assert names(directory) == [
-        "best", "newest", "set-aside-1-.step-00000001.removed", "set-aside-1-.step-00000004.partial",
-        "set-aside-1-.step-00000005.partial", "set-aside-1-best", "set-aside-1-newest", "set-aside-1-step-00000003",
-        "step-00000002.bak", "step-00000005", "step-00000009", "step-best",
-    ]  # fmt: skip
+        "best",
+        "newest",
+        "set-aside-1-.step-00000001.removed",
+        "set-aside-1-.step-00000004.partial",
+        "set-aside-1-.step-00000005.partial",
+        "set-aside-1-best",
+        "set-aside-1-newest",
+        "set-aside-1-step-00000003",
+        "step-00000002.bak",
+        "step-00000005",
+        "step-00000009",
+        "step-best",
+    ]
 
 
 def test_a_renamed_checkpoint_is_not_believed(tmp_path: Path) -> None:
@@ -428,7 +445,9 @@ def test_a_renamed_checkpoint_is_not_believed(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "my-favourite").step == 2
 
 
-@pytest.mark.parametrize(("kind", "message"), [("link", "which does not exist: make it available"), ("file", "cannot be listed")])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("link", "which does not exist: make it available"), ("file", "cannot be listed")]
+)
 def test_checkpoints_that_cannot_be_seen_are_not_none(train: Train, tmp_path: Path, kind: str, message: str) -> None:
     (tmp_path / "run").mkdir()
     if kind == "link":
@@ -447,7 +466,9 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # the largest file that this process may write
     try:
         writer.save(2, state(2), {})
-        with pytest.raises(CheckpointError, match=r"File too large.* needs 0.0 MB and [\d,.]+ MB are free.* same command again"):
+        with pytest.raises(
+            CheckpointError, match=r"File too large.* needs 0.0 MB and [\d,.]+ MB are free.* same command again"
+        ):
             writer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -491,7 +512,16 @@ def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> 
     output = train("run", *changed, "--run.max_steps", "3", "--run.accept_changed_recipe", "true")
     assert "resuming with the change" in output and "resuming from step 2" in output
     # What is computed is the same, whoever computes it and wherever it is kept.
-    free = ("--parallel.bucket_mb", "1", "--data.num_threads", "2", "--data.read_ahead_mb", "0", "--data.block_images", "7")
+    free = (
+        "--parallel.bucket_mb",
+        "1",
+        "--data.num_threads",
+        "2",
+        "--data.read_ahead_mb",
+        "0",
+        "--data.block_images",
+        "7",
+    )
     train("run", *changed, *free, ranks=2)
 
 

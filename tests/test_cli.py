@@ -20,14 +20,18 @@ def test_plan(name: str, ranks: int, accumulation: int, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert f"accumulation   {accumulation} micro-batches of 256 per rank: 32,768 images per step" in printed
     assert "steps          11,730 in 300 epochs" in printed
-    assert re.search(r"rank's memory +\d+\.\d\d GB weights, gradients and optimizer, about \d+\.\d\d GB activations", printed)
+    assert re.search(
+        r"rank's memory +\d+\.\d\d GB weights, gradients and optimizer, about \d+\.\d\d GB activations", printed
+    )
     rates = {float(epoch): float(rate) for epoch, rate in re.findall(r"epoch +(\S+) +step +\S+ +(\S+)", printed)}
     assert rates == {0: 0.000119205, 75: 0.0090596, 150: 0.018, 225: 0.009, 300: 0}
 
 
 def test_plan_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", B16, "--world_size", "6"]) == 2
-    assert "batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536" in capsys.readouterr().err
+    assert (
+        "batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536" in capsys.readouterr().err
+    )
 
 
 def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,16 +49,22 @@ def test_plan_tells_the_order_in_words(tiny_config: Path, capsys: pytest.Capture
     assert "order          full: any image may follow any other" in capsys.readouterr().out
     assert main([*words, "block"]) == 0  # 8 micro-batches x 8 x 128 images of 110 kB
     printed = capsys.readouterr().out
-    assert "order          block: 8 blocks of 128 images are mixed in each of a step's 8 micro-batches; about 0.9 GB" in printed
+    assert (
+        "order          block: 8 blocks of 128 images are mixed in each of a step's 8 micro-batches; about 0.9 GB"
+        in printed
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--model.name", "vit_base_patch16_222"], "'vit_base_patch16_222', which timm does not know; close: vit_base_patch16_224"),
+        (
+            ["--model.name", "vit_base_patch16_222"],
+            "'vit_base_patch16_222', which timm does not know; close: vit_base_patch16_224",
+        ),
         (["--model.name", "resnet18"], "do not fit model.name resnet18"),
     ],
-)  # fmt: skip
+)
 def test_values_that_cannot_be(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", B16, *overrides]) == 2
     assert message in capsys.readouterr().err
@@ -97,14 +107,20 @@ def test_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_refuses_words_that_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "frobnicate"]) == 2
     assert "frobnicate: without --config FILE doctor takes no further arguments" in capsys.readouterr().err
-    for words, message in ((["frobnicate"], "'frobnicate' belongs to no setting"), (["--run.epoch", "3"], "use --run.epochs")):
+    for words, message in (
+        (["frobnicate"], "'frobnicate' belongs to no setting"),
+        (["--run.epoch", "3"], "use --run.epochs"),
+    ):
         assert main(["doctor", "--config", B16, *words]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_eval_needs_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--config", B16]) == 2
-    assert "name the run, `dali-train eval RUN`, or a checkpoint, --checkpoint RUN/checkpoints/newest" in capsys.readouterr().err
+    assert (
+        "name the run, `dali-train eval RUN`, or a checkpoint, --checkpoint RUN/checkpoints/newest"
+        in capsys.readouterr().err
+    )
 
 
 def test_dataset_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

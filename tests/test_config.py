@@ -60,16 +60,44 @@ config = Config(
         (DataConfig, {"root": "data", "crop_area": (0, 1)}, r"data.crop_area is \(0, 1\): use two fractions"),
         (DataConfig, {"root": "data", "crop_aspect": (2, 1)}, r"data.crop_aspect is \(2, 1\): use two ratios"),
         (DataConfig, {"root": "data", "horizontal_flip": 1.5}, "data.horizontal_flip is 1.5: use a probability"),
-        (DataConfig, {"root": "data", "normalise": ((0, 0, 0), (9, 0, 9))}, r"data.normalise is .*\(9, 0, 9\)\): mean and"),
-        (DataConfig, {"root": "data", "normalise": ((0.5,) * 3, (0.5,) * 3)}, "pixel values from 0 to 255, so multiply .* by 255"),
-        (DataConfig, {"root": "data", "eval_size": 300}, "data.eval_size 300 does not fit into data.eval_resize_to 256: enlarge"),
+        (
+            DataConfig,
+            {"root": "data", "normalise": ((0, 0, 0), (9, 0, 9))},
+            r"data.normalise is .*\(9, 0, 9\)\): mean and",
+        ),
+        (
+            DataConfig,
+            {"root": "data", "normalise": ((0.5,) * 3, (0.5,) * 3)},
+            "pixel values from 0 to 255, so multiply .* by 255",
+        ),
+        (
+            DataConfig,
+            {"root": "data", "eval_size": 300},
+            "data.eval_size 300 does not fit into data.eval_resize_to 256: enlarge",
+        ),
         (DataConfig, {"root": "data", "prefetch": 0}, "data.prefetch is 0: use at least 1"),
         (DataConfig, {"root": "data", "block_images": 0}, "data.block_images is 0: use at least 1"),
         (DataConfig, {"root": "data", "window_blocks": 0}, "data.window_blocks is 0: use at least 1"),
-        (DataConfig, {"root": "data", "block_images": 1 << 40}, "block_images is 1099511627776: use at least 1 and at most 16,777"),
-        (DataConfig, {"root": "data", "window_blocks": 1 << 40}, "window_blocks is 1099511627776: use at least 1 and at most"),
-        (DataConfig, {"root": "data", "shuffle_buffer": 1 << 40}, "shuffle_buffer is 1099511627776: use at least 1 and at most"),
-        (DataConfig, {"root": "data", "read_ahead_mb": -1}, "data.read_ahead_mb is -1: use 0 for no read-ahead, or more"),
+        (
+            DataConfig,
+            {"root": "data", "block_images": 1 << 40},
+            "block_images is 1099511627776: use at least 1 and at most 16,777",
+        ),
+        (
+            DataConfig,
+            {"root": "data", "window_blocks": 1 << 40},
+            "window_blocks is 1099511627776: use at least 1 and at most",
+        ),
+        (
+            DataConfig,
+            {"root": "data", "shuffle_buffer": 1 << 40},
+            "shuffle_buffer is 1099511627776: use at least 1 and at most",
+        ),
+        (
+            DataConfig,
+            {"root": "data", "read_ahead_mb": -1},
+            "data.read_ahead_mb is -1: use 0 for no read-ahead, or more",
+        ),
         (DataConfig, {"root": "data", "local_copy": ""}, "data.local_copy is empty: name a directory, or leave it out"),
         (DataConfig, {"root": "data", "num_threads": 0}, "data.num_threads is 0: use at least 1"),
         (OptimizerConfig, {"lr": 0}, "optimizer.lr is 0: use a number over 0"),
@@ -77,9 +105,17 @@ config = Config(
         (OptimizerConfig, {"lr": 1, "betas": (0.9, 1)}, r"optimizer.betas is \(0.9, 1\): each must be"),
         (OptimizerConfig, {"lr": 1, "clip_grad_norm": 0}, "optimizer.clip_grad_norm is 0: use a norm over 0, or None"),
         (ScheduleConfig, {"warmup_epochs": -1}, "schedule.warmup_epochs is -1: use 0 or more"),
-        (ScheduleConfig, {"warmup_epochs": 0.5, "step_every": "epoch"}, "with schedule.step_every epoch it must be a whole number"),
+        (
+            ScheduleConfig,
+            {"warmup_epochs": 0.5, "step_every": "epoch"},
+            "with schedule.step_every epoch it must be a whole number",
+        ),
         (BatchConfig, {"global_batch": 8, "micro_batch": 0}, "batch.micro_batch is 0: use at least 1"),
-        (BatchConfig, {"global_batch": 100, "micro_batch": 32}, "batch.global_batch 100 is not a multiple of .* 32; use 96"),
+        (
+            BatchConfig,
+            {"global_batch": 100, "micro_batch": 32},
+            "batch.global_batch 100 is not a multiple of .* 32; use 96",
+        ),
         (MixupConfig, {"alpha": -0.1}, "mixup.alpha is -0.1: use 0 or more"),
         (ModelConfig, {"name": "vit", "compile": True}, "model.compile is True: use auto, none, model"),
         (ModelConfig, {"name": "vit", "cuda_graphs": True}, "with model.compile auto: .* set model.compile model"),
@@ -87,23 +123,43 @@ config = Config(
         (ParallelConfig, {"timeout_s": 0}, "parallel.timeout_s is 0: use a number of seconds"),
         (RunConfig, {"dir": "run", "epochs": 0}, "run.epochs is 0: use a number over 0"),
         (RunConfig, {"dir": "run", "epochs": 1, "max_steps": 0}, "run.max_steps is 0: use at least 1, or None"),
-        (RunConfig, {"dir": "run", "epochs": 1, "eval_every_epochs": 0}, "run.eval_every_epochs is 0: use a number over 0"),
-        (RunConfig, {"dir": "run", "epochs": 1, "checkpoint_every_steps": 0}, "run.checkpoint_every_steps is 0: use at least 1"),
+        (
+            RunConfig,
+            {"dir": "run", "epochs": 1, "eval_every_epochs": 0},
+            "run.eval_every_epochs is 0: use a number over 0",
+        ),
+        (
+            RunConfig,
+            {"dir": "run", "epochs": 1, "checkpoint_every_steps": 0},
+            "run.checkpoint_every_steps is 0: use at least 1",
+        ),
         (RunConfig, {"dir": "run", "epochs": 1, "keep_checkpoints": 0}, "run.keep_checkpoints is 0: use at least 1"),
-        (RunConfig, {"dir": "run", "epochs": 1, "max_nonfinite_steps": 0}, "run.max_nonfinite_steps is 0: use at least 1"),
+        (
+            RunConfig,
+            {"dir": "run", "epochs": 1, "max_nonfinite_steps": 0},
+            "run.max_nonfinite_steps is 0: use at least 1",
+        ),
         (HooksConfig, {"log_every_steps": 0}, "hooks.log_every_steps is 0: use at least 1"),
         (HooksConfig, {"log_every_steps": True}, "hooks.log_every_steps is True: use a whole number: at least 1"),
         (HooksConfig, {"log_every_steps": 10.0}, "hooks.log_every_steps is 10.0: use a whole number: at least 1"),
         (HooksConfig, {"trace_samples": 1}, "hooks.trace_samples is 1: use true or false"),
-        (HooksConfig, {"user": MixupConfig}, r"hooks.user is <class .*: use a tuple, with a comma .*: \(MixupConfig,\)"),
-        (ModelConfig, {"name": "vit", "kwargs": [1]}, r"model.kwargs is \[1\]: use a dict, e.g. {'drop_path_rate': 0.1}"),
+        (
+            HooksConfig,
+            {"user": MixupConfig},
+            r"hooks.user is <class .*: use a tuple, with a comma .*: \(MixupConfig,\)",
+        ),
+        (
+            ModelConfig,
+            {"name": "vit", "kwargs": [1]},
+            r"model.kwargs is \[1\]: use a dict, e.g. {'drop_path_rate': 0.1}",
+        ),
         (OptimizerConfig, {"lr": 10**400}, "optimizer.lr is 10+...: use a number over 0"),
         (OptimizerConfig, {"lr": None}, "optimizer.lr is None: use a number over 0"),
         (OptimizerConfig, {"lr": 1, "betas": 0.9}, "optimizer.betas is 0.9: use 2 values, e.g. 0.9,0.999"),
         (RunConfig, {"dir": "run", "epoch": 3}, "run.epoch is not a setting: use run.epochs"),
         (RunConfig, {"dir": "run"}, "run.epochs is missing: RunConfig has no default for it"),
     ],
-)  # fmt: skip
+)
 def test_fields_check_themselves(section: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         section(**values)
@@ -111,10 +167,13 @@ def test_fields_check_themselves(section: Any, values: dict[str, Any], message: 
 
 def config(**sections: Any) -> Config:
     defaults: dict[str, Any] = {
-        "data": DataConfig(root="data"), "model": ModelConfig(name="vit_tiny_patch16_224"), "optimizer": OptimizerConfig(lr=1e-3),
-        "schedule": ScheduleConfig(warmup_epochs=1), "batch": BatchConfig(global_batch=8, micro_batch=2),
+        "data": DataConfig(root="data"),
+        "model": ModelConfig(name="vit_tiny_patch16_224"),
+        "optimizer": OptimizerConfig(lr=1e-3),
+        "schedule": ScheduleConfig(warmup_epochs=1),
+        "batch": BatchConfig(global_batch=8, micro_batch=2),
         "run": RunConfig(dir="run", epochs=3),
-    }  # fmt: skip
+    }
     return Config(**{**defaults, **sections})
 
 
@@ -122,7 +181,8 @@ def test_fields_that_do_not_fit_together() -> None:
     with pytest.raises(ConfigError, match=r"schedule.warmup_epochs 5 exceeds run.epochs 3: shorten"):
         config(schedule=ScheduleConfig(warmup_epochs=5))
     with pytest.raises(
-        ConfigError, match=r"mixup.alpha is 0.2 and mixup.cutmix_alpha 0.0 with batch.micro_batch 1: partners are found within"
+        ConfigError,
+        match=r"mixup.alpha is 0.2 and mixup.cutmix_alpha 0.0 with batch.micro_batch 1: partners are found within",
     ):
         config(batch=BatchConfig(global_batch=8, micro_batch=1), mixup=MixupConfig(alpha=0.2))
 
@@ -150,7 +210,8 @@ def test_accumulation_is_derived() -> None:
     assert [batch.grad_accum_steps(ranks) for ranks in (1, 4, 8, 128)] == [128, 32, 16, 1]
     with pytest.raises(
         ConfigError,
-        match=r"batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536; use a multiple of 1536",
+        match=r"batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536; "
+        "use a multiple of 1536",
     ):
         batch.grad_accum_steps(6)
 
@@ -169,9 +230,21 @@ FILE_MISTAKES = [
     (", epochs=3", "", "line 9: run.epochs is missing: RunConfig has no default for it"),
     ("lr=1e-3", "learning_rate=1", "line 6: optimizer.learning_rate is not a setting: use optimizer.lr"),
     ('root="data"', 'root="data", shuffle="yes"', "line 4: data.shuffle is 'yes': use full, block or none"),
-    ('root="data"', 'root="data", reader="idx"', "line 4: data.reader is 'idx': use index (of index, stream or synthetic)"),
-    ('root="data"', 'root="data", mean=(0.485, 0.456, 0.406)', "line 4: data.mean is not a setting: use data.normalise"),
-    ("warmup_epochs=1", 'warmup_epochs=1, step_every="batch"', "line 7: schedule.step_every is 'batch': use step or epoch"),
+    (
+        'root="data"',
+        'root="data", reader="idx"',
+        "line 4: data.reader is 'idx': use index (of index, stream or synthetic)",
+    ),
+    (
+        'root="data"',
+        'root="data", mean=(0.485, 0.456, 0.406)',
+        "line 4: data.mean is not a setting: use data.normalise",
+    ),
+    (
+        "warmup_epochs=1",
+        'warmup_epochs=1, step_every="batch"',
+        "line 7: schedule.step_every is 'batch': use step or epoch",
+    ),
     (
         "config = Config(",
         'config = Config(parallel=ParallelConfig(exchange_dtype="fp16"),',
@@ -188,7 +261,11 @@ FILE_MISTAKES = [
         "hooks.user is <class 'dali_train.hooks.base.Hook'>: use a tuple",
     ),
     ("config = Config(", "config = Config(hook=HooksConfig(),", "line 3: hook is not a setting: use hooks"),
-    ("    batch=BatchConfig(global_batch=8, micro_batch=2),\n", "", "line 3: batch is missing: Config has no default for it"),
+    (
+        "    batch=BatchConfig(global_batch=8, micro_batch=2),\n",
+        "",
+        "line 3: batch is missing: Config has no default for it",
+    ),
     ("config = Config(", "config = Config(mixup=0.2,", "line 3: mixup is 0.2: use MixupConfig"),
     ("config = Config(", "confg = Config(", "the file must define `config = Config(...)`, found None"),
     ("epochs=3)", "epochs=3", "line 3: '(' was never closed"),
@@ -197,8 +274,12 @@ FILE_MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("written", "mistake", "message"), FILE_MISTAKES, ids=[mistake for _, mistake, _ in FILE_MISTAKES])
-def test_mistakes_in_a_file(written: str, mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("written", "mistake", "message"), FILE_MISTAKES, ids=[mistake for _, mistake, _ in FILE_MISTAKES]
+)
+def test_mistakes_in_a_file(
+    written: str, mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "own.py"
     assert written in FILE
     path.write_text(FILE.replace(written, mistake, 1))
@@ -232,13 +313,25 @@ def test_mistakes_in_a_file(written: str, mistake: str, message: str, tmp_path: 
         ("--data.normalise 0.485,0.456,0.406 0.229,0.224,0.225", "so multiply those for values from 0 to 1 by 255"),
         ("--precision.dtype bfloat16", "precision.dtype is 'bfloat16': use bf16 (of fp32, bf16, fp16 or fp64)"),
         ("--run.device gpu", "run.device is 'gpu': use cuda (of auto, cpu or cuda)"),
-        ("--data.progressive 6,128,12", "data.progressive is '6,128,12': use pairs of an epoch and a size in pixels, such"),
+        (
+            "--data.progressive 6,128,12",
+            "data.progressive is '6,128,12': use pairs of an epoch and a size in pixels, such",
+        ),
         ("--data.progressive 6,16 3,24", "data.progressive is ((6.0, 16), (3.0, 24)): use growing epochs"),
         ("--data.progressive 6,128", "use sizes up to data.train_size 32, which follows them"),
         ("--data.progressive 6,16 --data.reader stream", "data.progressive needs data.reader index"),
-        ("--data.progressive 90,16", "smaller images until epoch 90, but run.epochs is 90: let them end before the run does"),
-        ("--data.progressive 6,16 --parallel.pipeline 2", "data.progressive with parallel.pipeline 2: what its ranks exchange"),
-        ("--data.progressive 6,16", "a size in data.progressive is 16, but model.name vit_tiny_patch16_224 takes images of 32 p"),
+        (
+            "--data.progressive 90,16",
+            "smaller images until epoch 90, but run.epochs is 90: let them end before the run does",
+        ),
+        (
+            "--data.progressive 6,16 --parallel.pipeline 2",
+            "data.progressive with parallel.pipeline 2: what its ranks exchange",
+        ),
+        (
+            "--data.progressive 6,16",
+            "a size in data.progressive is 16, but model.name vit_tiny_patch16_224 takes images of 32 p",
+        ),
         ("--run.dir ''", "run.dir is empty: name a directory"),
         ("--run.epochs -1", "run.epochs is -1.0: use a number over 0"),
         ("--run.epochs abc", "run.epochs is 'abc': use a number over 0"),
@@ -246,7 +339,10 @@ def test_mistakes_in_a_file(written: str, mistake: str, message: str, tmp_path: 
         ("--run.epochs 1e-12", "run.epochs is 1e-12: use a number over 0, from 0.0001"),
         ("--optimizer.lr nan", "optimizer.lr is nan: use a finite number over 0"),
         ("--data.num_threads 100000", "data.num_threads is 100000: use at least 1 and at most 1024"),
-        ("--data.prefetch 1000000", "data.prefetch is 1000000: use at least 1 and at most 64, since each takes the memory"),
+        (
+            "--data.prefetch 1000000",
+            "data.prefetch is 1000000: use at least 1 and at most 64, since each takes the memory",
+        ),
         ("--data.seed 18446744073709551616", "data.seed is 18446744073709551616: use a number from 0 to 2**64 - 1"),
         ("--data.seed 1e3", "data.seed is '1e3': use a whole number from 0 to 2**64 - 1"),
         ("--batch.micro_batch 99999999999999999999", "use at least 1, and at most 9,223,372,036,854,775,807"),
@@ -255,7 +351,7 @@ def test_mistakes_in_a_file(written: str, mistake: str, message: str, tmp_path: 
         ("--model.kwargs {[]:1}", "model.kwargs is '{[]:1}': use a dict, e.g. {'drop_path_rate': 0.1}"),
         ("--model.kwargs.drop_rate", "--model.kwargs.drop_rate has no value: write --model.kwargs.drop_rate VALUE"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_on_the_command_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", str(DIGITS), *shlex.split(words)]) == 2
     printed = capsys.readouterr().err
@@ -264,20 +360,34 @@ def test_mistakes_on_the_command_line(words: str, message: str, capsys: pytest.C
 
 def test_values_as_people_type_them() -> None:
     for words, value in (
-        ("--data.progressive 6,128 12,160", ((6, 128), (12, 160))), ("--optimizer.betas 0.9,0.98", (0.9, 0.98)),
+        ("--data.progressive 6,128 12,160", ((6, 128), (12, 160))),
+        ("--optimizer.betas 0.9,0.98", (0.9, 0.98)),
         ("--optimizer.betas 0.9 0.98", (0.9, 0.98)),
-        ("--optimizer.betas '(0.9, 0.98)'", (0.9, 0.98)), ("--optimizer.betas=0.9,0.98", (0.9, 0.98)),
-        ("--hooks.profile 3 5", (3, 5)), ("--hooks.profile none", None),
-        ("--run.max_steps None", None), ("--run.max-steps 1_000", 1000), ("--data.local_copy none", None),
-        ("--data.antialias 0", False), ("--data.antialias Yes", True), ("--data.antialias TRUE", True),
-        ("--hooks.wandb_project none", "none"), ("--run.dir 1", "1"), ("--run.epochs 3 --run.epochs 4", 4.0),
-        ("--data.seed 18446744073709551615", 2**64 - 1), ("--data.normalise imagenet", "imagenet"),
+        ("--optimizer.betas '(0.9, 0.98)'", (0.9, 0.98)),
+        ("--optimizer.betas=0.9,0.98", (0.9, 0.98)),
+        ("--hooks.profile 3 5", (3, 5)),
+        ("--hooks.profile none", None),
+        ("--run.max_steps None", None),
+        ("--run.max-steps 1_000", 1000),
+        ("--data.local_copy none", None),
+        ("--data.antialias 0", False),
+        ("--data.antialias Yes", True),
+        ("--data.antialias TRUE", True),
+        ("--hooks.wandb_project none", "none"),
+        ("--run.dir 1", "1"),
+        ("--run.epochs 3 --run.epochs 4", 4.0),
+        ("--data.seed 18446744073709551615", 2**64 - 1),
+        ("--data.normalise imagenet", "imagenet"),
         ("--data.normalise 120,110,100 60,59,58", ((120.0, 110.0, 100.0), (60.0, 59.0, 58.0))),
         ("--data.normalise '((120,110,100),(60,59,58))'", ((120.0, 110.0, 100.0), (60.0, 59.0, 58.0))),
-        ("--model.kwargs.drop_path_rate 0.1", 0.1), ("--model.kwargs.act_layer silu", "silu"), ("--model.kwargs.x_y none", None),
-        ("--model.kwargs.img_size 96 128", (96, 128)), ("--model.kwargs.img_size '(96, 128)'", (96, 128)),
-        ("--model.kwargs.qk_norm true", True), ("--model.kwargs \"{'depth': 2}\"", {"depth": 2}),
-    ):  # fmt: skip
+        ("--model.kwargs.drop_path_rate 0.1", 0.1),
+        ("--model.kwargs.act_layer silu", "silu"),
+        ("--model.kwargs.x_y none", None),
+        ("--model.kwargs.img_size 96 128", (96, 128)),
+        ("--model.kwargs.img_size '(96, 128)'", (96, 128)),
+        ("--model.kwargs.qk_norm true", True),
+        ("--model.kwargs \"{'depth': 2}\"", {"depth": 2}),
+    ):
         (read,) = read_overrides(shlex.split(words)).values()
         assert (read, type(read)) == (value, type(value)), words
 
@@ -286,11 +396,16 @@ def test_keyword_arguments_of_the_model_are_added_and_removed() -> None:
     base = config(model=ModelConfig(name="vit_tiny_patch16_224", kwargs={"depth": 2, "drop_rate": 0.1}))
     changed = base.replace(read_overrides(["--model.kwargs.drop_path_rate", "0.2", "--model.kwargs.drop_rate", "none"]))
     assert changed.model.kwargs == {"depth": 2, "drop_path_rate": 0.2}
-    assert base.replace({"model.kwargs": {"depth": 3}, "model.kwargs.drop_rate": 0}).model.kwargs == {"depth": 3, "drop_rate": 0}
+    assert base.replace({"model.kwargs": {"depth": 3}, "model.kwargs.drop_rate": 0}).model.kwargs == {
+        "depth": 3,
+        "drop_rate": 0,
+    }
 
 
 def test_settings_that_depend_on_each_other_change_together() -> None:
-    changed = config().replace({"batch.micro_batch": 3, "batch.global_batch": 6, "run.epochs": 1, "schedule.warmup_epochs": 0})
+    changed = config().replace(
+        {"batch.micro_batch": 3, "batch.global_batch": 6, "run.epochs": 1, "schedule.warmup_epochs": 0}
+    )
     assert (changed.batch.global_batch, changed.batch.micro_batch, changed.run.epochs) == (6, 3, 1)
     with pytest.raises(ConfigError, match=r"batch.global_batch 8 is not a multiple of batch.micro_batch 3"):
         config().replace({"batch.micro_batch": 3})
@@ -329,7 +444,9 @@ def test_a_seed_is_an_exact_integer(tmp_path: Path) -> None:
     saved.write_text(config(data=DataConfig(root="data", seed=seed)).to_json())
     assert load_config(saved).data.seed == seed
     one = np.ones(1, dtype=np.uint64)
-    draws = [philox_generator(each, Purpose.ORDER, low=1, high=1).random_raw(4).tolist() for each in (seed, seed - 1, 2**63)]
+    draws = [
+        philox_generator(each, Purpose.ORDER, low=1, high=1).random_raw(4).tolist() for each in (seed, seed - 1, 2**63)
+    ]
     assert draws[0] == philox(seed, Purpose.ORDER, one, one, one)[0].tolist()
     assert len({tuple(each) for each in draws}) == 3
 
@@ -340,7 +457,9 @@ class TestHook:
 
 def test_the_config_of_a_run_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
-    whole = config(optimizer=OptimizerConfig(lr=1, betas=(0.8, 0.9)), data=DataConfig(root="data", normalise=((9,) * 3, (8,) * 3)))
+    whole = config(
+        optimizer=OptimizerConfig(lr=1, betas=(0.8, 0.9)), data=DataConfig(root="data", normalise=((9,) * 3, (8,) * 3))
+    )
     path.write_text(whole.to_json())
     assert load_config(path) == whole
     path.write_text(config(hooks=HooksConfig(user=(TestHook,))).to_json())
@@ -350,7 +469,10 @@ def test_the_config_of_a_run_is_read_again(tmp_path: Path, capsys: pytest.Captur
         assert load_config(path) == config()
 
     values = json.loads(config().to_json())
-    before = {**values, "data": {"root": "data", "mean": [120.0] * 3, "std": [60.0] * 3}}  # as runs wrote it before data.normalise
+    before = {
+        **values,
+        "data": {"root": "data", "mean": [120.0] * 3, "std": [60.0] * 3},
+    }  # as runs wrote it before data.normalise
     path.write_text(json.dumps(before))
     assert load_config(path).data.normalise == ((120.0,) * 3, (60.0,) * 3)
     for text, message in (
@@ -359,7 +481,10 @@ def test_the_config_of_a_run_is_read_again(tmp_path: Path, capsys: pytest.Captur
         ("[1]", "config.json: expected an object of sections"),
         ('{"data": 3}', "config.json: expected an object of sections"),
         (json.dumps({**values, "date": {}}), "config.json: date is not a setting: use data"),
-        (json.dumps({**values, "run": {"dir": "run", "epochs": "90"}}), "config.json: run.epochs is '90': use a number over 0"),
+        (
+            json.dumps({**values, "run": {"dir": "run", "epochs": "90"}}),
+            "config.json: run.epochs is '90': use a number over 0",
+        ),
         (
             json.dumps({**values, "run": {"dir": "run", "epochs": float("nan")}}),
             "config.json: run.epochs is nan: use a finite number",
@@ -403,15 +528,25 @@ def test_a_config_file_may_register_a_model(tmp_path: Path) -> None:
 def test_what_belongs_to_the_recipe(dataset: Path) -> None:
     """A setting that is not marked as the machine's does; one that a checkpoint lacks has its default."""
     split = Split(dataset, "train")
-    current = json.loads(json.dumps(recipe(config(model=ModelConfig(name="vit", kwargs={"img_size": (32, 32)})), split)))
+    current = json.loads(
+        json.dumps(recipe(config(model=ModelConfig(name="vit", kwargs={"img_size": (32, 32)})), split))
+    )
     assert current == recipe(config(model=ModelConfig(name="vit", kwargs={"img_size": (32, 32)})), split)
     assert {"data.seed", "data.mean", "optimizer.lr", "batch.micro_batch", "run.epochs", "mixup.alpha"} <= set(current)
-    assert not {"data.root", "run.dir", "run.device", "run.published_top1", "hooks.wandb", "parallel.bucket_mb"} & set(current)
+    assert not {"data.root", "run.dir", "run.device", "run.published_top1", "hooks.wandb", "parallel.bucket_mb"} & set(
+        current
+    )
 
-    older = {name: value for name, value in current.items() if name not in ("data.antialias", "optimizer.betas", "mixup.per_image")}
+    older = {
+        name: value
+        for name, value in current.items()
+        if name not in ("data.antialias", "optimizer.betas", "mixup.per_image")
+    }
     assert changes_between({**older, "run.published_top1": 0.7}, current) == []
     changed = recipe(config(optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.98))), split)
-    assert changes_between({**older, "model.name": "other"}, {**changed, "mixup.per_image": True, "dataset": "another"}) == [
+    assert changes_between(
+        {**older, "model.name": "other"}, {**changed, "mixup.per_image": True, "dataset": "another"}
+    ) == [
         f"dataset {current['dataset']} -> another",
         "mixup.per_image False -> True",
         "model.kwargs {'img_size': [32, 32]} -> {}",

@@ -21,11 +21,24 @@ from .conftest import Ranks, Train, jpeg, photograph, write_shard
 
 def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
     output = run_command("doctor", "--config", str(tiny_config), "--run.dir", str(tmp_path / "run"))
-    lines = {line[6:21].strip(): line[:4].strip() for line in output.splitlines() if re.match(r"(pass|warn|fail) ", line)}
+    lines = {
+        line[6:21].strip(): line[:4].strip() for line in output.splitlines() if re.match(r"(pass|warn|fail) ", line)
+    }
     expected = {
-        "torch", "timm", "numpy", "dali", "gpu", "decode on CPU", "batch", "model", "data train", "data validation",
-        "decode a batch", "run directory", "free space",
-    }  # fmt: skip
+        "torch",
+        "timm",
+        "numpy",
+        "dali",
+        "gpu",
+        "decode on CPU",
+        "batch",
+        "model",
+        "data train",
+        "data validation",
+        "decode a batch",
+        "run directory",
+        "free space",
+    }
     if torch.cuda.is_available():
         expected |= {"decode on GPU", "matrix product", "memory"}
     assert set(lines) == expected, output
@@ -61,9 +74,9 @@ def test_what_training_would_refuse(run_command: Train, tiny_config: Path, tmp_p
     assert ranks.wait() == [1, 1]
     output = (tmp_path / "log").read_text()
     assert "batch.global_batch 28 is not divisible by batch.micro_batch 4 x 2 ranks = 8" in output
-    assert re.search(r"fail  model +data.eval_size is 28, but model.name vit_tiny_patch16_224 takes images of 32 pixels", output), (
-        output
-    )
+    assert re.search(
+        r"fail  model +data.eval_size is 28, but model.name vit_tiny_patch16_224 takes images of 32 pixels", output
+    ), output
     assert "set data.eval_size 32" in output
 
 
@@ -85,7 +98,9 @@ def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_an_image_that_cannot_be_decoded(tiny_config: Path, tmp_path: Path) -> None:
-    write_shard(tmp_path / "train" / "train-00000-of-00001", [(jpeg(photograph(i, 40, 40))[:-200], 1) for i in range(8)])
+    write_shard(
+        tmp_path / "train" / "train-00000-of-00001", [(jpeg(photograph(i, 40, 40))[:-200], 1) for i in range(8)]
+    )
     build_index(tmp_path)
     config = load_config(tiny_config)
     config = replace(config, data=replace(config.data, root=str(tmp_path)))
@@ -95,7 +110,9 @@ def test_an_image_that_cannot_be_decoded(tiny_config: Path, tmp_path: Path) -> N
 
 def test_too_little_space(tiny_config: Path, tmp_path: Path) -> None:
     run = replace(load_config(tiny_config).run, dir=str(tmp_path / "run"))
-    findings = {finding.check: finding for finding in doctor_run.run_directory(run, discover(LaunchOptions(), {}), 10**18)}
+    findings = {
+        finding.check: finding for finding in doctor_run.run_directory(run, discover(LaunchOptions(), {}), 10**18)
+    }
     assert findings["free space"].verdict == "fail" and "102 checkpoints take" in findings["free space"].found
     assert findings["run directory"].verdict != "fail" and not (tmp_path / "run").exists()
 
@@ -104,19 +121,25 @@ def test_a_directory_that_nobody_may_write_to(tiny_config: Path) -> None:
     run = replace(load_config(tiny_config).run, dir="/sys/dali_train")
     (finding,) = doctor_run.run_directory(run, discover(LaunchOptions(), {}), 0)
     assert finding.verdict == "fail"
-    assert re.search("mounted read-only: mount it writable|this user may not write there: change its permissions", finding.remedy)
+    assert re.search(
+        "mounted read-only: mount it writable|this user may not write there: change its permissions", finding.remedy
+    )
 
 
 def test_without_a_config(run_command: Train) -> None:
     assert "dataset and run directory were not checked: name them with --config FILE" in run_command("doctor")
 
 
-def test_a_dataset_that_changed_after_indexing(run_command: Train, tiny_config: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_dataset_that_changed_after_indexing(
+    run_command: Train, tiny_config: Path, dataset: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "data"
     shutil.copytree(dataset, root)
     shard = root / "train" / "train-00001-of-00003"
     shard.write_bytes(shard.read_bytes()[:-100])
-    output = run_command("doctor", "--config", str(tiny_config), "--data.root", str(root), "--run.dir", str(tmp_path), status=1)
+    output = run_command(
+        "doctor", "--config", str(tiny_config), "--data.root", str(root), "--run.dir", str(tmp_path), status=1
+    )
     assert re.search(r"fail  data train .*train-00001-of-00003", output), output
     assert "pass  data validation" in output
 

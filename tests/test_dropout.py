@@ -45,7 +45,9 @@ def test_a_block_draws_its_masks_wherever_it_is(compiled: bool) -> None:
         compile_blocks(repeated_blocks(model))
     seed_each_block(model, CPU)
     between: list[torch.Tensor] = []  # what the blocks and the norm give
-    handles = [m.register_forward_hook(lambda m, args, output: between.append(output)) for m in (*model.blocks, model.norm)]
+    handles = [
+        m.register_forward_hook(lambda m, args, output: between.append(output)) for m in (*model.blocks, model.norm)
+    ]
     logits = forward(model, torch.randn(4, 3, 32, 32), FIRST)
     for handle in handles:
         handle.remove()
@@ -54,7 +56,9 @@ def test_a_block_draws_its_masks_wherever_it_is(compiled: bool) -> None:
     assert torch.equal(forward(model.blocks[2], between[1], FIRST), between[2])
     assert not torch.equal(forward(model.blocks[2], between[1], SECOND), between[2])
     torch.manual_seed(FIRST)
-    assert torch.equal(model.forward_head(between[3]), logits), "the dropout before the classifier has a seed of its own"
+    assert torch.equal(model.forward_head(between[3]), logits), (
+        "the dropout before the classifier has a seed of its own"
+    )
 
 
 def test_seeds_of_blocks_differ_where_the_generator_looks() -> None:
@@ -105,9 +109,14 @@ def test_models_of_other_kinds(name: str) -> None:
 
 
 def test_runs_seed_as_they_began(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    """The masks of a run in progress do not change under it. tests/fixtures/old-run is of a version that noted nothing."""
+    """The masks of a run in progress do not change under it. tests/fixtures/old-run is of a version that noted
+    nothing."""
     plain, compiled = ModelConfig(name="vit"), ModelConfig(name="vit", compile="model")
-    assert [choose_seeding(plain, saved) for saved in (None, "block", "micro-batch")] == ["block", "block", "micro-batch"]
+    assert [choose_seeding(plain, saved) for saved in (None, "block", "micro-batch")] == [
+        "block",
+        "block",
+        "micro-batch",
+    ]
     assert [choose_seeding(compiled, saved) for saved in (None, "block")] == ["micro-batch"] * 2
     train("run", "--run.max_steps", "1")
     checkpoint, _ = load_newest(tmp_path / "run" / "checkpoints")

@@ -36,7 +36,9 @@ def evaluator(config_path: Path, micro_batch: int, rank: int = 0, size: int = 1)
 def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
     config = load_config(tiny_config)
     split = Split(config.data.root, "validation")
-    images, labels = EvaluationPipeline(split, [torch.arange(13).numpy()], config.data, pixel_format(config, CPU, 1)).run()
+    images, labels = EvaluationPipeline(
+        split, [torch.arange(13).numpy()], config.data, pixel_format(config, CPU, 1)
+    ).run()
     logits = FirstPixels()(images)
     order = logits.argsort(dim=1, descending=True)
     for micro_batch in (1, 4, 12, 13, 50):  # last batches of 1, 1, 1, 13 and 13 images

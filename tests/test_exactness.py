@@ -29,7 +29,9 @@ from .helpers import (
 def average_difference(a: Path, b: Path) -> float:
     """As `largest_difference`, of the moving averages; 0 where there are none."""
     averages = [
-        newest.state.get("ema", {}) for newest, _ in (load_newest(run / "checkpoints") for run in (a, b)) if newest is not None
+        newest.state.get("ema", {})
+        for newest, _ in (load_newest(run / "checkpoints") for run in (a, b))
+        if newest is not None
     ]
     assert len(averages) == 2
     return max(relative_differences(*averages).values(), default=0.0)
@@ -37,7 +39,14 @@ def average_difference(a: Path, b: Path) -> float:
 
 def test_ranks_and_launchers_agree(tiny_config: Path, tmp_path: Path) -> None:
     for launcher, ranks in (("python", 1), ("torchrun", 2), ("launch", 2)):
-        words = [*launcher_command(launcher, ranks), "train", "--config", str(tiny_config), "--run.dir", str(tmp_path / launcher)]
+        words = [
+            *launcher_command(launcher, ranks),
+            "train",
+            "--config",
+            str(tiny_config),
+            "--run.dir",
+            str(tmp_path / launcher),
+        ]
         process = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300)
         assert process.returncode == 0, process.stdout + process.stderr
     one, torchrun, launch = (tmp_path / name for name in ("python", "torchrun", "launch"))
@@ -104,7 +113,9 @@ def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None
     assert largest_difference(tmp_path / "accumulated", tmp_path / "whole") < FLOAT64_BOUND
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ()), (4, ()), (1, FAST), (4, (*FAST_UNCOMPILED, *BF16_EXCHANGE))])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ()), (2, ()), (4, ()), (1, FAST), (4, (*FAST_UNCOMPILED, *BF16_EXCHANGE))]
+)
 def test_killed_run_ends_with_the_same_bits(
     start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:
@@ -119,21 +130,73 @@ def test_killed_run_ends_with_the_same_bits(
 
 # Options of the recipe, those that have nothing to do with each other in one run.
 AUGMENTED = (
-    "--data.augment", "rand-m9-mstd0.5-inc1", "--data.color_jitter", "0.3", "--data.random_erasing", "0.5",
-    "--data.random_erasing_fill", "noise", "--mixup.cutmix_alpha", "1", "--mixup.prob", "0.9", "--mixup.per_image", "true",
-    "--loss.label_smoothing", "0.1", "--optimizer.name", "adamw", "--optimizer.lr", "1e-3", "--schedule.name", "cosine",
-    "--ema.decay", "0.9",
-)  # fmt: skip
+    "--data.augment",
+    "rand-m9-mstd0.5-inc1",
+    "--data.color_jitter",
+    "0.3",
+    "--data.random_erasing",
+    "0.5",
+    "--data.random_erasing_fill",
+    "noise",
+    "--mixup.cutmix_alpha",
+    "1",
+    "--mixup.prob",
+    "0.9",
+    "--mixup.per_image",
+    "true",
+    "--loss.label_smoothing",
+    "0.1",
+    "--optimizer.name",
+    "adamw",
+    "--optimizer.lr",
+    "1e-3",
+    "--schedule.name",
+    "cosine",
+    "--ema.decay",
+    "0.9",
+)
 REPEATED = (
-    "--data.repeats", "2", "--data.crop_side", "30", "--data.crop_padding", "4", "--data.interpolation", "bicubic",
-    "--mixup.alpha", "0", "--mixup.cutmix_alpha", "1", "--loss.name", "binary-cross-entropy", "--loss.target_threshold", "0.2",
-    "--optimizer.layer_decay", "0.7", "--schedule.name", "polynomial", "--schedule.power", "2",
-)  # fmt: skip
+    "--data.repeats",
+    "2",
+    "--data.crop_side",
+    "30",
+    "--data.crop_padding",
+    "4",
+    "--data.interpolation",
+    "bicubic",
+    "--mixup.alpha",
+    "0",
+    "--mixup.cutmix_alpha",
+    "1",
+    "--loss.name",
+    "binary-cross-entropy",
+    "--loss.target_threshold",
+    "0.2",
+    "--optimizer.layer_decay",
+    "0.7",
+    "--schedule.name",
+    "polynomial",
+    "--schedule.power",
+    "2",
+)
 IN_BLOCKS = (
-    "--data.repeats", "2", "--data.shuffle", "block", "--data.block_images", "4", "--data.window_blocks", "2",
-    "--data.crop", "inception", "--data.augment", "big-vision",
-    "--data.progressive", "0.5,16 1,24", "--model.kwargs.dynamic_img_size", "true",
-)  # fmt: skip
+    "--data.repeats",
+    "2",
+    "--data.shuffle",
+    "block",
+    "--data.block_images",
+    "4",
+    "--data.window_blocks",
+    "2",
+    "--data.crop",
+    "inception",
+    "--data.augment",
+    "big-vision",
+    "--data.progressive",
+    "0.5,16 1,24",
+    "--model.kwargs.dynamic_img_size",
+    "true",
+)
 
 
 @pytest.mark.parametrize("options", [AUGMENTED, REPEATED, IN_BLOCKS], ids=["augmented", "repeated", "in-blocks"])
@@ -150,7 +213,16 @@ def test_a_recipes_options_do_not_depend_on_ranks(train: Train, tmp_path: Path, 
 def test_a_killed_run_with_a_recipes_options_ends_with_the_same_bits(
     start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
 ) -> None:
-    often = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", "--data.repeats", "2")
+    often = (
+        "--run.checkpoint_every_steps",
+        "2",
+        "--run.epochs",
+        "12",
+        "--schedule.warmup_epochs",
+        "2",
+        "--data.repeats",
+        "2",
+    )
     often += ("--data.progressive", "2,16 6,24", "--model.kwargs.dynamic_img_size", "true")
     train("undisturbed", *AUGMENTED, *often, ranks=2)
     kill_after_step_4(start_training, tiny_config, "killed", *AUGMENTED, *often, ranks=2)
@@ -176,6 +248,8 @@ def test_block_order_read_ahead_and_local_copy_keep_the_bits(
     config = load_config(tmp_path / "tiny-config.py")
     config = replace(config, data=replace(config.data, shuffle="block", block_images=4, window_blocks=2))
     micro_batches = MicroBatches(Split(config.data.root, "train").rows, config)
-    assert samples(tmp_path / "plain") == {(s, k): micro_batches(s, k).images.tolist() for s in range(19) for k in range(8)}
+    assert samples(tmp_path / "plain") == {
+        (s, k): micro_batches(s, k).images.tolist() for s in range(19) for k in range(8)
+    }
     stream = [image for s in range(19) for k in range(8) for image in micro_batches(s, k).images.tolist()]
     assert all(sorted(stream[epoch * 50 : (epoch + 1) * 50]) == list(range(50)) for epoch in range(12))

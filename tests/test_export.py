@@ -21,7 +21,8 @@ from .conftest import TINY_CONFIG, photograph
 
 @pytest.fixture(scope="module")
 def make_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``make_run(more="text in RunConfig", changes=[(old, new)])``: the directory of a run of three steps with an EMA."""
+    """``make_run(more="text in RunConfig", changes=[(old, new)])``: the directory of a run of three steps with an
+    EMA."""
 
     def make(*changes: tuple[str, str]) -> Path:
         place = tmp_path_factory.mktemp("run")
@@ -53,7 +54,9 @@ def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: py
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(logits_of(model, images), logits_of(load_trained(finished, weights="raw").model, images))
     assert model.pretrained_cfg["label_names"] == ["class 0", "class 1", "class 2", "class 3", "class 4"]
-    assert model.pretrained_cfg["mean"] == [0.5, 0.5, 0.5] and model.pretrained_cfg["crop_pct"] == pytest.approx(32 / 36)
+    assert model.pretrained_cfg["mean"] == [0.5, 0.5, 0.5] and model.pretrained_cfg["crop_pct"] == pytest.approx(
+        32 / 36
+    )
     preprocessing = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
     assert (preprocessing["resize_to"], preprocessing["center_crop"], preprocessing["weights"]) == (36, 32, "raw")
     assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]
@@ -64,7 +67,7 @@ def test_a_run_begins_with_exported_weights(finished: Path, tmp_path: Path, make
     weights = str(tmp_path / "out" / "model.safetensors")
     tuned = make_run(
         ('name="vit_tiny_patch16_224",', f'name="vit_tiny_patch16_224", weights={weights!r},'), ("lr=1e-2", "lr=1e-9")
-    )  # fmt: skip
+    )
     first, second = (load_trained(run).model.state_dict() for run in (finished, tuned))
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-6)
@@ -74,20 +77,26 @@ def test_the_moving_average_is_exported_unless_the_weights_are_asked_for(finishe
     for weights, words in (("ema", []), ("raw", ["--weights", "raw"])):
         assert main(["export", str(finished), "--output", str(tmp_path / weights), *words]) == 0
         assert json.loads((tmp_path / weights / "preprocessing.json").read_text())["weights"] == weights
-    assert (tmp_path / "ema" / "model.safetensors").read_bytes() != (tmp_path / "raw" / "model.safetensors").read_bytes()
+    assert (tmp_path / "ema" / "model.safetensors").read_bytes() != (
+        tmp_path / "raw" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_torch_reads_what_was_exported(finished: Path) -> None:
     assert main(["export", str(finished), "--format", "torch-export"]) == 0
     model = torch.export.load(finished / "export" / "torch-export" / "model.pt2").module()
     images = torch.randn(7, 3, 32, 32)
-    torch.testing.assert_close(logits_of(model, images), logits_of(load_trained(finished).model, images), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_of(model, images), logits_of(load_trained(finished).model, images), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_onnxruntime_reads_what_was_exported(finished: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     assert main(["export", str(finished), "--format", "onnx"]) == 0
-    session = onnxruntime.InferenceSession(finished / "export" / "onnx" / "model.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        finished / "export" / "onnx" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
     for size in (1, 6):
         images = torch.randn(size, 3, 32, 32)
         (logits,) = session.run(["logits"], {"images": images.numpy()})
@@ -99,7 +108,9 @@ def test_onnx_without_its_packages_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["export", str(finished), "--format", "onnx"]) == 2
-    assert "--format onnx needs onnx, onnxscript, onnxruntime: pip install 'dali-train[export]'" in capsys.readouterr().err
+    assert (
+        "--format onnx needs onnx, onnxscript, onnxruntime: pip install 'dali-train[export]'" in capsys.readouterr().err
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +127,9 @@ def test_predictions_of_files(
     finished: Path, photographs: list[Path], decoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "picture.png"
-    assert main(["predict", str(finished), *map(str, photographs), "--decoder", decoder, "--picture", str(picture)]) == 0
+    assert (
+        main(["predict", str(finished), *map(str, photographs), "--decoder", decoder, "--picture", str(picture)]) == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("moving average of the weights of")
     for path, line in zip(photographs, lines[1:], strict=False):
@@ -172,7 +185,9 @@ def test_diff_names_the_first_draw_that_differs(
     status, output = diff_of(capsys, finished, flips)
     assert status == 1
     assert "data.horizontal_flip: 0.5 | 1.0" in output
-    assert re.search(r"first difference: step 0, micro-batch 0, place \d \(image (\d+) \| \1\), flips: 0 \| 1", output), output
+    assert re.search(
+        r"first difference: step 0, micro-batch 0, place \d \(image (\d+) \| \1\), flips: 0 \| 1", output
+    ), output
     assert re.search(r"losses\n  first difference: step 1, \S+ \| \S+ \(\S+ relative\)", output), output
 
     seeds = make_run(("num_threads=1", "num_threads=1, seed=1"))

@@ -68,10 +68,13 @@ def test_an_operator_an_optimizer_and_a_tracker(dataset: Path, tmp_path: Path, m
     path.write_text(TINY_CONFIG.format(root=str(dataset)))
     config = dali_train.load_config(path).replace(
         {
-            "run.dir": str(tmp_path / "run"), "run.max_steps": 2,
-            "data.augment": "rand-n1-p1-tUpsideDown", "optimizer.name": "signdescent", "optimizer.lr": 1e-3,
+            "run.dir": str(tmp_path / "run"),
+            "run.max_steps": 2,
+            "data.augment": "rand-n1-p1-tUpsideDown",
+            "optimizer.name": "signdescent",
+            "optimizer.lr": 1e-3,
         }
-    )  # fmt: skip
+    )
     dali_train.run(config)
 
     assert len(seen) >= 2 * 32 and set(seen) == {torch.Size([3, 32, 32])}

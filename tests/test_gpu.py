@@ -19,8 +19,9 @@ from .conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU on this host")
 
 CPU = torch.device("cpu")
-# Grey levels, mean of an image: JPEG decoders may differ by one in each step (ITU-T T.83) and upsample colour differently,
-# which on the smooth images below makes less than one. A box, a flip or a partner that is wrong makes twenty and more.
+# Grey levels, mean of an image: JPEG decoders may differ by one in each step (ITU-T T.83) and upsample colour
+# differently, which on the smooth images below makes less than one. A box, a flip or a partner that is wrong makes
+# twenty and more.
 CLOSE = 2.0
 
 
@@ -30,7 +31,9 @@ def gpu() -> torch.device:
 
 def smooth_image(seed: int, height: int, width: int) -> Image.Image:
     """Blobs of some 16 pixels: no detail on which two decoders could differ, different everywhere."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -58,7 +61,9 @@ def config(smooth_dataset: Path, tmp_path: Path) -> Config:
 
 
 def batches(config: Config, device: torch.device) -> list[Batch]:
-    loader = make_loader(Split(config.data.root, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=2)
+    loader = make_loader(
+        Split(config.data.root, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=2
+    )
     kept = []
     for _ in range(6):
         batch = loader.next()
@@ -85,7 +90,9 @@ def test_training_images_are_those_of_the_cpu(config: Config, hw_decoder_load: f
 
 
 def test_float16_and_channels_last(config: Config) -> None:
-    changed = replace(config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16"))
+    changed = replace(
+        config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16")
+    )
     for ours, theirs in zip(batches(changed, gpu()), batches(config, gpu()), strict=True):
         assert ours.images.dtype == torch.float16
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
@@ -94,7 +101,9 @@ def test_float16_and_channels_last(config: Config) -> None:
 
 def test_the_same_bits_again(config: Config) -> None:
     """What resuming bit for bit needs of the data path."""
-    assert all(torch.equal(a.images, b.images) for a, b in zip(batches(config, gpu()), batches(config, gpu()), strict=True))
+    assert all(
+        torch.equal(a.images, b.images) for a, b in zip(batches(config, gpu()), batches(config, gpu()), strict=True)
+    )
 
 
 def test_images_decoded_on_the_cpu_reach_the_gpu(config: Config) -> None:
@@ -107,7 +116,9 @@ def test_images_decoded_on_the_cpu_reach_the_gpu(config: Config) -> None:
 def test_evaluation_images_are_those_of_the_cpu(config: Config, mode: str) -> None:
     split, data = Split(config.data.root, "validation"), replace(config.data, eval_resize=mode)
     numbers = [np.arange(0, 10), np.arange(10, 20), np.arange(20, 24)]
-    ours, theirs = (EvaluationPipeline(split, numbers, data, pixel_format(config, device, 2)) for device in (gpu(), CPU))
+    ours, theirs = (
+        EvaluationPipeline(split, numbers, data, pixel_format(config, device, 2)) for device in (gpu(), CPU)
+    )
     for _ in [*numbers, *numbers]:
         (images, labels), (expected, expected_labels) = ours.run(), theirs.run()
         assert mean_difference(images, expected) < CLOSE

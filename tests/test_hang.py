@@ -112,16 +112,24 @@ def start_with_stalling_data(config: Path, run: Path, ranks: int) -> list:
     port = str(free_port())
     processes = []
     for rank in range(ranks):
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
         environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         arguments = ["train", "--config", str(config), "--run.dir", str(run), *LONG, *TIMEOUT]
-        processes.append(FORK.Process(target=_rank_whose_data_stops, args=(arguments, environment, run.with_suffix(".log"))))
+        processes.append(
+            FORK.Process(target=_rank_whose_data_stops, args=(arguments, environment, run.with_suffix(".log")))
+        )
         processes[-1].start()
     return processes
 
 
 def test_a_data_stall_is_called_one(tiny_config: Path, tmp_path: Path) -> None:
-    """Several ranks end, so that the job can be started again; a single process waits: the file server may come back."""
+    """Several ranks end, so that the job can be started again; a single process waits: the file server may come
+    back."""
     two, one = tmp_path / "two", tmp_path / "one"
     processes = start_with_stalling_data(tiny_config, two, ranks=2)
     (alone,) = start_with_stalling_data(tiny_config, one, ranks=1)
@@ -156,7 +164,9 @@ def test_names_those_that_the_others_wait_for() -> None:
     slow = name_missing([*waiting, (beat(2, step=4), 0.5)], 3)
     assert slow == "Missing or late: rank 2 on n2 (pid 102): in phase step of step 4 for 40 s"
     failed = name_missing([*waiting, (beat(2, ended="DatasetError: bad image"), 9.0)], 3)
-    assert failed == "Missing or late: rank 2 on n2 (pid 102): ended in phase step of step 5 with DatasetError: bad image"
+    assert (
+        failed == "Missing or late: rank 2 on n2 (pid 102): ended in phase step of step 5 with DatasetError: bad image"
+    )
     victim = (beat(1, ended="RuntimeError: Connection closed", lost_peer=True), 9.0)
     assert name_missing([(beat(0), 0.0), victim, (beat(2), 30.0)], 3).startswith(
         "Missing or late: rank 2 on n2 (pid 102): silent for 30 s"

@@ -203,7 +203,10 @@ def test_a_broken_hook_does_not_end_the_run(train: Train, tiny_config: Path, tmp
 
 def test_a_hook_cannot_replace_what_the_run_records(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     printed = train("run", config=extended(tiny_config, TAKEN_NAMES_HOOK))
-    assert "hook Loss failed at measure: ValueError: measure() gives host_memory_gb, loss, which the run records already" in printed
+    assert (
+        "hook Loss failed at measure: ValueError: measure() gives host_memory_gb, loss, which the run records already"
+        in printed
+    )
     lines = events(tmp_path / "run", "train")
     assert all(line["loss"] > 0 and line["host_memory_gb"] > 0 and "own" not in line for line in lines)
 
@@ -218,11 +221,14 @@ def test_a_hooks_torch_callbacks_do_not_end_the_run(train: Train, tiny_config: P
     train("plain")
     printed = train("run", config=extended(tiny_config, CALLBACKS_HOOK.format(required=False)))
     failure = (
-        "hook Callbacks failed at a callback that it registered with torch: ZeroDivisionError: a user's mistake. Training continues"
+        "hook Callbacks failed at a callback that it registered with torch: ZeroDivisionError: a user's mistake. "
+        "Training continues"
     )
     assert printed.count(failure) == 1
     assert "called: accumulated backward forward gradient step stepped" in printed
-    assert "hook HalfStarted failed at start: ValueError: cannot start" in printed and "must not be called" not in printed
+    assert (
+        "hook HalfStarted failed at start: ValueError: cannot start" in printed and "must not be called" not in printed
+    )
     assert max(relative_differences(final_weights(tmp_path / "plain"), final_weights(tmp_path / "run")).values()) == 0
     printed = train("required", config=extended(tiny_config, CALLBACKS_HOOK.format(required=True)), status=1)
     assert "ZeroDivisionError: a user's mistake" in printed
@@ -252,9 +258,18 @@ def test_hooks_change_nothing(train: Train, tmp_path: Path) -> None:
     few = ("--hooks.detail_every_steps", "None", "--hooks.sample_images", "0", "--hooks.predictions", "0")
     train("few", *few, "--hooks.log_every_steps", "100")
     everything = (
-        "--hooks.detail_every_steps", "1", "--hooks.tensorboard", "true", "--hooks.gradient_histograms", "true",
-        "--hooks.model_graph", "true", "--hooks.profile", "2", "3",
-    )  # fmt: skip
+        "--hooks.detail_every_steps",
+        "1",
+        "--hooks.tensorboard",
+        "true",
+        "--hooks.gradient_histograms",
+        "true",
+        "--hooks.model_graph",
+        "true",
+        "--hooks.profile",
+        "2",
+        "3",
+    )
     printed = train("all", *everything)
     assert "warning: hook" not in printed
     assert max(relative_differences(final_weights(tmp_path / "few"), final_weights(tmp_path / "all")).values()) == 0
@@ -289,8 +304,8 @@ def test_a_full_disk_is_said_once(train: Train, tmp_path: Path) -> None:
         (run / name).symlink_to("/dev/full")
     printed = train("run")
     assert (
-        f"hook MetricsFile failed at start: [Errno 28] No space left on device. Training continues; make room under {run}"
-        in printed
+        "hook MetricsFile failed at start: [Errno 28] No space left on device. Training continues; make room under "
+        f"{run}" in printed
     )
     assert printed.count(f"{run}/logs/rank0.log cannot be written") == 1
     assert printed.count("hook SampleTrace failed at step 1: [Errno 28]") == 1
@@ -300,7 +315,10 @@ def test_a_full_disk_is_said_once(train: Train, tmp_path: Path) -> None:
 
 def test_a_removed_run_directory_is_reported(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     printed = train("run", config=extended(tiny_config, REMOVING_HOOK))
-    gone = "is gone: was .* deleted or moved while the run uses it\\? What was recorded there is lost; a new file is started"
+    gone = (
+        "is gone: was .* deleted or moved while the run uses it\\? What was recorded there is lost; a new file is "
+        "started"
+    )
     for name in ("metrics.jsonl", "samples.rank0.jsonl"):
         assert len(re.findall(f"warning: {tmp_path}/run/{name} {gone}", printed)) == 1
     assert [event["step"] for event in events(tmp_path / "run", "train")] == [4, 5, 6, 7]
@@ -308,12 +326,17 @@ def test_a_removed_run_directory_is_reported(train: Train, tiny_config: Path, tm
 
 def test_a_foreign_line_in_the_metrics_stays_and_is_ignored(train: Train, tmp_path: Path) -> None:
     foreign = [
-        '{"note": "looks good"}', '{"event": "train", "step": "4", "epoch": 1}', '{"event": "eval", "step": 2, "epoch": 1.0}',
-        '{"event": ["train"], "step": null, "epoch": 0}', '{"event": "end", "step": 7, "epoch": 1, "seconds": 5, "error": null}',
-    ]  # fmt: skip
+        '{"note": "looks good"}',
+        '{"event": "train", "step": "4", "epoch": 1}',
+        '{"event": "eval", "step": 2, "epoch": 1.0}',
+        '{"event": ["train"], "step": null, "epoch": 0}',
+        '{"event": "end", "step": 7, "epoch": 1, "seconds": 5, "error": null}',
+    ]
     train("run", "--run.max_steps", "2")
     path = tmp_path / "run" / "metrics.jsonl"
-    path.write_bytes(path.read_bytes() + "".join(f"{line}\n" for line in [*foreign, "[1]", "torn {"]).encode() + b"\xff\xfe\n")
+    path.write_bytes(
+        path.read_bytes() + "".join(f"{line}\n" for line in [*foreign, "[1]", "torn {"]).encode() + b"\xff\xfe\n"
+    )
     printed = train("run")
     assert "warning: hook" not in printed
     assert [event["step"] for event in events(tmp_path / "run", "train")] == list(range(1, 8))
@@ -344,7 +367,9 @@ def test_a_resumed_run_goes_on_in_the_same_files(train: Train, tmp_path: Path) -
     train("run", "--hooks.detail_every_steps", "1")
     assert [line["step"] for line in events(tmp_path / "run", "train")] == list(range(1, 8))
     assert [line["step"] for line in events(tmp_path / "run", "start")] == [0, 4]
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "lamb.jsonl").read_text().splitlines()] == list(range(1, 8))
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "lamb.jsonl").read_text().splitlines()] == list(
+        range(1, 8)
+    )
     log = (tmp_path / "run" / "logs" / "rank0.log").read_text()
     assert "step 1/4 " in log and "resuming from step 4" in log and "step 7/7 " in log
 
@@ -371,7 +396,9 @@ def test_predictions_are_those_of_the_evaluation(train: Train, tmp_path: Path) -
             assert sum(scores) == pytest.approx(1, abs=1e-4) and names[scores.index(max(scores))] == row["guess"]
             assert row["truth"] == names[int(row["image"]) % 5]
             assert (tmp_path / "one" / "predictions" / "images" / f"{row['image']}.png").exists()
-        assert rows(tmp_path / "two" / "predictions" / directory.name / "confusion.csv") == rows(directory / "confusion.csv")
+        assert rows(tmp_path / "two" / "predictions" / directory.name / "confusion.csv") == rows(
+            directory / "confusion.csv"
+        )
 
 
 def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:
@@ -403,7 +430,10 @@ def test_samples_are_what_the_network_gets() -> None:
     data = DataConfig(root="data", train_size=8, normalise=((123.0, 117.0, 104.0), (58.0, 57.0, 56.0)))
     normalised = (torch.from_numpy(pixels).float() - torch.tensor(data.mean)) / torch.tensor(data.std)
     batch = Batch(
-        normalised.permute(0, 3, 1, 2), torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.tensor([0.7, 1.0, 0.2]), cast(Any, None)
+        normalised.permute(0, 3, 1, 2),
+        torch.tensor([[0, 1], [1, 0], [1, 1]]),
+        torch.tensor([0.7, 1.0, 0.2]),
+        cast(Any, None),
     )
     shown = sample_images(batch, data, ("cat", "dog"), 16)
     assert np.array_equal(np.stack([image for image, _ in shown]), pixels)
@@ -434,7 +464,9 @@ def test_samples_of_a_run(train: Train, tmp_path: Path) -> None:
 def test_lambs_view_is_what_lamb_does(tmp_path: Path, bias_correction: bool, exclude_vectors: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    config = OptimizerConfig(lr=0.1, weight_decay=0.01, bias_correction=bias_correction, exclude_vectors=exclude_vectors)
+    config = OptimizerConfig(
+        lr=0.1, weight_decay=0.01, bias_correction=bias_correction, exclude_vectors=exclude_vectors
+    )
     optimizer = make_optimizer(model, config)
     hook = LambView(1, Layout(rank=0))
     hook.start(cast(RunStart, SimpleNamespace(model=model, optimizer=optimizer, directory=tmp_path, start_step=0)))
@@ -444,13 +476,17 @@ def test_lambs_view_is_what_lamb_does(tmp_path: Path, bias_correction: bool, exc
         gradient = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
         optimizer.step()
         optimizer.zero_grad()
-        moved = {name: (parameter.detach() - before[name]).norm().item() for name, parameter in model.named_parameters()}
+        moved = {
+            name: (parameter.detach() - before[name]).norm().item() for name, parameter in model.named_parameters()
+        }
         measured = hook.measure()
         layers = json.loads((tmp_path / "lamb.jsonl").read_text().splitlines()[-1])["layers"]
         assert {name: update for name, (_, _, update, _) in layers.items()} == pytest.approx(moved)
         for name, (ratio, weight, update, _) in layers.items():
             adapted = not (exclude_vectors and name.endswith("bias"))
-            assert (update == pytest.approx(0.1 * weight)) == adapted, "LAMB moves an adapted layer by lr times its norm"
+            assert (update == pytest.approx(0.1 * weight)) == adapted, (
+                "LAMB moves an adapted layer by lr times its norm"
+            )
             assert (ratio == 1) != adapted
         assert measured["clipped_grad_norm"] == pytest.approx(gradient)
         assert measured["weight_norm"] == pytest.approx(sum(w.square().sum().item() for w in before.values()) ** 0.5)
@@ -504,7 +540,9 @@ def test_health_warns(last: dict[str, float], message: str | None, caplog: pytes
         ({"weight_decay": 0.1}, "lower optimizer.lr or lengthen schedule.warmup_epochs"),
     ],
 )
-def test_health_gives_no_advice_that_was_followed(optimizer: dict[str, Any], remedy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_health_gives_no_advice_that_was_followed(
+    optimizer: dict[str, Any], remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     health = Health()
     config = SimpleNamespace(optimizer=OptimizerConfig(lr=0.1, **optimizer))
     health.start(cast(RunStart, SimpleNamespace(start_step=0, config=config)))
@@ -566,8 +604,14 @@ def test_the_last_line_names_the_best_checkpoint(train: Train, tmp_path: Path) -
 def test_the_progress_bar_is_not_cut(start_training: StartTraining, tmp_path: Path) -> None:
     """On real terminals of 70 and 110 columns: time left comes first, and what does not fit is left out as a piece."""
     whole = {
-        r"left .+", r"step \d+/7", r"epoch \d\.\d\d", r"loss \d\.\d{4}", r"lr [\d.e-]+", r"[\d,]+ images/s", r"data wait \d+%",
-    }  # fmt: skip
+        r"left .+",
+        r"step \d+/7",
+        r"epoch \d\.\d\d",
+        r"loss \d\.\d{4}",
+        r"lr [\d.e-]+",
+        r"[\d,]+ images/s",
+        r"data wait \d+%",
+    }
     for columns, least in ((70, 3), (110, 6)):
         name = f"at-{columns}"
         reader, terminal = pty.openpty()
@@ -602,15 +646,26 @@ def _read_terminal(reader: int, shown: list[bytes]) -> None:
 
 def test_the_header_comes_before_the_model_is_built(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     config = Config(
-        data=DataConfig(root="DATASET"), model=ModelConfig(name="resnet18", compile="model"), optimizer=OptimizerConfig(lr=1.0),
-        batch=BatchConfig(global_batch=1, micro_batch=1), precision=PrecisionConfig(dtype="fp16"),
-        run=RunConfig(dir=str(tmp_path), epochs=1), schedule=ScheduleConfig(warmup_epochs=0),
-    )  # fmt: skip
+        data=DataConfig(root="DATASET"),
+        model=ModelConfig(name="resnet18", compile="model"),
+        optimizer=OptimizerConfig(lr=1.0),
+        batch=BatchConfig(global_batch=1, micro_batch=1),
+        precision=PrecisionConfig(dtype="fp16"),
+        run=RunConfig(dir=str(tmp_path), epochs=1),
+        schedule=ScheduleConfig(warmup_epochs=0),
+    )
     launch = cast(Any, SimpleNamespace(rank=0, world_size=1, launcher="none"))
     plan = RunPlan(
-        config=config, directory=tmp_path, launch=launch, device="CPU, 2 threads", num_images=1,
-        num_classes=1, class_names=("a",), grad_accum_steps=1, total_steps=1,
-    )  # fmt: skip
+        config=config,
+        directory=tmp_path,
+        launch=launch,
+        device="CPU, 2 threads",
+        num_images=1,
+        num_classes=1,
+        class_names=("a",),
+        grad_accum_steps=1,
+        total_steps=1,
+    )
     with caplog.at_level(logging.INFO, "dali_train"):
         Observers([Console()]).announce(plan)
     assert "1 image, 1 class" in caplog.text and "1 = 1 image x 1 accumulated x 1 rank" in caplog.text

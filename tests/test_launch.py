@@ -27,13 +27,25 @@ from .helpers import LONG, samples
 
 NOTHING = LaunchOptions()
 TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500",
-    "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
-}  # fmt: skip
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "GROUP_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 SRUN = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "n[1-2]",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
 
 
 def place(found: Launch) -> tuple[int, int, int, int, str]:
@@ -44,12 +56,24 @@ def test_torchrun_and_srun() -> None:
     assert place(discover(NOTHING, TORCHRUN)) == (3, 4, 1, 2, "n1")
     assert place(discover(NOTHING, SRUN)) == (3, 4, 1, 2, "n1")
     # One torchrun per node, started by srun; torchrun knows better.
-    assert place(discover(NOTHING, {**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", **TORCHRUN})) == (3, 4, 1, 2, "n1")
+    assert place(discover(NOTHING, {**SRUN, "SLURM_NTASKS": "2", "SLURM_PROCID": "1", **TORCHRUN})) == (
+        3,
+        4,
+        1,
+        2,
+        "n1",
+    )
 
 
 def test_plain_python_and_a_batch_scripts_own_shell() -> None:
     assert place(discover(NOTHING, {})) == (0, 1, 0, 1, "localhost")
-    assert place(discover(NOTHING, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})) == (0, 1, 0, 1, "localhost")
+    assert place(discover(NOTHING, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"})) == (
+        0,
+        1,
+        0,
+        1,
+        "localhost",
+    )
 
 
 def test_colossalai_options() -> None:
@@ -72,7 +96,11 @@ def test_ports_of_two_steps_differ() -> None:
     ("options", "environ", "message"),
     [
         (NOTHING, {"WORLD_SIZE": "2"}, "RANK and WORLD_SIZE, but the environment variable RANK is missing"),
-        (NOTHING, {**TORCHRUN, "LOCAL_RANK": "first"}, "started by torchrun, but the environment variable LOCAL_RANK is 'first'"),
+        (
+            NOTHING,
+            {**TORCHRUN, "LOCAL_RANK": "first"},
+            "started by torchrun, but the environment variable LOCAL_RANK is 'first'",
+        ),
         (NOTHING, {**TORCHRUN, "RANK": "4"}, "found rank 4 of world size 4, expected a rank from 0"),
         (NOTHING, {**TORCHRUN, "MASTER_PORT": "99999"}, "found port 99999, expected one from 1 to 65535"),
         (
@@ -81,9 +109,17 @@ def test_ports_of_two_steps_differ() -> None:
             "srun, but the environment variable SLURM_PROCID is missing",
         ),
         (NOTHING, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE is 4, which has no node 1"),
-        (NOTHING, {**SRUN, "WORLD_SIZE": "8"}, "two launchers at once: WORLD_SIZE is 8, but in the Slurm step it would be 4"),
+        (
+            NOTHING,
+            {**SRUN, "WORLD_SIZE": "8"},
+            "two launchers at once: WORLD_SIZE is 8, but in the Slurm step it would be 4",
+        ),
         (NOTHING, {**SRUN, "RANK": "0"}, "two launchers at once: RANK is 0, but in the Slurm step it would be 3"),
-        (NOTHING, {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "srun started 4 tasks .* in each a torchrun of its own"),
+        (
+            NOTHING,
+            {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"},
+            "srun started 4 tasks .* in each a torchrun of its own",
+        ),
         (LaunchOptions(world_size=8), SRUN, "--world_size is 8, but the Slurm step has SLURM_NTASKS 4 tasks"),
         (LaunchOptions(world_size=2, rank=0), {}, "needs --rank, --host and --port too"),
         (NOTHING, {"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE is 4, so mpirun"),
@@ -112,8 +148,11 @@ def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("rank", "host"), [(1, "localhost"), (1, "no-such-host.invalid"), (0, "localhost")])
 def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host: str) -> None:
     monkeypatch.setattr(meeting, "MEETING_TIMEOUT", timedelta(seconds=2))  # 50 in earnest
-    alone = Launch(rank=rank, world_size=2, local_rank=rank, local_world_size=2, host=host, port=free_port(), launcher="srun")
-    found = rf"rank {rank} of 2 \(srun\) did not reach all others through {host}:{alone.port} within 2 s .*every rank was started"
+    alone = Launch(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, host=host, port=free_port(), launcher="srun"
+    )
+    found = rf"rank {rank} of 2 \(srun\) did not reach all others through {host}:{alone.port} within 2 s "
+    found += r".*every rank was started"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # put back afterwards
     with pytest.raises(LaunchError, match=r"(?s)" + found), process_group(alone, torch.device("cpu")):
@@ -130,13 +169,17 @@ def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Pat
     with (tmp_path / "log").open("w") as log:
         agent = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options, "-m", "dali_train", *arguments],
-            stdout=log, stderr=subprocess.STDOUT, cwd=REPOSITORY,
-        )  # fmt: skip
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=REPOSITORY,
+        )
     try:
         while not (run / "checkpoints" / "newest").exists():
             assert agent.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.01)
-        workers = subprocess.run(["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True).stdout.split()
+        workers = subprocess.run(
+            ["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
         os.kill(int(workers[-1]), signal.SIGKILL)
         assert agent.wait(120) == 0, (tmp_path / "log").read_text()
     finally:
@@ -148,7 +191,9 @@ def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Pat
     assert sorted(samples(run)) == [(step, k) for step in range(200) for k in range(8)]
 
 
-@pytest.mark.parametrize("written, cores", [("0-3,8-9\n", {0, 1, 2, 3, 8, 9}), ("5\n", {5}), ("\n", set()), (None, set())])
+@pytest.mark.parametrize(
+    "written, cores", [("0-3,8-9\n", {0, 1, 2, 3, 8, 9}), ("5\n", {5}), ("\n", set()), (None, set())]
+)
 def test_cores_next_to_a_device(tmp_path: Path, written: str | None, cores: set[int]) -> None:
     if written is not None:
         (tmp_path / "local_cpulist").write_text(written)
@@ -158,14 +203,19 @@ def test_cores_next_to_a_device(tmp_path: Path, written: str | None, cores: set[
 def test_a_layout_divides_the_ranks() -> None:
     """Ranks with the same data coordinate compute the same micro-batches; the sizes' product is the number of ranks."""
     launches = [
-        Launch(rank=r, world_size=16, local_rank=0, local_world_size=1, host="n", port=1, launcher="srun") for r in range(16)
+        Launch(rank=r, world_size=16, local_rank=0, local_world_size=1, host="n", port=1, launcher="srun")
+        for r in range(16)
     ]
-    assert [(layout.data_rank, layout.data_size) for layout in map(Layout.of, launches)] == [(rank, 16) for rank in range(16)]
+    assert [(layout.data_rank, layout.data_size) for layout in map(Layout.of, launches)] == [
+        (rank, 16) for rank in range(16)
+    ]
     layouts = [Layout.of(launch, pipeline=2, shard=2, tensor=2) for launch in launches]
     assert {(layout.replicas, layout.data_size, layout.world_size) for layout in layouts} == {(2, 4, 16)}
     places = [(layout.pipeline_rank, layout.data_rank, layout.tensor_rank) for layout in layouts]
     assert places == [(pipeline, data, tensor) for pipeline in range(2) for data in range(4) for tensor in range(2)]
-    with pytest.raises(ConfigError, match=r"16 ranks cannot be divided into pipeline 3 x shard 1 x tensor 2 = 6 ranks per copy"):
+    with pytest.raises(
+        ConfigError, match=r"16 ranks cannot be divided into pipeline 3 x shard 1 x tensor 2 = 6 ranks per copy"
+    ):
         Layout.of(launches[0], pipeline=3, tensor=2)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 0: use at least 1"):
         Layout.of(launches[0], tensor=0)

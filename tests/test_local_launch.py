@@ -67,7 +67,9 @@ def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
     script += "if __name__ == '__main__': launch_locally(sleep, Path(sys.argv[1]), num_processes=2)"
     (tmp_path / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    parent = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], env=environment, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "script.py", tmp_path], env=environment, stdout=subprocess.PIPE
+    )
     while not all((tmp_path / rank).exists() for rank in "01"):
         assert parent.poll() is None
         time.sleep(0.1)
@@ -81,7 +83,10 @@ def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
     ("fault", "message"),
     [
         ("Killed", r"rank 1 of 2 was killed \(SIGKILL\), perhaps for lack of memory: start again to resume"),
-        ("NoRoom", r"rank [01] of 2 failed: could not save a checkpoint in \S+: .* make room and start the same command again"),
+        (
+            "NoRoom",
+            r"rank [01] of 2 failed: could not save a checkpoint in \S+: .* make room and start the same command again",
+        ),
     ],
 )
 def test_one_clear_error(tiny_config: Path, tmp_path: Path, fault: str, message: str) -> None:

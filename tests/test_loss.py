@@ -32,7 +32,11 @@ CLASSES = 7
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits, targets, lambdas) in float64; some images are mixed with their own class."""
     torch.manual_seed(0)
-    return torch.randn(16, CLASSES, dtype=torch.float64) * 3, torch.randint(CLASSES, (16, 2)), torch.rand(16, dtype=torch.float64)
+    return (
+        torch.randn(16, CLASSES, dtype=torch.float64) * 3,
+        torch.randint(CLASSES, (16, 2)),
+        torch.rand(16, dtype=torch.float64),
+    )
 
 
 def dense(targets: torch.Tensor, lambdas: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -49,7 +53,9 @@ def test_cross_entropy_is_timms(smoothing: float) -> None:
     logits, targets, lambdas = batch()
     config = LossConfig(label_smoothing=smoothing)
     loss = LOSSES["cross-entropy"](config, logits, targets, lambdas)
-    torch.testing.assert_close(loss, SoftTargetCrossEntropy()(logits, dense(targets, lambdas, smoothing)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        loss, SoftTargetCrossEntropy()(logits, dense(targets, lambdas, smoothing)), rtol=1e-6, atol=0
+    )
     alone = LOSSES["cross-entropy"](config, logits, targets, torch.ones_like(lambdas))
     torch.testing.assert_close(alone, LabelSmoothingCrossEntropy(smoothing)(logits, targets[:, 0]))
 
@@ -59,7 +65,9 @@ def test_cross_entropy_is_timms(smoothing: float) -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None, sum_classes: bool) -> None:
     logits, targets, lambdas = batch()
-    config = LossConfig(name="binary-cross-entropy", label_smoothing=smoothing, target_threshold=threshold, sum_classes=sum_classes)
+    config = LossConfig(
+        name="binary-cross-entropy", label_smoothing=smoothing, target_threshold=threshold, sum_classes=sum_classes
+    )
     theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold, sum_classes=sum_classes)
     loss = LOSSES["binary-cross-entropy"](config, logits, targets, lambdas)
     torch.testing.assert_close(loss, theirs(logits, dense(targets, lambdas, smoothing)), rtol=1e-6, atol=0)
@@ -104,9 +112,14 @@ def test_hard_distillation_learns_the_teachers_best_class() -> None:
 
 def config_with(loss: LossConfig, size: int = 32) -> Config:
     return Config(
-        data=DataConfig(root="data", train_size=size), model=ModelConfig(name="test_vit"), optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(), batch=BatchConfig(global_batch=4, micro_batch=4), run=RunConfig(dir="run", epochs=1), loss=loss,
-    )  # fmt: skip
+        data=DataConfig(root="data", train_size=size),
+        model=ModelConfig(name="test_vit"),
+        optimizer=OptimizerConfig(lr=1),
+        schedule=ScheduleConfig(),
+        batch=BatchConfig(global_batch=4, micro_batch=4),
+        run=RunConfig(dir="run", epochs=1),
+        loss=loss,
+    )
 
 
 @pytest.fixture
@@ -145,7 +158,13 @@ def test_the_distillation_token_learns_from_the_teacher_and_the_class_token_from
     path, _ = teacher_file
     settings = LossConfig(distillation="hard", distillation_weight=0.25, teacher="test_resnet", teacher_weights=path)
     student = timm.create_model(
-        "deit_tiny_distilled_patch16_224", num_classes=CLASSES, img_size=32, patch_size=16, embed_dim=16, depth=1, num_heads=1
+        "deit_tiny_distilled_patch16_224",
+        num_classes=CLASSES,
+        img_size=32,
+        patch_size=16,
+        embed_dim=16,
+        depth=1,
+        num_heads=1,
     )
     objective = make_objective(config_with(settings), student, CLASSES, torch.device("cpu"))
     images, targets = torch.randn(4, 3, 32, 32), torch.randint(CLASSES, (4, 2))
@@ -154,7 +173,9 @@ def test_the_distillation_token_learns_from_the_teacher_and_the_class_token_from
     loss, logits = objective(output, images, targets, torch.ones(4))
     answers = Teacher(config_with(settings), CLASSES, torch.device("cpu")).logits(images)
     assert logits is output[0]
-    expected = 0.75 * F.cross_entropy(output[0], targets[:, 0]) + 0.25 * F.cross_entropy(output[1], answers.argmax(dim=1))
+    expected = 0.75 * F.cross_entropy(output[0], targets[:, 0]) + 0.25 * F.cross_entropy(
+        output[1], answers.argmax(dim=1)
+    )
     torch.testing.assert_close(loss, expected)
 
 
@@ -168,14 +189,29 @@ def test_without_a_teacher_the_objective_is_the_loss() -> None:
     ("settings", "message"),
     [
         ({"label_smoothing": 1.0}, "label_smoothing is 1.0: use a share from 0 to under 1"),
-        ({"target_threshold": 0.2}, "target_threshold is 0.2 with loss.name cross-entropy: leave it out, or use binary"),
-        ({"name": "binary-cross-entropy", "target_threshold": 1.5}, "target_threshold is 1.5: use a number from 0 to under 1"),
+        (
+            {"target_threshold": 0.2},
+            "target_threshold is 0.2 with loss.name cross-entropy: leave it out, or use binary",
+        ),
+        (
+            {"name": "binary-cross-entropy", "target_threshold": 1.5},
+            "target_threshold is 1.5: use a number from 0 to under 1",
+        ),
         ({"sum_classes": True}, "sum_classes is true with loss.name cross-entropy"),
         ({"distillation": "hard"}, "distillation is hard, but there is no teacher: set loss.teacher"),
         ({"teacher": "resnet50"}, "teacher is resnet50, but loss.distillation is none: set it to hard or soft"),
-        ({"distillation": "hard", "teacher": "resnet50", "temperature": 3.0}, "temperature is 3.0 with loss.distillation hard"),
-        ({"distillation": "soft", "teacher": "resnet50", "temperature": 0.0}, "temperature is 0.0: use a number over 0"),
-        ({"distillation": "soft", "teacher": "resnet50", "distillation_weight": 0.0}, "distillation_weight is 0.0: use a share"),
+        (
+            {"distillation": "hard", "teacher": "resnet50", "temperature": 3.0},
+            "temperature is 3.0 with loss.distillation hard",
+        ),
+        (
+            {"distillation": "soft", "teacher": "resnet50", "temperature": 0.0},
+            "temperature is 0.0: use a number over 0",
+        ),
+        (
+            {"distillation": "soft", "teacher": "resnet50", "distillation_weight": 0.0},
+            "distillation_weight is 0.0: use a share",
+        ),
     ],
 )
 def test_losses_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -189,7 +225,9 @@ def test_teachers_that_cannot_teach_are_refused(teacher_file: tuple[str, nn.Modu
     def teacher(num_classes: int = CLASSES, **settings: Any) -> Teacher:
         return Teacher(config_with(LossConfig(distillation="hard", **settings)), num_classes, torch.device("cpu"))
 
-    with pytest.raises(ConfigError, match=r"loss.teacher is 'test_resent', which timm does not know; close: .*test_resnet"):
+    with pytest.raises(
+        ConfigError, match=r"loss.teacher is 'test_resent', which timm does not know; close: .*test_resnet"
+    ):
         teacher(teacher="test_resent", teacher_weights=path)
     with pytest.raises(ConfigError, match=r"loss.teacher: there is no file /nowhere.safetensors"):
         teacher(teacher="test_resnet", teacher_weights="/nowhere.safetensors")

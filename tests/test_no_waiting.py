@@ -14,7 +14,8 @@ from .helpers import FAST
 
 
 class ValuesRead(TorchDispatchMode):
-    """Collects the tensors whose values the host reads: ``.item()``, ``bool(tensor)``, ``float(tensor)`` and the like."""
+    """Collects the tensors whose values the host reads: ``.item()``, ``bool(tensor)``, ``float(tensor)`` and the
+    like."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,9 @@ from .conftest import Train
 from .helpers import LONG
 
 HOPELESS = ("--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--run.max_nonfinite_steps", "1000000")
-LAYOUT = Layout.of(Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", port=0, launcher="none"))
+LAYOUT = Layout.of(
+    Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", port=0, launcher="none")
+)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -28,7 +30,8 @@ def test_a_run_that_ends_with_nan_is_a_failure(train: Train, tmp_path: Path, dty
     options = ("--run.max_steps", "6", "--precision.dtype", dtype)
     output = train("run", *LONG, *HOPELESS, *options, status=1)
     assert re.search(
-        r"dali-train train: the run came to its end at step 6 of 6, but was not saved: .* there is no checkpoint", output
+        r"dali-train train: the run came to its end at step 6 of 6, but was not saved: .* there is no checkpoint",
+        output,
     )
     assert "Traceback" not in output
     status = read_status(tmp_path / "run")
@@ -37,12 +40,20 @@ def test_a_run_that_ends_with_nan_is_a_failure(train: Train, tmp_path: Path, dty
 
 def test_a_stop_that_could_not_save_says_so(train: Train, tmp_path: Path) -> None:
     output = train("run", *LONG, *HOPELESS, "--run.max_seconds", "4", ranks=2, status=1)
-    assert re.search(r"stopped on request \(run.max_seconds is over\) at step \d+ of \d+, but was not saved: weights or", output)
+    assert re.search(
+        r"stopped on request \(run.max_seconds is over\) at step \d+ of \d+, but was not saved: weights or", output
+    )
     assert "stopped after saving" not in output
 
 
 def test_finite_is_asked_of_the_weights() -> None:
-    good = [torch.ones(3), torch.zeros(0), torch.tensor(2), torch.full((2, 2), 1e38), torch.ones((), dtype=torch.float64)]
+    good = [
+        torch.ones(3),
+        torch.zeros(0),
+        torch.tensor(2),
+        torch.full((2, 2), 1e38),
+        torch.ones((), dtype=torch.float64),
+    ]
     assert all_finite(good)
     for bad in (float("nan"), float("inf"), -float("inf")):
         assert not all_finite([*good, torch.tensor([0.0, bad, 1.0])])
@@ -89,7 +100,10 @@ class Odd(nn.Module):
     [
         (Odd(True, False, 0.1), r"the model does not use extra.weight, extra.bias: they get no gradient"),
         (Odd(False, True, 0.1), r"a forward pass changes the model's calls, which would depend on the number of ranks"),
-        (Odd(False, False, None), r"changes the model's norm.running_mean, norm.running_var, norm.num_batches_tracked, which"),
+        (
+            Odd(False, False, None),
+            r"changes the model's norm.running_mean, norm.running_var, norm.num_batches_tracked, which",
+        ),
     ],
 )
 def test_what_would_depend_on_the_ranks_is_refused(model: nn.Module, message: str) -> None:
@@ -101,7 +115,9 @@ def test_what_would_depend_on_the_ranks_is_refused(model: nn.Module, message: st
 def test_the_order_of_the_gradients_is_returned() -> None:
     model = Odd(False, False, 0.1)
     order = warm_up(
-        parallelize(model, LAYOUT, ParallelConfig(), torch.device("cpu")), torch.randn(8, 4), torch.autocast("cpu", enabled=False)
+        parallelize(model, LAYOUT, ParallelConfig(), torch.device("cpu")),
+        torch.randn(8, 4),
+        torch.autocast("cpu", enabled=False),
     )
     assert {id(p) for p in order} == {id(p) for p in model.parameters()} and {id(order[0]), id(order[1])} == {
         id(p) for p in model.head.parameters()

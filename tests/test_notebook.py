@@ -1,4 +1,5 @@
-"""A real notebook in a real kernel: training on one and two processes, errors and interrupts in the cell, README's cells."""
+"""A real notebook in a real kernel: training on one and two processes, errors and interrupts in the cell, README's
+cells."""
 
 import json
 import os
@@ -42,7 +43,8 @@ def interrupt(metrics):
     os.killpg(os.getpgrp(), signal.SIGINT)
 
 def run_and_interrupt(name, **processes):
-    changes = {"run.dir": str(place / name), "run.epochs": 400, "run.checkpoint_every_steps": 100000, "run.eval_every_epochs": None}
+    changes = {"run.dir": str(place / name), "run.epochs": 400, "run.eval_every_epochs": None}
+    changes["run.checkpoint_every_steps"] = 100000
     threading.Thread(target=interrupt, args=(place / name / "metrics.jsonl",)).start()
     return dali_train.run(config.replace(changes), **processes)
 """
@@ -71,8 +73,10 @@ def test_training_in_cells(train: Train, tiny_config: Path, tmp_path: Path) -> N
     cells = [
         "import dali_train, json; from pathlib import Path; place = Path.cwd()",
         f"config = dali_train.load_config({str(tiny_config)!r})",
-        "one = dali_train.run(config.replace({'run.dir': str(place / 'one')})); print(json.dumps(one.epoch_accuracies))",
-        "two = dali_train.run(config.replace({'run.dir': str(place / 'two')}), num_processes=2); two.model_file.exists()",
+        "one = dali_train.run(config.replace({'run.dir': str(place / 'one')})); "
+        "print(json.dumps(one.epoch_accuracies))",
+        "two = dali_train.run(config.replace({'run.dir': str(place / 'two')}), num_processes=2); "
+        "two.model_file.exists()",
         "dali_train.run(config.replace({'batch.micro_batch': 32}), num_processes=2)",
         "dali_train.run('failing.py', num_processes=2)",
         INTERRUPT,
@@ -109,5 +113,7 @@ def test_the_cells_in_the_readme(tmp_path: Path) -> None:
     results = executed([*cells, "type(model).__name__"], tmp_path)
     assert [error for _, error in results] == [""] * 5
     assert "2 ranks" in results[2][0] and "finished" in results[2][0]
-    assert json.loads(results[3][0]) == json.loads((tmp_path / "runs" / "notebook" / "epoch_accuracies.json").read_text())
+    assert json.loads(results[3][0]) == json.loads(
+        (tmp_path / "runs" / "notebook" / "epoch_accuracies.json").read_text()
+    )
     assert results[4][0] == "'VisionTransformer'"

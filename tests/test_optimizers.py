@@ -18,8 +18,22 @@ from dali_train.training.precision import Precision
 
 from .conftest import Train, final_weights
 
-# Counts of steps as tensors and numbers, in the group and not at all; moments in bfloat16, without a dimension, not there.
-NAMES = ["lamb", "adamw", "sgd", "lars", "muon", "adan", "adafactorbv", "novograd", "nadam", "laprop", "madgrad", "lion"]
+# Counts of steps as tensors and numbers, in the group and not at all; moments in bfloat16, without a dimension, not
+# there.
+NAMES = [
+    "lamb",
+    "adamw",
+    "sgd",
+    "lars",
+    "muon",
+    "adan",
+    "adafactorbv",
+    "novograd",
+    "nadam",
+    "laprop",
+    "madgrad",
+    "lion",
+]
 
 
 class Training:
@@ -48,7 +62,8 @@ class Training:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize(
-    ("name", "kwargs"), [(name, {}) for name in NAMES] + [("sgd", {"momentum": 0.0, "nesterov": False}), ("adamw", {"fused": True})]
+    ("name", "kwargs"),
+    [(name, {}) for name in NAMES] + [("sgd", {"momentum": 0.0, "nesterov": False}), ("adamw", {"fused": True})],
 )
 def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict[str, Any], dtype: str) -> None:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, name=name, kwargs=kwargs)
@@ -106,7 +121,10 @@ def test_a_real_run_resumes_exactly_with_adamw(train: Train, tmp_path: Path) -> 
         ({"name": "lamb", "kwargs": {"momentum": 0.9}}, "optimizer.kwargs has momentum, which lamb does not take"),
         ({"name": "sgd", "kwargs": {"nestrov": True}}, "has nestrov, which sgd does not take: use nesterov"),
         ({"name": "adamw", "kwargs": {"lr": 1.0}}, "optimizer.kwargs has lr: set optimizer.lr instead"),
-        ({"name": "adamw", "kwargs": {"betas": (0.9, 0.99)}}, "optimizer.kwargs has betas: set optimizer.betas instead"),
+        (
+            {"name": "adamw", "kwargs": {"betas": (0.9, 0.99)}},
+            "optimizer.kwargs has betas: set optimizer.betas instead",
+        ),
         ({"name": "sgd", "kwargs": {"momentum": "much"}}, "sgd cannot be made with optimizer.kwargs"),
         ({"name": "adamw", "bias_correction": False}, "adamw has no such setting"),
     ],

@@ -5,7 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    MixupConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.loading.loader import assigned_places
 from dali_train.data.sampling.draws import Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
@@ -43,10 +52,14 @@ def cases(count: int) -> list[tuple[int, int, int, int, int]]:
 
 def config_of(global_batch: int, micro_batch: int, **data: Any) -> Config:
     return Config(
-        data=DataConfig(root="data", seed=7, **data), model=ModelConfig(name="vit"), optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(warmup_epochs=0), batch=BatchConfig(global_batch=global_batch, micro_batch=micro_batch),
-        run=RunConfig(dir="run", epochs=3), mixup=MixupConfig(alpha=0.2 if micro_batch > 1 else 0),
-    )  # fmt: skip
+        data=DataConfig(root="data", seed=7, **data),
+        model=ModelConfig(name="vit"),
+        optimizer=OptimizerConfig(lr=1),
+        schedule=ScheduleConfig(warmup_epochs=0),
+        batch=BatchConfig(global_batch=global_batch, micro_batch=micro_batch),
+        run=RunConfig(dir="run", epochs=3),
+        mixup=MixupConfig(alpha=0.2 if micro_batch > 1 else 0),
+    )
 
 
 def rows_of(num_images: int) -> np.ndarray:
@@ -57,7 +70,9 @@ def rows_of(num_images: int) -> np.ndarray:
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])
 @pytest.mark.parametrize("case", cases(200))
-def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(case: tuple[int, ...], shuffle: str) -> None:
+def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(
+    case: tuple[int, ...], shuffle: str
+) -> None:
     num_images, global_batch, micro_batch, world_size, resume_step = case
     # Blocks and windows from a single image to more than the dataset.
     sizes = {"block_images": 1 + num_images * resume_step % 13, "window_blocks": 1 + num_images % 5}
@@ -121,7 +136,13 @@ def test_crop_boxes_are_uniform_in_area() -> None:
     n = 20_000
     heights, widths = np.full(n, 300), np.full(n, 400)
     boxes = crop_boxes(
-        1, epochs=np.zeros(n, int), images=np.arange(n), heights=heights, widths=widths, area=(0.25, 0.5), aspect=(0.75, 4 / 3)
+        1,
+        epochs=np.zeros(n, int),
+        images=np.arange(n),
+        heights=heights,
+        widths=widths,
+        area=(0.25, 0.5),
+        aspect=(0.75, 4 / 3),
     ).astype(float)
     top, left, height, width = boxes.T
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 300).all() and (left + width <= 400).all()
@@ -137,9 +158,14 @@ def test_crop_boxes_are_uniform_in_area() -> None:
 )
 def test_crop_of_extreme_shapes_is_central(height: int, width: int, expected: tuple[int, ...]) -> None:
     boxes = crop_boxes(
-        0, epochs=np.array([0]), images=np.array([0]), heights=np.array([height]), widths=np.array([width]),
-        area=(0.9, 1.0), aspect=(0.75, 4 / 3),
-    )  # fmt: skip
+        0,
+        epochs=np.array([0]),
+        images=np.array([0]),
+        heights=np.array([height]),
+        widths=np.array([width]),
+        area=(0.9, 1.0),
+        aspect=(0.75, 4 / 3),
+    )
     assert tuple(boxes[0]) == expected
 
 
@@ -147,14 +173,18 @@ def test_inception_boxes_are_uniform_in_height() -> None:
     n = 20_000
     numbers = {"epochs": np.zeros(n, int), "images": np.arange(n)}
     square = np.full(n, 1000)
-    boxes = inception_boxes(1, **numbers, heights=square, widths=square, area=(0.05, 1.0), aspect=(1.0, 1.0)).astype(float)
+    boxes = inception_boxes(1, **numbers, heights=square, widths=square, area=(0.05, 1.0), aspect=(1.0, 1.0)).astype(
+        float
+    )
     top, left, height, width = boxes.T
     assert (height == width).all() and (top + height <= 1000).all() and (left + width <= 1000).all()
     quarters = np.quantile(height, [0, 0.25, 0.5, 0.75, 1])
     lowest = 1000 * 0.05**0.5
     assert np.allclose(quarters, np.linspace(lowest, 1000, 5), atol=12)
     assert np.corrcoef(top / np.maximum(1, 1000 - height), left / np.maximum(1, 1000 - height))[0, 1] < 0.05
-    boxes = inception_boxes(1, **numbers, heights=square, widths=square, area=(0.05, 0.3), aspect=(0.75, 1.33)).astype(float)
+    boxes = inception_boxes(1, **numbers, heights=square, widths=square, area=(0.05, 0.3), aspect=(0.75, 1.33)).astype(
+        float
+    )
     aspect, fraction = boxes[:, 3] / boxes[:, 2], boxes[:, 2] * boxes[:, 3] / 1000**2
     assert abs(aspect.mean() - (0.75 + 1.33) / 2) < 0.005 and fraction.min() >= 0.05 and fraction.max() <= 0.3
 
@@ -163,7 +193,13 @@ def test_inception_boxes_fit_images_of_any_shape() -> None:
     n = 5000
     heights, widths = np.random.default_rng(0).integers(1, 60, (2, n))
     boxes = inception_boxes(
-        0, epochs=np.zeros(n, int), images=np.arange(n), heights=heights, widths=widths, area=(0.3, 1.0), aspect=(0.75, 1.33)
+        0,
+        epochs=np.zeros(n, int),
+        images=np.arange(n),
+        heights=heights,
+        widths=widths,
+        area=(0.3, 1.0),
+        aspect=(0.75, 1.33),
     )
     assert (boxes[:, :2] >= 0).all() and (boxes[:, 2:] > 0).all()
     assert (boxes[:, 0] + boxes[:, 2] <= heights).all() and (boxes[:, 1] + boxes[:, 3] <= widths).all()
@@ -185,7 +221,9 @@ def mixing(step: int = 0, k: int = 0, size: int = 64, side: int = 32, **settings
 
 def test_mixup_draws() -> None:
     one = mixing(step=3, k=1, alpha=0.2)
-    assert sorted(one.partners.tolist()) == list(range(64)) and len(set(one.lambdas.tolist())) == 1 and not one.cuts.any()
+    assert (
+        sorted(one.partners.tolist()) == list(range(64)) and len(set(one.lambdas.tolist())) == 1 and not one.cuts.any()
+    )
     assert len(set(mixing(step=3, k=1, alpha=0.2, per_image=True).lambdas.tolist())) == 64
     many = np.array([mixing(step=step, size=2, alpha=0.2).lambdas[0] for step in range(4000)])
     # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1))
@@ -218,13 +256,23 @@ def test_cutmix_draws() -> None:
 def test_padded_crops_are_uniform() -> None:
     n = 12_000
     boxes, offsets = padded_crops(
-        0, epochs=np.zeros(n, int), images=np.arange(n), heights=np.full(n, 32), widths=np.full(n, 40), side=32, padding=4
+        0,
+        epochs=np.zeros(n, int),
+        images=np.arange(n),
+        heights=np.full(n, 32),
+        widths=np.full(n, 40),
+        side=32,
+        padding=4,
     )
     starts = boxes[:, :2] - offsets
     assert starts.min(axis=0).tolist() == [-4, -4] and starts.max(axis=0).tolist() == [4, 12]
     assert [len(np.unique(column)) for column in starts.T] == [9, 17]
     assert (np.bincount(starts[:, 0] + 4) > 0.9 * n / 9).all()
-    assert (offsets + boxes[:, 2:] <= 32).all() and (boxes[:, :2] + boxes[:, 2:] <= (32, 40)).all() and (boxes[:, 2:] >= 28).all()
+    assert (
+        (offsets + boxes[:, 2:] <= 32).all()
+        and (boxes[:, :2] + boxes[:, 2:] <= (32, 40)).all()
+        and (boxes[:, 2:] >= 28).all()
+    )
 
 
 @pytest.mark.parametrize(("shuffle", "micro_batch"), [("full", 6), ("full", 4), ("none", 6), ("block", 6)])

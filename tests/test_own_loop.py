@@ -35,7 +35,9 @@ def test_the_loop_in_the_documentation(train: Train, tiny_config: Path, tmp_path
     )
     assert done.returncode == 0, done.stderr
     train("trainer", ranks=2)
-    ours, theirs = (load_file(path) for path in (tmp_path / "loop.safetensors", tmp_path / "trainer" / "model.safetensors"))
+    ours, theirs = (
+        load_file(path) for path in (tmp_path / "loop.safetensors", tmp_path / "trainer" / "model.safetensors")
+    )
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     top1 = float((tmp_path / "trainer" / "epoch_accuracies.json").read_text().strip("[]\n").split(",")[-1])
     assert f"top-1 {top1:.2%}" in done.stdout

@@ -1,4 +1,5 @@
-"""Models that are divided among ranks train as in one process: the same samples, and weights that differ by rounding alone."""
+"""Models that are divided among ranks train as in one process: the same samples, and weights that differ by rounding
+alone."""
 
 import json
 from collections.abc import Iterable
@@ -42,13 +43,16 @@ TENSOR = ("--parallel.tensor.size", "2")
 
 
 def state_difference(a: Path, b: Path) -> float:
-    """The largest |a - b| / |a| of a tensor in the newest checkpoints: weights, moving averages and the optimizer's state."""
+    """The largest |a - b| / |a| of a tensor in the newest checkpoints: weights, moving averages and the optimizer's
+    state."""
     (one, _), (other, _) = (load_newest(path / "checkpoints") for path in (a, b))
     assert one is not None and other is not None and one.step == other.step and one.state.keys() == other.state.keys()
     assert one.state["model"].keys() == other.state["model"].keys()
     differences = [relative_differences(one.state[name], other.state[name]) for name in one.state]
     # BatchNorm's own count of its calls is that of one rank, and nobody reads it.
-    return max(value for each in differences for name, value in each.items() if not name.endswith("num_batches_tracked"))
+    return max(
+        value for each in differences for name, value in each.items() if not name.endswith("num_batches_tracked")
+    )
 
 
 def train_events(directory: Path) -> list[dict[str, float]]:
@@ -81,7 +85,8 @@ def one_process(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         pytest.param(2, PIPELINE, id="1f1b"),
         pytest.param(4, (*INTERLEAVED, "--parallel.shard", "gradients"), id="interleaved-sharded"),
         pytest.param(
-            4, (*PIPELINE, *SHARDED, "--parallel.blocks_per_stage", "1", "3", "--model.activation_checkpointing", "true"),
+            4,
+            (*PIPELINE, *SHARDED, "--parallel.blocks_per_stage", "1", "3", "--model.activation_checkpointing", "true"),
             id="uneven-sharded-recomputing",
         ),
         pytest.param(4, TENSOR, id="1d"),
@@ -89,8 +94,10 @@ def one_process(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         pytest.param(4, (*PIPELINE, *TENSOR), id="2x2"),
         pytest.param(8, (*PIPELINE, *TENSOR, *SHARDED, "--parallel.tensor.sequence_parallel", "true"), id="2x2x2"),
     ],
-)  # fmt: skip
-def test_divided_models_train_as_one(train: Train, one_process: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]) -> None:
+)
+def test_divided_models_train_as_one(
+    train: Train, one_process: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
+) -> None:
     """With dropout, stochastic depth, Mixup, clipping and a moving average, evaluated in between."""
     train("several", *WORDS, *options, ranks=ranks)
     several = tmp_path / "several"
@@ -118,7 +125,9 @@ def test_a_sharded_convolutional_net_trains_as_one(train: Train, tmp_path: Path)
     assert state_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(4, (*PIPELINE, *SHARDED)), (2, TENSOR)], ids=["pipeline-sharded", "1d"])
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(4, (*PIPELINE, *SHARDED)), (2, TENSOR)], ids=["pipeline-sharded", "1d"]
+)
 def test_a_killed_run_ends_with_the_same_bits(
     start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:
@@ -146,8 +155,9 @@ def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_pa
 
 
 def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
-    """A loss scale that overflows for the first steps, wherever a gradient is. A rank's loss is divided by the number of its
-    micro-batches before it is scaled, so runs with the same number of data-parallel ranks overflow at the same scale."""
+    """A loss scale that overflows for the first steps, wherever a gradient is. A rank's loss is divided by the number
+    of its micro-batches before it is scaled, so runs with the same number of data-parallel ranks overflow at the same
+    scale."""
     words = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e9", "--run.epochs", "12", *DEEP)
     words = (*words, "--run.eval_every_epochs", "none", "--hooks.trace_samples", "false", "--batch.micro_batch", "8")
     for data_ranks, options in ((1, ()), (2, SHARDED)):
@@ -161,7 +171,9 @@ def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
         assert [event["loss"] for event in pipelined] == pytest.approx([event["loss"] for event in plain], rel=2e-3)
 
 
-@pytest.mark.parametrize("options", [("--precision.pure", "true"), ("--model.fast_norm", "true")], ids=["pure", "fast-norm"])
+@pytest.mark.parametrize(
+    "options", [("--precision.pure", "true"), ("--model.fast_norm", "true")], ids=["pure", "fast-norm"]
+)
 def test_half_precision_between_stages(train: Train, tmp_path: Path, options: tuple[str, ...]) -> None:
     words = ("--precision.dtype", "bf16", *options, *DEEP, "--run.max_steps", "3")
     train("one", *words)
@@ -182,18 +194,23 @@ def memory_config(dataset: Path, layout: str) -> Config:
     return Config(
         data=DataConfig(root=str(dataset), train_size=32, eval_size=32, eval_resize_to=36),
         model=ModelConfig(
-            name="vit_tiny_patch16_224", kwargs={"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 4, "num_heads": 4}
+            name="vit_tiny_patch16_224",
+            kwargs={"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 4, "num_heads": 4},
         ),
-        optimizer=OptimizerConfig(lr=1e-3), schedule=ScheduleConfig(warmup_epochs=1),
-        batch=BatchConfig(global_batch=32, micro_batch=4), run=RunConfig(dir="run", epochs=1),
+        optimizer=OptimizerConfig(lr=1e-3),
+        schedule=ScheduleConfig(warmup_epochs=1),
+        batch=BatchConfig(global_batch=32, micro_batch=4),
+        run=RunConfig(dir="run", epochs=1),
         parallel=ParallelConfig(**MEMORY_LAYOUTS[layout]),
-    )  # fmt: skip
+    )
 
 
 def measure_memory(rank: int, port: int, dataset: Path, path: Path) -> None:
     """What one of four ranks holds in each layout: bytes of weights and of the optimizer's state."""
     torch.set_num_threads(1)
-    launch = Launch(rank=rank, world_size=4, local_rank=rank, local_world_size=4, host="localhost", port=port, launcher="test")
+    launch = Launch(
+        rank=rank, world_size=4, local_rank=rank, local_world_size=4, host="localhost", port=port, launcher="test"
+    )
     found = {}
     with process_group(launch, torch.device("cpu")) as launch:
         for name in MEMORY_LAYOUTS:

@@ -34,7 +34,12 @@ def test_it_can_be_written_in_every_way(tmp_path: Path) -> None:
     beside = write(tmp_path / "beside.py", FILE + spelling)
     within = write(tmp_path / "within.py", FILE.replace("run=RunConfig", f"{spelling},\n    run=RunConfig"))
     words = ["--parallel.pipeline", "2", "--parallel.tensor.size", "2"]
-    assert load_config(beside).parallel == load_config(within).parallel == config_with(plain, words, "train").parallel == expected
+    assert (
+        load_config(beside).parallel
+        == load_config(within).parallel
+        == config_with(plain, words, "train").parallel
+        == expected
+    )
     saved = write(tmp_path / "config.json", load_config(beside).to_json())
     assert load_config(saved).parallel == expected
     words = ["--parallel.tensor.mode", "2.5d", "--parallel.tensor.size", "8", "--parallel.tensor.depth", "2"]
@@ -65,14 +70,23 @@ def test_a_resume_may_change_it() -> None:
         ({"shard": "zero"}, "parallel.shard is 'zero': use none, optimizer, gradients or full"),
         ({"tensor": {"size": 0}}, "parallel.tensor.size is 0: use at least 1"),
         ({"tensor": {"sise": 2}}, "parallel.tensor.sise is not a setting: use parallel.tensor.size"),
-        ({"tensor": {"mode": "2d", "size": 6}}, "parallel.tensor.size is 6 with mode 2d, which needs q x q ranks: use 4 or 9"),
+        (
+            {"tensor": {"mode": "2d", "size": 6}},
+            "parallel.tensor.size is 6 with mode 2d, which needs q x q ranks: use 4 or 9",
+        ),
         ({"tensor": {"mode": "3d", "size": 9}}, "size is 9 with mode 3d, which needs q x q x q ranks: use 8 or 27"),
-        ({"tensor": {"mode": "2.5d", "size": 8}}, "size is 8 with mode 2.5d, which needs a depth: set parallel.tensor.depth"),
+        (
+            {"tensor": {"mode": "2.5d", "size": 8}},
+            "size is 8 with mode 2.5d, which needs a depth: set parallel.tensor.depth",
+        ),
         (
             {"tensor": {"mode": "2.5d", "size": 6, "depth": 2}},
             "size is 6 with mode 2.5d and depth 2, which needs depth x q x q ranks: use 2 or 8",
         ),
-        ({"tensor": {"size": 4, "depth": 2}}, "parallel.tensor.depth is 2 with mode 1d: only mode 2.5d has a depth, leave it out"),
+        (
+            {"tensor": {"size": 4, "depth": 2}},
+            "parallel.tensor.depth is 2 with mode 1d: only mode 2.5d has a depth, leave it out",
+        ),
         (
             {"schedule": "interleaved", "num_chunks": 2},
             "parallel.schedule is interleaved with parallel.pipeline 1: set parallel.pipeline to the number of ranks",
@@ -87,12 +101,14 @@ def test_a_resume_may_change_it() -> None:
         ),
         (
             {"pipeline": 2, "blocks_per_stage": (4, 4, 4)},
-            r"blocks_per_stage has 3 numbers for parallel.pipeline 2 x parallel.num_chunks 1 = 2 stages: give one for each stage",
+            r"blocks_per_stage has 3 numbers for parallel.pipeline 2 x parallel.num_chunks 1 = 2 stages: "
+            "give one for each stage",
         ),
         ({"blocks_per_stage": (12,)}, r"parallel.blocks_per_stage is \(12,\) with parallel.pipeline 1: leave it out"),
         (
             {"tensor": {"mode": "2d", "size": 4, "sequence_parallel": True}},
-            "parallel.tensor.sequence_parallel is true with mode 2d: only mode 1d takes it, the others divide the images",
+            "parallel.tensor.sequence_parallel is true with mode 2d: only mode 1d takes it, the others divide the "
+            "images",
         ),
         (
             {"tensor": {"mode": "2d", "size": 4}, "shard": "full"},
@@ -100,16 +116,21 @@ def test_a_resume_may_change_it() -> None:
         ),
         (
             {"tensor": {"mode": "3d", "size": 27}},
-            "size 27 with mode 3d divides the images of a micro-batch into 9 parts, but batch.micro_batch is 2: use a multiple",
+            "size 27 with mode 3d divides the images of a micro-batch into 9 parts, but batch.micro_batch is 2: use "
+            "a multiple",
         ),
-        ({"shard_ranks": 2}, "parallel.shard_ranks is 2 with parallel.shard none: set parallel.shard to what is divided"),
+        (
+            {"shard_ranks": 2},
+            "parallel.shard_ranks is 2 with parallel.shard none: set parallel.shard to what is divided",
+        ),
         (
             {"shard": "full", "static_graph": True},
             "parallel.static_graph is true with parallel.shard full: it is a setting of DDP, which is not used there",
         ),
         (
             {"pipeline": 2, "exchange_dtype": "bf16"},
-            "parallel.exchange_dtype is bf16 with parallel.pipeline 2: it is for DDP, which is not used there; set it to fp32",
+            "parallel.exchange_dtype is bf16 with parallel.pipeline 2: it is for DDP, which is not used there; set "
+            "it to fp32",
         ),
     ],
 )
@@ -124,7 +145,8 @@ def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str)
         (
             {"shard": "full"},
             {"model": ModelConfig(name="vit_tiny_patch16_224", compile="model")},
-            "model.compile is model with parallel.shard full, which divides the model among ranks: .*, set model.compile none",
+            "model.compile is model with parallel.shard full, which divides the model among ranks: .*, set "
+            "model.compile none",
         ),
         (
             {"pipeline": 2},

@@ -38,7 +38,9 @@ def unmixed(config: Config) -> Config:
 
 
 def first_batches(config: Config, count: int) -> list[Batch]:
-    loader = make_loader(Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1)
+    loader = make_loader(
+        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
+    )
     return [loader.next() for _ in range(count)]
 
 
@@ -85,19 +87,24 @@ def test_crops_of_any_shape(config: Config, shape: tuple[int, int], flip: int) -
 def test_number_of_threads_changes_nothing(config: Config) -> None:
     torch_threads = torch.get_num_threads()
     split = Split(config.data.root, "train")
-    one, many = (make_loader(split, config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=number) for number in (1, 5))
+    one, many = (
+        make_loader(split, config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=number) for number in (1, 5)
+    )
     assert all(torch.equal(one.next().images, many.next().images) for _ in range(8))
     assert torch.get_num_threads() == torch_threads
 
 
 def test_memory_of_batches_is_used_again(config: Config) -> None:
-    loader = make_loader(Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1)
+    loader = make_loader(
+        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
+    )
     places = {loader.next().images.data_ptr() for _ in range(40)}
     assert len(places) <= config.data.prefetch + 3  # ready, in the making, and two in the caller's hands
 
 
 def test_progressive_sizes_are_those_of_their_steps(config: Config) -> None:
-    """2 ranks, 50 images, 32 per step: steps 0 to 1 until epoch 1, 2 to 3 until epoch 2. A resumed loader begins at its step's."""
+    """2 ranks, 50 images, 32 per step: steps 0 to 1 until epoch 1, 2 to 3 until epoch 2. A resumed loader begins at its
+    step's."""
     progressive = config.replace({"data.progressive": ((1, 16), (2, 24)), "mixup.cutmix_alpha": 1.0})
     split = Split(config.data.root, "train")
     threads = threading.active_count()
@@ -156,7 +163,9 @@ def test_mixup(config: Config, unmixed: Config, per_image: bool) -> None:
 
 
 def test_float16_and_channels_last_are_the_same_pixels(config: Config) -> None:
-    changed = replace(config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16"))
+    changed = replace(
+        config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16")
+    )
     for batch, plain in zip(first_batches(changed, 3), first_batches(config, 3), strict=True):
         assert batch.images.dtype == torch.float16
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
@@ -177,7 +186,10 @@ def test_synthetic_loader_has_the_same_face(config: Config) -> None:
     real = make_loader(split, config, CPU, start_step=0, dp_rank=1, dp_size=2, num_threads=1)
     for _ in range(6):
         synthetic, expected = loader.next(), real.next()
-        assert (synthetic.micro_batch.step, synthetic.micro_batch.k) == (expected.micro_batch.step, expected.micro_batch.k)
+        assert (synthetic.micro_batch.step, synthetic.micro_batch.k) == (
+            expected.micro_batch.step,
+            expected.micro_batch.k,
+        )
         assert synthetic.images.shape == expected.images.shape and synthetic.images.dtype == expected.images.dtype
         assert torch.equal(synthetic.targets, expected.targets) and torch.equal(synthetic.lambdas, expected.lambdas)
 
@@ -190,7 +202,9 @@ def test_undecodable_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(TINY_CONFIG.format(root=str(tmp_path)))
     config = load_config(tmp_path / "config.py")
     offset = Split(tmp_path, "train").rows["offset"][4]
-    with pytest.raises(DatasetError, match=rf"image 4 \({shard}, \d+ bytes at byte {offset}\) cannot be decoded: .*data verify"):
+    with pytest.raises(
+        DatasetError, match=rf"image 4 \({shard}, \d+ bytes at byte {offset}\) cannot be decoded: .*data verify"
+    ):
         first_batches(config, 8)
 
 

@@ -13,7 +13,16 @@ from dali_train.distributed.launch import Launch
 from dali_train.distributed.layout import Layout
 from dali_train.distributed.mesh import local
 from dali_train.distributed.parallelize import parallelize
-from dali_train.distributed.pipeline import Stream, bubble, check_micro_batches, cut, in_flight, joined, make_stages, stages_of_rank
+from dali_train.distributed.pipeline import (
+    Stream,
+    bubble,
+    check_micro_batches,
+    cut,
+    in_flight,
+    joined,
+    make_stages,
+    stages_of_rank,
+)
 from dali_train.errors import ConfigError
 from dali_train.training.memory import Memory
 from dali_train.training.model import build_model, repeated_blocks
@@ -28,7 +37,9 @@ SMALL = ModelConfig(
 
 
 def layout(ranks: int, **parallel: Any) -> Layout:
-    launch = Launch(rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, host="localhost", port=1, launcher="torchrun")
+    launch = Launch(
+        rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, host="localhost", port=1, launcher="torchrun"
+    )
     return Layout.for_config(launch, ParallelConfig(**parallel))
 
 
@@ -40,9 +51,13 @@ def planned(ranks: int, one: Config) -> list[RankPlan]:
     model = build_model(one, 10, META)
     size = sum(p.numel() for p in model.parameters())
     memory = Memory(
-        num_parameters=size, weight_bytes=4 * size, gradient_bytes=4 * size, optimizer_bytes=8 * size, activation_bytes=1200,
+        num_parameters=size,
+        weight_bytes=4 * size,
+        gradient_bytes=4 * size,
+        optimizer_bytes=8 * size,
+        activation_bytes=1200,
         micro_batch=2,
-    )  # fmt: skip
+    )
     return describe_ranks(model, one, layout(ranks, **vars(one.parallel)), memory)
 
 
@@ -52,7 +67,10 @@ def test_vit_base_in_two_stages() -> None:
     assert [rank.stages[0].describe() for rank in ranks] == ["patch embedding, blocks 0 to 5", "blocks 6 to 11, head"]
     # 1f1b: while the last stage has one micro-batch, the first one has two on their way, half of the blocks each.
     assert [rank.memory.activation_bytes for rank in ranks] == [1200, 600]
-    assert [rank.parameters for rank in planned(4, base(pipeline=2, tensor={"size": 2}))] == [(22_020_096,), (21_286_666,)]
+    assert [rank.parameters for rank in planned(4, base(pipeline=2, tensor={"size": 2}))] == [
+        (22_020_096,),
+        (21_286_666,),
+    ]
     sharded = planned(8, base(pipeline=2, shard="full"))[0].memory
     assert sharded.weight_bytes == 4 * 43_269_888 / 4 and sharded.optimizer_bytes == 2 * sharded.weight_bytes
 
@@ -101,7 +119,9 @@ def test_the_stream_between_stages() -> None:
         ({"pipeline": 2, "schedule": "interleaved", "num_chunks": 2}, [[0, 1], [2], [3], [4]]),
     ],
 )
-def test_stages_have_the_models_names_and_compute_what_it_computes(values: dict[str, Any], blocks: list[list[int]]) -> None:
+def test_stages_have_the_models_names_and_compute_what_it_computes(
+    values: dict[str, Any], blocks: list[list[int]]
+) -> None:
     one = config(model=SMALL, parallel=ParallelConfig(**values))
     model = build_model(one, 5, torch.device("cpu")).eval()
     stages = make_stages(model, one.parallel)
@@ -124,7 +144,9 @@ def test_pipelines_that_cannot_be() -> None:
         ConfigError, match=r"pipeline 3 x parallel.num_chunks 2 = 6 stages, but the model has 5 blocks: use at most 5"
     ):
         make_stages(model, ParallelConfig(pipeline=3, num_chunks=2, schedule="interleaved"))
-    with pytest.raises(ConfigError, match=r"blocks_per_stage \(2, 2\) are 4 blocks, but the model has 5: let them add up to 5"):
+    with pytest.raises(
+        ConfigError, match=r"blocks_per_stage \(2, 2\) are 4 blocks, but the model has 5: let them add up to 5"
+    ):
         make_stages(model, ParallelConfig(pipeline=2, blocks_per_stage=(2, 2)))
     resnet = build_model(config(model=ModelConfig(name="resnet18")), 5, META)
     with pytest.raises(
@@ -132,17 +154,25 @@ def test_pipelines_that_cannot_be() -> None:
     ):
         make_stages(resnet, ParallelConfig(pipeline=2))
     frozen = build_model(
-        config(model=ModelConfig(**vars(SMALL) | {"freeze": ("patch_embed.*", "blocks.0.*", "*_*", "blocks.1.*")})), 5, META
+        config(model=ModelConfig(**vars(SMALL) | {"freeze": ("patch_embed.*", "blocks.0.*", "*_*", "blocks.1.*")})),
+        5,
+        META,
     )
-    with pytest.raises(ConfigError, match=r"model.freeze leaves nothing to train in stage 0 of 5 \(patch embedding, block 0\)"):
+    with pytest.raises(
+        ConfigError, match=r"model.freeze leaves nothing to train in stage 0 of 5 \(patch embedding, block 0\)"
+    ):
         cut(frozen, make_stages(frozen, ParallelConfig(pipeline=5))[0], torch.float32)
 
 
 def test_micro_batches_that_do_not_fill_the_pipeline() -> None:
-    with pytest.raises(ConfigError, match=r"pipeline is 4, but a step has 3 micro-batches per data-parallel rank, fewer than the"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline is 4, but a step has 3 micro-batches per data-parallel rank, fewer than the"
+    ):
         check_micro_batches(ParallelConfig(pipeline=4), 3)
     interleaved = ParallelConfig(pipeline=4, schedule="interleaved", num_chunks=2)
-    with pytest.raises(ConfigError, match=r"the 9 micro-batches of a step .* do not divide into 2 rounds .* such as 8, or"):
+    with pytest.raises(
+        ConfigError, match=r"the 9 micro-batches of a step .* do not divide into 2 rounds .* such as 8, or"
+    ):
         check_micro_batches(interleaved, 9)
     check_micro_batches(interleaved, 10)
     assert bubble(ParallelConfig(pipeline=4), 9) == 0.25 and bubble(interleaved, 9) == 1 / 7
@@ -150,7 +180,9 @@ def test_micro_batches_that_do_not_fill_the_pipeline() -> None:
 
 
 def test_ranks_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"6 ranks cannot be divided into pipeline 2 x shard 1 x tensor 2 = 4 ranks per copy"):
+    with pytest.raises(
+        ConfigError, match=r"6 ranks cannot be divided into pipeline 2 x shard 1 x tensor 2 = 4 ranks per copy"
+    ):
         layout(6, pipeline=2, tensor={"size": 2})
     with pytest.raises(
         ConfigError, match=r"shard_ranks 3 does not divide the 4 data-parallel ranks \(8 ranks = pipeline 2 x data 4\)"

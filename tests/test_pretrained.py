@@ -30,9 +30,13 @@ CPU = torch.device("cpu")
 def config(**model: Any) -> Config:
     model = {"name": "vit_tiny_patch16_224", "kwargs": VIT, **model}
     return Config(
-        data=DataConfig(root="data"), model=ModelConfig(**model), optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(), batch=BatchConfig(global_batch=4, micro_batch=4), run=RunConfig(dir="run", epochs=1),
-    )  # fmt: skip
+        data=DataConfig(root="data"),
+        model=ModelConfig(**model),
+        optimizer=OptimizerConfig(lr=1),
+        schedule=ScheduleConfig(),
+        batch=BatchConfig(global_batch=4, micro_batch=4),
+        run=RunConfig(dir="run", epochs=1),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,9 @@ def test_position_embeddings_are_fitted_to_another_resolution(weights: tuple[str
     path, expected = weights
     larger = build_model(config(weights=path, kwargs=VIT | {"img_size": 64}), 5, CPU, with_weights=True).state_dict()
     assert expected["pos_embed"].shape == (1, 17, 32) and larger["pos_embed"].shape == (1, 65, 32)
-    torch.testing.assert_close(larger["pos_embed"][:, 1:].mean(), expected["pos_embed"][:, 1:].mean(), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        larger["pos_embed"][:, 1:].mean(), expected["pos_embed"][:, 1:].mean(), atol=1e-3, rtol=0
+    )
 
 
 def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
@@ -78,7 +84,10 @@ def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch
             {"weights": path, "kwargs": VIT | {"embed_dim": 64}},
             "cannot be loaded into timm's vit_tiny_patch16_224 .* size mismatch",
         ),
-        ({"weights": "resnet50.a1_in1k"}, "resnet50.a1_in1k are weights of another architecture than vit_tiny_patch16_224"),
+        (
+            {"weights": "resnet50.a1_in1k"},
+            "resnet50.a1_in1k are weights of another architecture than vit_tiny_patch16_224",
+        ),
         ({"weights": "vit_tinny"}, "model.weights is 'vit_tinny', which timm does not know"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -98,7 +107,9 @@ def test_frozen_weights_stay(train: Train, tmp_path: Path) -> None:
 
 
 def test_patterns_that_match_nothing_or_everything_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.freeze: block.0.* matches no weight of the model; names are like blocks.0"):
+    with pytest.raises(
+        ConfigError, match=r"model.freeze: block.0.* matches no weight of the model; names are like blocks.0"
+    ):
         build_model(config(freeze=("block.0.*",)), 5, CPU)
     with pytest.raises(ConfigError, match=r"leaves nothing to train"):
         build_model(config(freeze=("*",)), 5, CPU)
@@ -110,5 +121,7 @@ def test_lenet_is_a_timm_model() -> None:
     shapes = [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
     assert shapes == [(20, 3, 5, 5), (50, 20, 5, 5), (500, 800), (10, 500)]
     assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
-    grey = build_model(replace(settings, model=ModelConfig(name="dali_lenet", kwargs={"in_chans": 1, "img_size": 32})), 10, CPU)
+    grey = build_model(
+        replace(settings, model=ModelConfig(name="dali_lenet", kwargs={"in_chans": 1, "img_size": 32})), 10, CPU
+    )
     assert grey(torch.randn(2, 1, 32, 32)).shape == (2, 10)

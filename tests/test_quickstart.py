@@ -13,10 +13,18 @@ def test_from_nothing_to_a_report(tmp_path: Path) -> None:
     for run in ("run-1", "run-2"):  # finished, so that the next call begins anew; the dataset is there already
         done = subprocess.run(
             [sys.executable, "tools/quickstart.py", *small, *places],
-            capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=REPOSITORY,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = dict(line.strip().split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("  ") and line.strip())
+        lines = dict(
+            line.strip().split(maxsplit=1)
+            for line in done.stdout.splitlines()
+            if line.startswith("  ") and line.strip()
+        )
         assert lines["top-1"].endswith("of 360 held-out images"), done.stdout
         assert (tmp_path / "runs" / run / "report" / "index.html").is_file()
         small[1] = "1"

@@ -56,7 +56,11 @@ def test_recipe_a(name: str, model: str, warmup: float, step_every: str) -> None
     assert (config.precision.dtype, config.optimizer.clip_grad_norm) == ("fp16", 1.0)
     assert (config.mixup.alpha, config.mixup.per_image) == (0.2, False)
     assert (config.data.train_size, config.data.eval_size, config.data.eval_resize_to) == (224, 224, 256)
-    assert (config.data.crop_area, config.data.crop_aspect, config.data.horizontal_flip) == ((0.08, 1.0), (3 / 4, 4 / 3), 0.5)
+    assert (config.data.crop_area, config.data.crop_aspect, config.data.horizontal_flip) == (
+        (0.08, 1.0),
+        (3 / 4, 4 / 3),
+        0.5,
+    )
     assert config.data.mean == config.data.std == (127.5, 127.5, 127.5)
 
 
@@ -68,12 +72,19 @@ def test_recipe_a_lamb_has_the_sources_arguments() -> None:
     (group,) = make_optimizer(model, config.optimizer).param_groups
     assert len(group["params"]) == len(list(model.parameters()))
     expected = {"lr": 1.8e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": False}
-    expected |= {"max_grad_norm": None, "always_adapt": True, "decoupled_decay": False, "trust_clip": False, "grad_averaging": True}
+    expected |= {
+        "max_grad_norm": None,
+        "always_adapt": True,
+        "decoupled_decay": False,
+        "trust_clip": False,
+        "grad_averaging": True,
+    }
     assert {name: group[name] for name in expected} == expected
 
 
 def test_recipe_as_lamb_is_the_papers() -> None:
-    """By hand, in float64: Adam without bias correction plus decay, scaled to the weights' norm, for matrices and vectors."""
+    """By hand, in float64: Adam without bias correction plus decay, scaled to the weights' norm, for matrices and
+    vectors."""
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3, dtype=torch.float64)
     optimizer = make_optimizer(model, recipe("vit-b16").optimizer)
@@ -131,144 +142,328 @@ def test_a_run_without_warmup_starts_at_the_peak() -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 RSB: dict[str, Any] = {
-    "model.name": "resnet50", "batch.global_batch": 2048, "optimizer.name": "lamb", "loss.name": "binary-cross-entropy",
-    "schedule.name": "cosine", "schedule.warmup_epochs": 5, "schedule.min_lr": 1e-6, "optimizer.exclude_vectors": True,
-    "data.interpolation": "bicubic", "data.eval_size": 224, "data.eval_resize_to": 236, "mixup.cutmix_alpha": 1.0,
+    "model.name": "resnet50",
+    "batch.global_batch": 2048,
+    "optimizer.name": "lamb",
+    "loss.name": "binary-cross-entropy",
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 5,
+    "schedule.min_lr": 1e-6,
+    "optimizer.exclude_vectors": True,
+    "data.interpolation": "bicubic",
+    "data.eval_size": 224,
+    "data.eval_resize_to": 236,
+    "mixup.cutmix_alpha": 1.0,
     "loss.target_threshold": 0.2,
-}  # fmt: skip
+}
 DEIT: dict[str, Any] = {
-    "batch.global_batch": 1024, "optimizer.name": "adamw", "optimizer.lr": 5e-4, "optimizer.scale_lr": "linear",
-    "optimizer.base_batch": 512, "optimizer.weight_decay": 0.05, "run.epochs": 300, "schedule.name": "cosine",
-    "schedule.warmup_epochs": 5, "schedule.warmup_lr": 1e-6, "schedule.min_lr": 1e-5, "data.augment": "rand-m9-mstd0.5-inc1",
-    "mixup.alpha": 0.8, "mixup.cutmix_alpha": 1.0, "loss.name": "cross-entropy", "loss.label_smoothing": 0.1,
-    "data.random_erasing": 0.25, "data.random_erasing_fill": "noise", "model.kwargs": {"drop_path_rate": 0.1}, "data.repeats": 3,
+    "batch.global_batch": 1024,
+    "optimizer.name": "adamw",
+    "optimizer.lr": 5e-4,
+    "optimizer.scale_lr": "linear",
+    "optimizer.base_batch": 512,
+    "optimizer.weight_decay": 0.05,
+    "run.epochs": 300,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 5,
+    "schedule.warmup_lr": 1e-6,
+    "schedule.min_lr": 1e-5,
+    "data.augment": "rand-m9-mstd0.5-inc1",
+    "mixup.alpha": 0.8,
+    "mixup.cutmix_alpha": 1.0,
+    "loss.name": "cross-entropy",
+    "loss.label_smoothing": 0.1,
+    "data.random_erasing": 0.25,
+    "data.random_erasing_fill": "noise",
+    "model.kwargs": {"drop_path_rate": 0.1},
+    "data.repeats": 3,
     "data.color_jitter": 0.3,
-}  # fmt: skip
+}
 DEIT3: dict[str, Any] = {
-    "batch.global_batch": 2048, "optimizer.name": "lamb", "optimizer.weight_decay": 0.05, "run.epochs": 800,
-    "schedule.name": "cosine", "schedule.warmup_epochs": 5, "schedule.warmup_lr": 1e-6, "loss.name": "binary-cross-entropy",
-    "data.augment": "3-augment", "data.color_jitter": 0.3, "mixup.alpha": 0.8, "mixup.cutmix_alpha": 1.0, "data.repeats": 3,
-    "loss.target_threshold": 0.0, "loss.label_smoothing": 0.0, "optimizer.eps": 1e-8, "optimizer.clip_grad_norm": 1.0,
-}  # fmt: skip
+    "batch.global_batch": 2048,
+    "optimizer.name": "lamb",
+    "optimizer.weight_decay": 0.05,
+    "run.epochs": 800,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 5,
+    "schedule.warmup_lr": 1e-6,
+    "loss.name": "binary-cross-entropy",
+    "data.augment": "3-augment",
+    "data.color_jitter": 0.3,
+    "mixup.alpha": 0.8,
+    "mixup.cutmix_alpha": 1.0,
+    "data.repeats": 3,
+    "loss.target_threshold": 0.0,
+    "loss.label_smoothing": 0.0,
+    "optimizer.eps": 1e-8,
+    "optimizer.clip_grad_norm": 1.0,
+}
 FINETUNE: dict[str, Any] = {
-    "run.epochs": 20, "data.train_size": 224, "data.eval_size": 224, "optimizer.name": "adamw", "optimizer.lr": 1e-5,
-    "optimizer.weight_decay": 0.1, "batch.global_batch": 512, "data.augment": "rand-m9-mstd0.5-inc1", "data.repeats": 1,
-    "data.color_jitter": 0.0, "loss.name": "cross-entropy", "loss.label_smoothing": 0.1, "mixup.alpha": 0.8,
-    "mixup.cutmix_alpha": 1.0, "schedule.warmup_epochs": 5, "schedule.warmup_lr": 1e-6, "schedule.min_lr": 1e-5,
+    "run.epochs": 20,
+    "data.train_size": 224,
+    "data.eval_size": 224,
+    "optimizer.name": "adamw",
+    "optimizer.lr": 1e-5,
+    "optimizer.weight_decay": 0.1,
+    "batch.global_batch": 512,
+    "data.augment": "rand-m9-mstd0.5-inc1",
+    "data.repeats": 1,
+    "data.color_jitter": 0.0,
+    "loss.name": "cross-entropy",
+    "loss.label_smoothing": 0.1,
+    "mixup.alpha": 0.8,
+    "mixup.cutmix_alpha": 1.0,
+    "schedule.warmup_epochs": 5,
+    "schedule.warmup_lr": 1e-6,
+    "schedule.min_lr": 1e-5,
     "optimizer.clip_grad_norm": None,
-}  # fmt: skip
+}
 BIG_VISION: dict[str, Any] = {
-    "model.name": "dali_vit_small_patch16", "batch.global_batch": 1024, "optimizer.name": "adamw", "optimizer.lr": 1e-3,
+    "model.name": "dali_vit_small_patch16",
+    "batch.global_batch": 1024,
+    "optimizer.name": "adamw",
+    "optimizer.lr": 1e-3,
     "optimizer.weight_decay": 0.1,  # 1e-4 a step at this rate
-    "optimizer.clip_grad_norm": 1.0, "schedule.warmup_steps": 10_000, "schedule.warmup_lr": 0.0, "schedule.name": "cosine",
-    "data.augment": "big-vision", "data.crop": "inception", "data.crop_area": (0.05, 1.0), "data.crop_aspect": (0.75, 1.33),
-    "mixup.alpha": 0.2, "data.horizontal_flip": 0.5, "loss.name": "cross-entropy", "data.normalise": "inception",
-}  # fmt: skip
+    "optimizer.clip_grad_norm": 1.0,
+    "schedule.warmup_steps": 10_000,
+    "schedule.warmup_lr": 0.0,
+    "schedule.name": "cosine",
+    "data.augment": "big-vision",
+    "data.crop": "inception",
+    "data.crop_area": (0.05, 1.0),
+    "data.crop_aspect": (0.75, 1.33),
+    "mixup.alpha": 0.2,
+    "data.horizontal_flip": 0.5,
+    "loss.name": "cross-entropy",
+    "data.normalise": "inception",
+}
 CIFAR = ((255 * 0.4914, 255 * 0.4822, 255 * 0.4465), (255 * 0.2023, 255 * 0.1994, 255 * 0.2010))
 RESNET34: dict[str, Any] = {
-    "batch.global_batch": 256, "batch.micro_batch": 128, "optimizer.name": "sgd", "optimizer.lr": 0.1,
-    "optimizer.kwargs": {"momentum": 0.9, "nesterov": False}, "optimizer.weight_decay": 5e-4, "schedule.name": "cosine",
-    "schedule.step_every": "epoch", "precision.dtype": "fp16", "data.crop_side": 32, "data.crop_padding": 4,
-    "data.horizontal_flip": 0.5, "data.normalise": CIFAR, "loss.name": "cross-entropy",
-}  # fmt: skip
+    "batch.global_batch": 256,
+    "batch.micro_batch": 128,
+    "optimizer.name": "sgd",
+    "optimizer.lr": 0.1,
+    "optimizer.kwargs": {"momentum": 0.9, "nesterov": False},
+    "optimizer.weight_decay": 5e-4,
+    "schedule.name": "cosine",
+    "schedule.step_every": "epoch",
+    "precision.dtype": "fp16",
+    "data.crop_side": 32,
+    "data.crop_padding": 4,
+    "data.horizontal_flip": 0.5,
+    "data.normalise": CIFAR,
+    "loss.name": "cross-entropy",
+}
 VIT_CIFAR: dict[str, Any] = {
-    "model.name": "vit_base_patch16_224", "batch.micro_batch": 256, "run.epochs": 300, "optimizer.clip_grad_norm": 1.0,
-    "data.augment": "auto-cifar10", "data.train_size": 224, "data.eval_size": 224, "data.eval_resize_to": 224,
-}  # fmt: skip
+    "model.name": "vit_base_patch16_224",
+    "batch.micro_batch": 256,
+    "run.epochs": 300,
+    "optimizer.clip_grad_norm": 1.0,
+    "data.augment": "auto-cifar10",
+    "data.train_size": 224,
+    "data.eval_size": 224,
+    "data.eval_resize_to": 224,
+}
 VIT_CIFAR_LAMB = VIT_CIFAR | {
-    "batch.global_batch": 256 * 16, "precision.dtype": "fp16", "optimizer.name": "lamb", "optimizer.lr": 1.8e-2,
-    "optimizer.weight_decay": 0.1, "schedule.name": "linear", "schedule.warmup_epochs": 50, "mixup.alpha": 0.2,
+    "batch.global_batch": 256 * 16,
+    "precision.dtype": "fp16",
+    "optimizer.name": "lamb",
+    "optimizer.lr": 1.8e-2,
+    "optimizer.weight_decay": 0.1,
+    "schedule.name": "linear",
+    "schedule.warmup_epochs": 50,
+    "mixup.alpha": 0.2,
     "model.kwargs": {"pos_drop_rate": 0.1, "proj_drop_rate": 0.1},
-}  # fmt: skip
+}
 SMALL_VIT: dict[str, Any] = {
-    "model.name": "vit_tiny_patch16_224", "run.epochs": 100, "schedule.name": "cosine", "schedule.warmup_epochs": 5,
-    "optimizer.weight_decay": 0.05, "optimizer.clip_grad_norm": 1.0, "data.crop_side": 32, "data.crop_padding": 4, "mixup.alpha": 0,
-}  # fmt: skip
+    "model.name": "vit_tiny_patch16_224",
+    "run.epochs": 100,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 5,
+    "optimizer.weight_decay": 0.05,
+    "optimizer.clip_grad_norm": 1.0,
+    "data.crop_side": 32,
+    "data.crop_padding": 4,
+    "mixup.alpha": 0,
+}
 OURS: dict[str, Any] = {
-    "model.name": "vit_base_patch16_224", "batch.global_batch": 32_768, "schedule.name": "cosine", "schedule.warmup_epochs": 30,
-    "data.augment": "rand-m9-mstd0.5", "mixup.alpha": 0.8, "mixup.cutmix_alpha": 1.0, "model.kwargs": {"drop_path_rate": 0.1},
-    "loss.name": "binary-cross-entropy", "ema.decay": 0.999,
-}  # fmt: skip
+    "model.name": "vit_base_patch16_224",
+    "batch.global_batch": 32_768,
+    "schedule.name": "cosine",
+    "schedule.warmup_epochs": 30,
+    "data.augment": "rand-m9-mstd0.5",
+    "mixup.alpha": 0.8,
+    "mixup.cutmix_alpha": 1.0,
+    "model.kwargs": {"drop_path_rate": 0.1},
+    "loss.name": "binary-cross-entropy",
+    "ema.decay": 0.999,
+}
 LARS: dict[str, Any] = {
-    "model.name": "resnet50", "optimizer.name": "lars", "schedule.name": "polynomial", "schedule.power": 2.0,
-    "optimizer.kwargs": {"momentum": 0.95, "trust_coeff": 1e-3}, "loss.label_smoothing": 0.1, "run.published_top1": 0.762,
-}  # fmt: skip
+    "model.name": "resnet50",
+    "optimizer.name": "lars",
+    "schedule.name": "polynomial",
+    "schedule.power": 2.0,
+    "optimizer.kwargs": {"momentum": 0.95, "trust_coeff": 1e-3},
+    "loss.label_smoothing": 0.1,
+    "run.published_top1": 0.762,
+}
 RECIPES: dict[str, dict[str, Any]] = {
-    "rsb-a1": RSB | {
-        "run.epochs": 600, "optimizer.lr": 5e-3, "optimizer.weight_decay": 0.01, "data.train_size": 224, "mixup.alpha": 0.2,
-        "loss.label_smoothing": 0.1, "model.kwargs": {"drop_path_rate": 0.05}, "data.repeats": 3,
-        "data.augment": "rand-m7-mstd0.5-inc1", "schedule.warmup_lr": 5e-7, "run.published_top1": 0.804,
+    "rsb-a1": RSB
+    | {
+        "run.epochs": 600,
+        "optimizer.lr": 5e-3,
+        "optimizer.weight_decay": 0.01,
+        "data.train_size": 224,
+        "mixup.alpha": 0.2,
+        "loss.label_smoothing": 0.1,
+        "model.kwargs": {"drop_path_rate": 0.05},
+        "data.repeats": 3,
+        "data.augment": "rand-m7-mstd0.5-inc1",
+        "schedule.warmup_lr": 5e-7,
+        "run.published_top1": 0.804,
     },
-    "rsb-a2": RSB | {
-        "run.epochs": 300, "optimizer.lr": 5e-3, "optimizer.weight_decay": 0.02, "data.train_size": 224, "mixup.alpha": 0.1,
-        "loss.label_smoothing": 0.0, "model.kwargs": {"drop_path_rate": 0.05}, "data.repeats": 3,
-        "data.augment": "rand-m7-mstd0.5-inc1", "schedule.warmup_lr": 5e-7, "run.published_top1": 0.798,
+    "rsb-a2": RSB
+    | {
+        "run.epochs": 300,
+        "optimizer.lr": 5e-3,
+        "optimizer.weight_decay": 0.02,
+        "data.train_size": 224,
+        "mixup.alpha": 0.1,
+        "loss.label_smoothing": 0.0,
+        "model.kwargs": {"drop_path_rate": 0.05},
+        "data.repeats": 3,
+        "data.augment": "rand-m7-mstd0.5-inc1",
+        "schedule.warmup_lr": 5e-7,
+        "run.published_top1": 0.798,
     },
-    "rsb-a3": RSB | {
-        "run.epochs": 100, "optimizer.lr": 8e-3, "optimizer.weight_decay": 0.02, "data.train_size": 160, "mixup.alpha": 0.1,
-        "loss.label_smoothing": 0.0, "model.kwargs": {}, "data.repeats": 1, "data.augment": "rand-m6-mstd0.5-inc1",
-        "schedule.warmup_lr": 8e-7, "run.published_top1": 0.781,
+    "rsb-a3": RSB
+    | {
+        "run.epochs": 100,
+        "optimizer.lr": 8e-3,
+        "optimizer.weight_decay": 0.02,
+        "data.train_size": 160,
+        "mixup.alpha": 0.1,
+        "loss.label_smoothing": 0.0,
+        "model.kwargs": {},
+        "data.repeats": 1,
+        "data.augment": "rand-m6-mstd0.5-inc1",
+        "schedule.warmup_lr": 8e-7,
+        "run.published_top1": 0.781,
     },
     "deit-ti": DEIT | {"model.name": "deit_tiny_patch16_224", "run.published_top1": 0.722},
     "deit-s": DEIT | {"model.name": "deit_small_patch16_224", "run.published_top1": 0.799},
     "deit-b": DEIT | {"model.name": "deit_base_patch16_224", "run.published_top1": 0.818},
-    "deit3-s": DEIT3 | {
-        "model.name": "deit3_small_patch16_224", "optimizer.lr": 4e-3, "data.train_size": 224,
-        "model.kwargs": {"drop_path_rate": 0.05}, "run.published_top1": 0.814,
+    "deit3-s": DEIT3
+    | {
+        "model.name": "deit3_small_patch16_224",
+        "optimizer.lr": 4e-3,
+        "data.train_size": 224,
+        "model.kwargs": {"drop_path_rate": 0.05},
+        "run.published_top1": 0.814,
     },
-    "deit3-b": DEIT3 | {
-        "model.name": "deit3_base_patch16_224", "optimizer.lr": 3e-3, "data.train_size": 192,
+    "deit3-b": DEIT3
+    | {
+        "model.name": "deit3_base_patch16_224",
+        "optimizer.lr": 3e-3,
+        "data.train_size": 192,
         "model.kwargs": {"img_size": 192, "drop_path_rate": 0.2},
     },
-    "deit3-l": DEIT3 | {
-        "model.name": "deit3_large_patch16_224", "optimizer.lr": 3e-3, "data.train_size": 192,
+    "deit3-l": DEIT3
+    | {
+        "model.name": "deit3_large_patch16_224",
+        "optimizer.lr": 3e-3,
+        "data.train_size": 192,
         "model.kwargs": {"img_size": 192, "drop_path_rate": 0.45},
     },
-    "deit3-b-finetune": FINETUNE | {"model.kwargs": {"img_size": 224, "drop_path_rate": 0.2}, "run.published_top1": 0.838},
-    "deit3-l-finetune": FINETUNE | {"model.kwargs": {"img_size": 224, "drop_path_rate": 0.45}, "run.published_top1": 0.849},
+    "deit3-b-finetune": FINETUNE
+    | {"model.kwargs": {"img_size": 224, "drop_path_rate": 0.2}, "run.published_top1": 0.838},
+    "deit3-l-finetune": FINETUNE
+    | {"model.kwargs": {"img_size": 224, "drop_path_rate": 0.45}, "run.published_top1": 0.849},
     "vit-s16-90ep": BIG_VISION | {"run.epochs": 90, "run.published_top1": 0.765},
     "vit-s16-300ep": BIG_VISION | {"run.epochs": 300, "run.published_top1": 0.80},
     "resnet34-cifar10": RESNET34 | {"model.name": "resnet34", "run.epochs": 2, "run.published_top1": 0.3589},
-    "resnet34-cifar10-stem": RESNET34 | {"model.name": "dali_resnet34_cifar", "run.epochs": 200, "run.published_top1": 0.953},
+    "resnet34-cifar10-stem": RESNET34
+    | {"model.name": "dali_resnet34_cifar", "run.epochs": 200, "run.published_top1": 0.953},
     "vit-b16-cifar10": VIT_CIFAR_LAMB | {"data.crop_side": 224, "data.crop_padding": 192},
     "vit-b16-cifar10-corrected": VIT_CIFAR_LAMB | {"data.crop_side": 32, "data.crop_padding": 4},
-    "vit-b16-cifar10-adamw": VIT_CIFAR | {
-        "batch.global_batch": 256, "optimizer.name": "adamw", "optimizer.lr": 3e-3, "optimizer.weight_decay": 0.3,
-        "schedule.name": "cosine", "schedule.warmup_epochs": 32, "loss.label_smoothing": 0.1,
+    "vit-b16-cifar10-adamw": VIT_CIFAR
+    | {
+        "batch.global_batch": 256,
+        "optimizer.name": "adamw",
+        "optimizer.lr": 3e-3,
+        "optimizer.weight_decay": 0.3,
+        "schedule.name": "cosine",
+        "schedule.warmup_epochs": 32,
+        "loss.label_smoothing": 0.1,
         "model.activation_checkpointing": True,
     },
-    "small-vit-cifar10-adamw": SMALL_VIT | {
-        "batch.global_batch": 512, "optimizer.name": "adamw", "optimizer.lr": 1e-3, "optimizer.betas": (0.9, 0.999),
+    "small-vit-cifar10-adamw": SMALL_VIT
+    | {
+        "batch.global_batch": 512,
+        "optimizer.name": "adamw",
+        "optimizer.lr": 1e-3,
+        "optimizer.betas": (0.9, 0.999),
     },
-    "small-vit-cifar10-lamb": SMALL_VIT | {
-        "batch.global_batch": 4096, "optimizer.name": "lamb", "optimizer.lr": 1e-2, "optimizer.betas": (0.9, 0.95),
+    "small-vit-cifar10-lamb": SMALL_VIT
+    | {
+        "batch.global_batch": 4096,
+        "optimizer.name": "lamb",
+        "optimizer.lr": 1e-2,
+        "optimizer.betas": (0.9, 0.95),
     },
     "mnist": {
-        "model.name": "dali_lenet", "optimizer.name": "sgd", "optimizer.lr": 0.01, "data.seed": 1, "run.epochs": 10,
-        "optimizer.kwargs": {"momentum": 0.5, "nesterov": False}, "batch.micro_batch": 128,
-        "data.normalise": ((255 * 0.1307,) * 3, (255 * 0.3081,) * 3), "loss.name": "cross-entropy",
+        "model.name": "dali_lenet",
+        "optimizer.name": "sgd",
+        "optimizer.lr": 0.01,
+        "data.seed": 1,
+        "run.epochs": 10,
+        "optimizer.kwargs": {"momentum": 0.5, "nesterov": False},
+        "batch.micro_batch": 128,
+        "data.normalise": ((255 * 0.1307,) * 3, (255 * 0.3081,) * 3),
+        "loss.name": "cross-entropy",
     },
     "vit-b16-randaugment": {
-        "model.name": "vit_base_patch16_224", "data.augment": "colossalai", "data.horizontal_flip": 0.0,
-        "batch.global_batch": 32_768, "run.epochs": 300, "optimizer.lr": 1.8e-2, "mixup.alpha": 0.2,
+        "model.name": "vit_base_patch16_224",
+        "data.augment": "colossalai",
+        "data.horizontal_flip": 0.0,
+        "batch.global_batch": 32_768,
+        "run.epochs": 300,
+        "optimizer.lr": 1.8e-2,
+        "mixup.alpha": 0.2,
     },
     "vit-b16-randaugment-dali": {
-        "model.name": "vit_base_patch16_224", "data.horizontal_flip": 0.0, "batch.global_batch": 32_768, "run.epochs": 300,
-        "optimizer.lr": 1.8e-2, "mixup.alpha": 0.2,
+        "model.name": "vit_base_patch16_224",
+        "data.horizontal_flip": 0.0,
+        "batch.global_batch": 32_768,
+        "run.epochs": 300,
+        "optimizer.lr": 1.8e-2,
+        "mixup.alpha": 0.2,
     },
-    "vit-b16-32k": OURS | {
-        "optimizer.name": "lamb", "optimizer.bias_correction": True, "optimizer.exclude_vectors": True,
+    "vit-b16-32k": OURS
+    | {
+        "optimizer.name": "lamb",
+        "optimizer.bias_correction": True,
+        "optimizer.exclude_vectors": True,
     },
-    "vit-b16-32k-adamw": OURS | {"optimizer.name": "adamw", "optimizer.betas": (0.9, 0.95), "optimizer.scale_lr": "sqrt"},
-    "resnet50-lars-57k": LARS | {
-        "batch.global_batch": 57_344, "optimizer.lr": 23.0, "run.epochs": 78, "schedule.warmup_epochs": 32,
+    "vit-b16-32k-adamw": OURS
+    | {"optimizer.name": "adamw", "optimizer.betas": (0.9, 0.95), "optimizer.scale_lr": "sqrt"},
+    "resnet50-lars-57k": LARS
+    | {
+        "batch.global_batch": 57_344,
+        "optimizer.lr": 23.0,
+        "run.epochs": 78,
+        "schedule.warmup_epochs": 32,
         "optimizer.weight_decay": 2.5e-5,
     },
-    "resnet50-lars-40k": LARS | {
-        "batch.global_batch": 40_448, "optimizer.lr": 19.4, "run.epochs": 70, "schedule.warmup_epochs": 24,
+    "resnet50-lars-40k": LARS
+    | {
+        "batch.global_batch": 40_448,
+        "optimizer.lr": 19.4,
+        "run.epochs": 70,
+        "schedule.warmup_epochs": 24,
         "optimizer.weight_decay": 1e-4,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -280,7 +475,8 @@ def test_a_config_has_the_numbers_of_its_source(name: str) -> None:
 
 
 def test_dalis_randaugment_at_magnitude_10_of_30() -> None:
-    """DALI's suite and, at a third of its ranges, what each operator takes: pixels, tangents, degrees, factors, a mask, a limit."""
+    """DALI's suite and, at a third of its ranges, what each operator takes: pixels, tangents, degrees, factors, a mask,
+    a limit."""
     from nvidia.dali.auto_aug.rand_augment import get_rand_augment_suite
 
     spec = parse_augment(recipe("vit-b16-randaugment-dali").data.augment)
@@ -290,9 +486,13 @@ def test_dalis_randaugment_at_magnitude_10_of_30() -> None:
     level = np.array([1 / 3], dtype=np.float32)
     arguments = {name: float(OPERATORS[name].argument(level, 224)[0]) for name in spec.operators}
     expected = {
-        "TranslateX100": 100 / 3, "ShearX": 0.1, "Rotate": 10, "ColorIncreasing": 1.3, "Posterize8": 0b11111110,
+        "TranslateX100": 100 / 3,
+        "ShearX": 0.1,
+        "Rotate": 10,
+        "ColorIncreasing": 1.3,
+        "Posterize8": 0b11111110,
         "SolarizeIncreasing": 171,
-    }  # fmt: skip
+    }
     assert {name: arguments[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
@@ -302,7 +502,9 @@ def test_every_config_is_compared() -> None:
 
 
 ON_IMAGENET = [
-    path.stem for path in sorted(CONFIGS.glob("*.py")) if not any(word in path.stem for word in ("cifar10", "mnist", "digits"))
+    path.stem
+    for path in sorted(CONFIGS.glob("*.py"))
+    if not any(word in path.stem for word in ("cifar10", "mnist", "digits"))
 ]
 
 
@@ -312,7 +514,9 @@ def test_plan_accepts_it_for_1_to_128_ranks(name: str, capsys: pytest.CaptureFix
     print_plan(config, world_size=128, num_images=IMAGENET, picture=None)
     assert f"{IMAGENET:,} in 1000 classes" in capsys.readouterr().out
     batch = config.batch  # all that depends on the number of ranks
-    assert [batch.grad_accum_steps(ranks) * ranks * batch.micro_batch for ranks in (1, 4, 8, 128)] == [batch.global_batch] * 4
+    assert [batch.grad_accum_steps(ranks) * ranks * batch.micro_batch for ranks in (1, 4, 8, 128)] == [
+        batch.global_batch
+    ] * 4
 
 
 @pytest.mark.parametrize("name", ["resnet34-cifar10", "resnet34-cifar10-stem", "mnist", "vit-b16-cifar10"])
@@ -333,12 +537,19 @@ def test_a_stem_for_cifar_keeps_the_pixels() -> None:
 def test_the_vit_of_big_vision() -> None:
     model = build_model(recipe("vit-s16-90ep"), 1000, torch.device("cpu"))
     positions = model.pos_embed
-    assert isinstance(positions, torch.nn.Parameter) and not positions.requires_grad and positions.shape == (1, 196, 384)
+    assert (
+        isinstance(positions, torch.nn.Parameter) and not positions.requires_grad and positions.shape == (1, 196, 384)
+    )
     # Patch 17 is in row 1 and column 3 of 14: sin x, cos x, sin y, cos y, with 96 frequencies from 1 to 1 / 10,000.
     for column, expected in {0: np.sin(3), 95: np.sin(3e-4), 96: np.cos(3), 192: np.sin(1), 383: np.cos(1e-4)}.items():
         assert float(positions[0, 17, column]) == pytest.approx(expected, abs=1e-6)
     assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == (
-        768 * 384 + 384 + 12 * (4 * 384 + 4 * (384 * 384 + 384) + 2 * 4 * 384 * 384 + 5 * 384) + 2 * 384 + 384 * 385 + 1000 * 385
+        768 * 384
+        + 384
+        + 12 * (4 * 384 + 4 * (384 * 384 + 384) + 2 * 4 * 384 * 384 + 5 * 384)
+        + 2 * 384
+        + 384 * 385
+        + 1000 * 385
     )
     logits = model(torch.randn(2, 3, 224, 224))
     assert logits.shape == (2, 1000) and not logits.any(), "the classifier begins at zero"
@@ -353,10 +564,11 @@ def test_the_vit_of_big_vision() -> None:
 
 
 def test_lars_is_mlperfs() -> None:
-    """By hand, in float64: each matrix by eta |w| / (|g| + decay |w|), vectors as plain momentum without decay, at a constant rate.
+    """By hand, in float64: each matrix by eta |w| / (|g| + decay |w|), vectors as plain momentum without decay, at a
+    constant rate.
 
-    MLPerf's sgdwfastlars keeps the rate inside the momentum, timm outside, so with a rate that moves they differ: there each
-    earlier update is scaled by the ratio of the rates.
+    MLPerf's sgdwfastlars keeps the rate inside the momentum, timm outside, so with a rate that moves they differ: there
+    each earlier update is scaled by the ratio of the rates.
     """
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3, dtype=torch.float64)
@@ -399,19 +611,28 @@ def test_layer_decay_is_timms(exclude_vectors: bool) -> None:
     [
         ({"data.repeats": 3}, r"data.repeats 3 does not divide batch.micro_batch 256: use a multiple of 3 such as 255"),
         ({"mixup.alpha": 0.0, "mixup.prob": 0.5}, r"mixup.prob is 0.5, but nothing is mixed: set mixup.alpha"),
-        ({"data.reader": "stream", "mixup.cutmix_alpha": 1.0}, r"cutmix_alpha is 1.0 with data.reader stream.*set data.reader"),
+        (
+            {"data.reader": "stream", "mixup.cutmix_alpha": 1.0},
+            r"cutmix_alpha is 1.0 with data.reader stream.*set data.reader",
+        ),
         ({"data.reader": "stream", "data.crop_side": 32}, r"data.crop_side and data.repeats need data.reader index"),
         ({"data.crop_padding": 4}, r"data.crop_padding is 4 without data.crop_side: set data.crop_side, such as 224"),
-        ({"data.crop_side": 32, "data.crop_padding": 32}, r"use less than data.crop_side, or a crop could miss the image"),
+        (
+            {"data.crop_side": 32, "data.crop_padding": 32},
+            r"use less than data.crop_side, or a crop could miss the image",
+        ),
         ({"data.random_erasing_fill": "noise"}, r"nothing is erased: set data.random_erasing, such as 0.25"),
         ({"data.split_repeats": True}, r"data.split_repeats is true with data.repeats 1"),
         ({"ema.decay": 1.0}, r"ema.decay is 1.0: use a share between 0 and 1"),
         ({"optimizer.layer_decay": 0.0}, r"optimizer.layer_decay is 0.0: use a factor over 0 and up to 1"),
-        ({"data.crop": "inception", "data.crop_side": 32}, r"data.crop is inception with data.reader index and data.crop_side 32"),
+        (
+            {"data.crop": "inception", "data.crop_side": 32},
+            r"data.crop is inception with data.reader index and data.crop_side 32",
+        ),
         ({"data.crop": "inception", "data.reader": "stream"}, r"it needs data.reader index, and data.crop_side none"),
         ({"loss.target_threshold": 0.2}, r"loss.target_threshold is 0.2 with loss.name cross-entropy"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_combined_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         recipe("vit-b16").replace(changes)

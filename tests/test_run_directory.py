@@ -15,7 +15,11 @@ from .conftest import Train
 def test_a_directory_in_the_place_of_a_file(train: Train, tmp_path: Path) -> None:
     (tmp_path / "run" / "config.json").mkdir(parents=True)
     printed = train("run", "--run.max_steps", "1", status=1)
-    assert f"dali-train train: {tmp_path / 'run'}" in printed and "Is a directory" in printed and "Traceback" not in printed
+    assert (
+        f"dali-train train: {tmp_path / 'run'}" in printed
+        and "Is a directory" in printed
+        and "Traceback" not in printed
+    )
 
 
 def test_pipes_are_not_waited_for(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ def test_the_second_start_is_refused_on_all_ranks(start_training: StartTraining,
     wait_for_steps(first, tmp_path / "run", 2)
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0]
     second = train("run", *LONG, ranks=2, status=2)
-    refused = rf"dali-train train: run.dir \S+ is in use: pid {first.pids()[0]} on \S+ trains there. Wait for it, end it"
+    refused = (
+        rf"dali-train train: run.dir \S+ is in use: pid {first.pids()[0]} on \S+ trains there. Wait for it, end it"
+    )
     assert len(re.findall(refused, second)) == 2, second
     assert first.running() and (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0] == metrics
     # After SIGKILL the same line starts at once, whoever has not reaped the dead one yet.

@@ -26,10 +26,13 @@ STEPS = 10  # per epoch
 
 def config(optimizer: dict[str, Any] | None = None, batch: int = BATCH, **schedule: Any) -> Config:
     return Config(
-        data=DataConfig(root="data"), model=ModelConfig(name="any"), optimizer=OptimizerConfig(lr=PEAK, **(optimizer or {})),
-        schedule=ScheduleConfig(**schedule), batch=BatchConfig(global_batch=batch, micro_batch=10),
+        data=DataConfig(root="data"),
+        model=ModelConfig(name="any"),
+        optimizer=OptimizerConfig(lr=PEAK, **(optimizer or {})),
+        schedule=ScheduleConfig(**schedule),
+        batch=BatchConfig(global_batch=batch, micro_batch=10),
         run=RunConfig(dir="run", epochs=EPOCHS),
-    )  # fmt: skip
+    )
 
 
 def of_timm(kind: type[Scheduler], unit: str, **arguments: Any) -> list[float]:
@@ -67,7 +70,9 @@ def test_rates_are_those_of_timm(
         arguments["decay_t"] = theirs["decay_t"] * scale
     else:  # timm's cycle begins after a warmup that is a prefix, so it is the rest of the run
         arguments["t_initial"] = (EPOCHS - (warmup if prefix else 0)) * scale
-    settings = config(**ours, warmup_epochs=warmup, warmup_lr=1e-6, step_every=unit, decay_from="warmup-end" if prefix else "start")
+    settings = config(
+        **ours, warmup_epochs=warmup, warmup_lr=1e-6, step_every=unit, decay_from="warmup-end" if prefix else "start"
+    )
     rates = [learning_rate(settings, step, IMAGES) for step in range(EPOCHS * STEPS)]
     assert rates == pytest.approx(of_timm(kind, unit, **arguments), rel=1e-12)
 
@@ -128,7 +133,10 @@ def test_the_peak_follows_the_batch_if_asked_to(scale: str, factor: float) -> No
         ({"name": "polynomial", "power": 0.0}, "power is 0.0: use a number over 0"),
         ({"name": "cosine", "power": 2.0}, "power is 2.0, which schedule.name cosine ignores"),
         ({"name": "step"}, "schedule.name step needs schedule.decay_epochs: set it"),
-        ({"name": "step", "decay_epochs": 2.0, "decay_rate": 1.5}, "decay_rate is 1.5: use a factor over 0 and up to 1"),
+        (
+            {"name": "step", "decay_epochs": 2.0, "decay_rate": 1.5},
+            "decay_rate is 1.5: use a factor over 0 and up to 1",
+        ),
         ({"name": "cosine", "decay_epochs": 2.0}, "decay_epochs is 2.0, which schedule.name cosine ignores"),
         (
             {"name": "warmup-stable-decay", "decay_epochs": 18.0, "warmup_epochs": 3},

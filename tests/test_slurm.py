@@ -39,7 +39,9 @@ def discovered(cluster: Cluster, directory: Path, *options: str) -> list[Launch]
     launches = []
     for path in directory.iterdir():
         variables = dict(entry.split("=", 1) for entry in path.read_text().split("\0") if "=" in entry)
-        launches.append(discover(LaunchOptions(), {name: text for name, text in variables.items() if name.startswith("SLURM")}))
+        launches.append(
+            discover(LaunchOptions(), {name: text for name, text in variables.items() if name.startswith("SLURM")})
+        )
     return sorted(launches, key=lambda launch: launch.rank)
 
 
@@ -66,7 +68,9 @@ def test_two_steps_of_a_job_use_two_ports(cluster: Cluster, tmp_path: Path) -> N
     ports = set()
     for path in tmp_path.iterdir():
         variables = dict(entry.split("=", 1) for entry in path.read_text().split("\0") if "=" in entry)
-        ports.add(discover(LaunchOptions(), {name: text for name, text in variables.items() if name.startswith("SLURM")}).port)
+        ports.add(
+            discover(LaunchOptions(), {name: text for name, text in variables.items() if name.startswith("SLURM")}).port
+        )
     assert len(ports) == 2
 
 
@@ -89,7 +93,9 @@ def test_colossalai_command_line(cluster: Cluster, config: Path, tmp_path: Path)
     (tmp_path / "end").write_text("2")
     options = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500"
     line = f"exec python -m dali_train train {options} --config={config}"
-    output = cluster.run("srun", "-N2", "--ntasks-per-node=2", "bash", "-c", line, environment={**ENVIRONMENT, "HOST": ""})
+    output = cluster.run(
+        "srun", "-N2", "--ntasks-per-node=2", "bash", "-c", line, environment={**ENVIRONMENT, "HOST": ""}
+    )
     assert "2 accumulated x 4 ranks (srun)" in output
     status = read_status(tmp_path / "run")
     assert status is not None and (status.state, status.step) == ("finished", 2)
@@ -167,7 +173,8 @@ def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train
     cluster.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=8", "true")
     assert job.count("stopped after saving: signal TERM") == 2, job.text()
 
-    # One task dies. The others end by themselves and say which one; the job has saved something new, so it is queued again.
+    # One task dies. The others end by themselves and say which one; the job has saved something new, so it is queued
+    # again.
     job.trains_on(4)
     os.kill(task_of_rank(3), signal.SIGKILL)
     job.until("the report of the loss", lambda: "Missing or late: rank 3 on n2 (pid " in job.text())
@@ -187,13 +194,22 @@ def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train
 
 def test_the_same_line_twice(cluster: Cluster, config: Path, tmp_path: Path) -> None:
     """The second job refuses, and the first one's progress does not requeue it."""
-    words = ("--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "slurm/train.sbatch", str(config))
+    words = (
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+        "slurm/train.sbatch",
+        str(config),
+    )
     first = Job(cluster, tmp_path / "run", *words)
     first.trains_on(1)
     (tmp_path / "second").mkdir()
     second = Job(cluster, tmp_path / "second" / "run", "--nodelist=n2", *words)
     second.until("the refusal", lambda: "FAILED" in cluster.run("scontrol", "show", "job", second.number))
-    assert re.search(rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {first.number} trains there", second.text()), second.text()
+    assert re.search(rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {first.number} trains there", second.text()), (
+        second.text()
+    )
     assert "requeued" not in second.text()
     assert "is in use" not in first.text()
     cluster.run("scancel", first.number)
@@ -201,8 +217,16 @@ def test_the_same_line_twice(cluster: Cluster, config: Path, tmp_path: Path) -> 
 
 def test_a_job_that_fails_at_once_is_not_requeued(cluster: Cluster, config: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)  # empty: no checkpoint is complete
-    job = Job(cluster, tmp_path / "run", "--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1",
-              "slurm/train.sbatch", str(config))  # fmt: skip
+    job = Job(
+        cluster,
+        tmp_path / "run",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=0",
+        "--cpus-per-task=1",
+        "slurm/train.sbatch",
+        str(config),
+    )
     job.until("the failure", lambda: "FAILED" in cluster.run("scontrol", "show", "job", job.number))
     assert "is complete: " in job.text()
     assert "failed with status 1 and no checkpoint after step 3; not requeued" in job.text()
@@ -225,6 +249,8 @@ def test_scripts_explain_themselves(cluster: Cluster) -> None:
         cwd="/",
         env=environment,
     )
-    assert done.returncode == 2 and re.search(r"python\S* .* has no dali_train: activate its environment", done.stderr), done.stderr
+    assert done.returncode == 2 and re.search(
+        r"python\S* .* has no dali_train: activate its environment", done.stderr
+    ), done.stderr
     for script in (REPOSITORY / "slurm").iterdir():
         subprocess.run(["bash", "-n", script], check=True)

@@ -20,7 +20,13 @@ from dali_train.errors import ConfigError
 from dali_train.training.flops import ModelFlops, data_sheet_peak, flops_per_image, model_flops
 from dali_train.training.half import compute_in
 from dali_train.training.memory import estimate_memory
-from dali_train.training.model import build_model, check_evaluation_size, check_training_size, compile_blocks, repeated_blocks
+from dali_train.training.model import (
+    build_model,
+    check_evaluation_size,
+    check_training_size,
+    compile_blocks,
+    repeated_blocks,
+)
 
 CPU = torch.device("cpu")
 
@@ -42,7 +48,9 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(first, second) for first, second in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("fields", [{"compile": "model"}, {"compile": "blocks", "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"compile": "model"}, {"compile": "blocks", "activation_checkpointing": True}], ids=str
+)
 def test_dropout_belongs_to_the_micro_batch(tiny_config: Path, fields: dict[str, Any]) -> None:
     compiled = model(tiny_config, **fields)
     images = torch.randn(4, 3, 32, 32)
@@ -61,7 +69,9 @@ def test_dropout_belongs_to_the_micro_batch(tiny_config: Path, fields: dict[str,
     torch.rand(17)
     assert equal(first, gradients(compiled, images, seed=1))
     assert graphs[-1] == counters["stats"]["unique_graphs"], "nor anew for training"
-    assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in model(tiny_config).named_parameters()]
+    assert [name for name, _ in compiled.named_parameters()] == [
+        name for name, _ in model(tiny_config).named_parameters()
+    ]
 
 
 def test_recomputed_activations_change_no_gradient(tiny_config: Path) -> None:
@@ -94,8 +104,14 @@ def test_selective_recomputation_lies_between(tiny_config: Path) -> None:
         bytes_kept.append(estimate_memory(replace(config, model=setting), 5).activation_bytes)
     assert counts[0] == counts[1] < counts[2]
     assert bytes_kept[2] < bytes_kept[1] < 0.7 * bytes_kept[0]
-    with pytest.raises(ConfigError, match="selective, but vgg11 is not made of blocks that repeat: set it to true or false"):
-        build_model(replace(config, model=ModelConfig(name="vgg11", activation_checkpointing="selective")), 5, torch.device("meta"))
+    with pytest.raises(
+        ConfigError, match="selective, but vgg11 is not made of blocks that repeat: set it to true or false"
+    ):
+        build_model(
+            replace(config, model=ModelConfig(name="vgg11", activation_checkpointing="selective")),
+            5,
+            torch.device("meta"),
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +148,9 @@ def test_without_the_compiler_where_it_fails(
     for _ in range(2):
         assert torch.equal(broken(images), expected(images))
     (warning,) = (record.getMessage() for record in caplog.records if record.name == "dali_train")
-    assert warning.startswith("model.compile auto: the compiler failed (") and "set model.compile none" in warning.lower()
+    assert (
+        warning.startswith("model.compile auto: the compiler failed (") and "set model.compile none" in warning.lower()
+    )
 
 
 PLAIN = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -153,7 +171,9 @@ def test_fast_norm_keeps_the_stream_in_half_precision(tiny_config: Path) -> None
     assert torch.equal(*float32), "nothing changes without autocast"
     config = load_config(tiny_config)
     fast_config = replace(config, model=replace(config.model, fast_norm=True))
-    assert flops_per_image(fast_config, 5) == flops_per_image(config, 5) and estimate_memory(fast_config, 5), "on the meta device"
+    assert flops_per_image(fast_config, 5) == flops_per_image(config, 5) and estimate_memory(fast_config, 5), (
+        "on the meta device"
+    )
     assert not is_fast_norm(), "nor for the next model"
 
 
@@ -174,7 +194,9 @@ def test_images_of_a_wrong_size_are_found_at_once(tiny_config: Path) -> None:
         built = build_model(config, 5, device).train()
         check_evaluation_size(built, config)
         check_training_size(built, config)
-        with pytest.raises(ConfigError, match=r"data.eval_size is 36, but .* takes images of 32 pixels .*: set data.eval_size 32"):
+        with pytest.raises(
+            ConfigError, match=r"data.eval_size is 36, but .* takes images of 32 pixels .*: set data.eval_size 32"
+        ):
             check_evaluation_size(built, wrong)
         assert built.training
     resnet = replace(wrong, model=ModelConfig(name="resnet18"))
@@ -202,7 +224,9 @@ def test_images_of_a_wrong_size_are_found_at_once(tiny_config: Path) -> None:
 )
 def test_dense_peaks(name: str, dtype: str, tf32: bool, teraflops: float | None) -> None:
     peak = data_sheet_peak(name, dtype, tf32=tf32)
-    assert (peak.flops_per_second / 1e12 if peak is not None else None) == (pytest.approx(teraflops) if teraflops else None)
+    assert (peak.flops_per_second / 1e12 if peak is not None else None) == (
+        pytest.approx(teraflops) if teraflops else None
+    )
 
 
 def test_utilisation(tiny_config: Path) -> None:
@@ -225,21 +249,31 @@ def test_memory_and_the_largest_micro_batch(tiny_config: Path) -> None:
     assert memory.largest_micro_batch(1e9, 8192) is None
 
 
-def test_a_plan_says_what_fits_and_what_the_model_refuses(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_fits_and_what_the_model_refuses(
+    tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = ["plan", "--config", str(tiny_config)]
     assert main([*config, "--gpu-memory", "16", "--world-size", "2"]) == 0
-    assert "micro-batch    about 16 is the largest that fits into 16 GB; batch.micro_batch is 4" in capsys.readouterr().out
+    assert (
+        "micro-batch    about 16 is the largest that fits into 16 GB; batch.micro_batch is 4" in capsys.readouterr().out
+    )
     assert main([*config, "--gpu-memory", "1"]) == 0
     assert "not even one image fits into 1 GB" in capsys.readouterr().out
     assert main([*config, "--data.normalise", "127.5,127.5,127.5", "50,50,50"]) == 0
     printed = capsys.readouterr().out
-    assert "timm's vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.std is (50.0, 50.0, 50.0): fine for weights" in printed
+    assert (
+        "timm's vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.std is (50.0, 50.0, 50.0): fine for weights"
+        in printed
+    )
     assert main([*config, "--data.eval_size", "24"]) == 2
-    assert "data.eval_size is 24, but model.name vit_tiny_patch16_224 takes images of 32 pixels" in capsys.readouterr().err
+    assert (
+        "data.eval_size is 24, but model.name vit_tiny_patch16_224 takes images of 32 pixels" in capsys.readouterr().err
+    )
 
 
 def test_pure_half_precision_has_no_exceptions(tiny_config: Path) -> None:
-    """Every layer takes and gives float16, the weights and their gradients are float32, also where activations are recomputed."""
+    """Every layer takes and gives float16, the weights and their gradients are float32, also where activations are
+    recomputed."""
     images = torch.randn(4, 3, 32, 32)
     kwargs = {**load_config(tiny_config).model.kwargs, "init_values": 0.1, "pos_drop_rate": 0.0, "proj_drop_rate": 0.0}
     kwargs["drop_path_rate"] = 0.0
@@ -257,7 +291,11 @@ def test_pure_half_precision_has_no_exceptions(tiny_config: Path) -> None:
                 layer.register_forward_hook(note)
         found = gradients(pure, images, seed=1)
         assert dtypes == {torch.float16} and pure(images).dtype == torch.float32
-        assert {parameter.dtype for parameter in pure.parameters()} == {gradient.dtype for gradient in found} == {torch.float32}
+        assert (
+            {parameter.dtype for parameter in pure.parameters()}
+            == {gradient.dtype for gradient in found}
+            == {torch.float32}
+        )
         largest = max(gradient.abs().max() for gradient in exact)
         assert all((a - b).abs().max() < 0.02 * largest for a, b in zip(found, exact, strict=True))
         with pytest.raises(RuntimeError):
@@ -269,8 +307,14 @@ def test_pure_half_precision_has_no_exceptions(tiny_config: Path) -> None:
     ("words", "message"),
     [
         (("--precision.dtype", "fp32"), "precision.pure is true with precision.dtype fp32: it is for fp16 and bf16"),
-        (("--precision.dtype", "bf16", "--model.compile", "blocks"), "precision.pure is true with model.compile blocks"),
-        (("--precision.dtype", "bf16", "--model.fast_norm", "true"), "precision.pure is true with model.fast_norm true"),
+        (
+            ("--precision.dtype", "bf16", "--model.compile", "blocks"),
+            "precision.pure is true with model.compile blocks",
+        ),
+        (
+            ("--precision.dtype", "bf16", "--model.fast_norm", "true"),
+            "precision.pure is true with model.fast_norm true",
+        ),
     ],
 )
 def test_pure_half_precision_refuses(tiny_config: Path, words: tuple[str, ...], message: str) -> None:

@@ -61,7 +61,11 @@ def test_any_rank_stops_all(
     assert same_weights(run, tmp_path / "undisturbed")
     assert samples(run) == samples(tmp_path / "undisturbed")
     finished = read_status(run)
-    assert finished is not None and (finished.state, finished.step, finished.total_steps) == ("finished", step + 2, step + 2)
+    assert finished is not None and (finished.state, finished.step, finished.total_steps) == (
+        "finished",
+        step + 2,
+        step + 2,
+    )
     assert exit_status(finished) == 0
 
 
@@ -98,11 +102,15 @@ def test_a_stop_at_the_last_step_is_the_end(train: Train, tmp_path: Path) -> Non
 def test_the_end_of_a_slurm_job_is_seen_coming() -> None:
     assert job_end({}) is None
     assert job_end({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1300"}) == 1270
-    assert job_end({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": str(1000 + 24 * 3600)}) == 1000 + 24 * 3600 - 120
+    assert (
+        job_end({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": str(1000 + 24 * 3600)}) == 1000 + 24 * 3600 - 120
+    )
     assert job_end({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "NONE"}) is None
 
 
-def test_stops_before_the_job_ends(train: Train, monkeypatch: pytest.MonkeyPatch, start_training: StartTraining) -> None:
+def test_stops_before_the_job_ends(
+    train: Train, monkeypatch: pytest.MonkeyPatch, start_training: StartTraining
+) -> None:
     now = int(time.time())
     environment = {"SLURM_JOB_START_TIME": str(now - 1000), "SLURM_JOB_END_TIME": str(now + 60)}
     ranks = start_training("run", *LONG, environment=environment)
@@ -128,15 +136,21 @@ def test_status_tells_what_the_trainer_ended_with(train: Train, run_command: Tra
     stopped = r"run: stopped \(run.max_seconds is over\), step 1 of \d+, newest checkpoint 1, last attempt pid \d+ on "
     assert re.search(stopped, run_command(*arguments, status=75))
     train("run", *LONG, "--run.max_steps", "2")
-    assert re.search(r"run: finished, step 2 of 2, best top-1 \d+\.\d\d%, newest checkpoint 2,", run_command(*arguments))
+    assert re.search(
+        r"run: finished, step 2 of 2, best top-1 \d+\.\d\d%, newest checkpoint 2,", run_command(*arguments)
+    )
 
 
-def test_a_run_that_was_killed_is_not_called_running(start_training: StartTraining, run_command: Train, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_not_called_running(
+    start_training: StartTraining, run_command: Train, tmp_path: Path
+) -> None:
     arguments = ("status", "--config", str(tmp_path / "tiny-config.py"), "--run.dir", str(tmp_path / "run"))
     ranks = start_training("run", *LONG)
     wait_for_steps(ranks, tmp_path / "run", 2)
     running = run_command(*arguments, status=1)
-    assert re.search(rf"run: running, step 0 of \d+, newest checkpoint None, last attempt pid {ranks.pids()[0]} on ", running)
+    assert re.search(
+        rf"run: running, step 0 of \d+, newest checkpoint None, last attempt pid {ranks.pids()[0]} on ", running
+    )
     ranks.kill()
     assert "run: killed (it ended without a word, as after SIGKILL or a power failure), step 0 of" in run_command(
         *arguments, status=1
@@ -145,9 +159,19 @@ def test_a_run_that_was_killed_is_not_called_running(start_training: StartTraini
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b'{"state": "running"}', b'{"state": "odd", "step": 1}', b'{"state": "finished", "step": "2"}', b"\xff",
-     b'{"state": [], "step": 1}', b'{"state": "failed", "step": 1, "reason": 3}', b" " * 200_000],
-)  # fmt: skip
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"state": "running"}',
+        b'{"state": "odd", "step": 1}',
+        b'{"state": "finished", "step": "2"}',
+        b"\xff",
+        b'{"state": [], "step": 1}',
+        b'{"state": "failed", "step": 1, "reason": 3}',
+        b" " * 200_000,
+    ],
+)
 def test_what_is_no_status_is_called_so(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "status.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"status.json is not the status of a run \(.*\): move it away"):
@@ -162,7 +186,8 @@ def test_names_beside_the_checkpoints_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [2, 3])
 def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int) -> None:
-    """As while kernels are compiled: the second ends the process in seconds, the third at once, and no traceback is printed."""
+    """As while kernels are compiled: the second ends the process in seconds, the third at once, and no traceback is
+    printed."""
     script = """if True:
         import ctypes
         from dali_train.distributed.stop import StopRequests
@@ -171,7 +196,9 @@ def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int
         mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
         lock(mutex), lock(mutex)  # for ever
     """
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY
+    )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == b"ready\n"
     for _ in range(times):

@@ -73,7 +73,7 @@ def loader_of(config: Config, rank: int = 0, num_ranks: int = 1, *, size: int = 
     split = Split(config.data.root, "train", local=config.data.stream_url is None)
     return make_loader(
         split, config, CPU, **{"start_step": 0, **going_on}, dp_rank=rank, dp_size=num_ranks, num_threads=1
-    )  # fmt: skip
+    )
 
 
 def take(loader: Loader, count: int) -> list[Batch]:
@@ -101,7 +101,9 @@ def test_each_pass_has_every_image_once(config: Config, num_ranks: int, shuffle:
             del labels[:size]
         for batch in batches:  # a label that belongs to another image shows
             np.testing.assert_allclose(
-                batch.images, np.broadcast_to(grey_of(batch.targets[:, :1, None, None].numpy()), batch.images.shape), atol=1e-4
+                batch.images,
+                np.broadcast_to(grey_of(batch.targets[:, :1, None, None].numpy()), batch.images.shape),
+                atol=1e-4,
             )
     assert [sorted(pass_) for pass_ in passes] == [list(range(NUM_IMAGES))] * 3
     in_order = [int(label) for label in Split(config.data.root, "train").rows["label"]]
@@ -112,12 +114,14 @@ def test_each_pass_has_every_image_once(config: Config, num_ranks: int, shuffle:
 def test_the_order_follows_the_seed(config: Config) -> None:
     orders = [
         labels_of(take(loader_of(replace(config, data=replace(config.data, seed=seed))), 13)) for seed in (0, 0, 1)
-    ]  # fmt: skip
+    ]
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_crops_and_flips_follow_the_config(config: Config, dataset: Path) -> None:
-    data = replace(config.data, root=str(dataset), crop_area=(1, 1), crop_aspect=(1e-3, 1e3), horizontal_flip=0, shuffle="none")
+    data = replace(
+        config.data, root=str(dataset), crop_area=(1, 1), crop_aspect=(1e-3, 1e3), horizontal_flip=0, shuffle="none"
+    )
     whole = take(loader_of(replace(config, data=data)), 4)
     mirrored = take(loader_of(replace(config, data=replace(data, horizontal_flip=1))), 4)
     cropped = take(loader_of(replace(config, data=replace(data, crop_area=(0.1, 0.2)))), 4)
@@ -129,7 +133,9 @@ def test_crops_and_flips_follow_the_config(config: Config, dataset: Path) -> Non
 
 def test_mixup_and_dropout_stay_pure_functions(config: Config) -> None:
     """The same partners, lambdas and seeds as with the index, for each (step, k), and they are what is mixed."""
-    config = replace(config, mixup=MixupConfig(alpha=0.4, per_image=True), batch=BatchConfig(global_batch=8, micro_batch=4))
+    config = replace(
+        config, mixup=MixupConfig(alpha=0.4, per_image=True), batch=BatchConfig(global_batch=8, micro_batch=4)
+    )
     split = Split(config.data.root, "train")
     micro_batches = MicroBatches(split.rows, config)
     for rank in range(2):
@@ -149,8 +155,8 @@ def test_mixup_and_dropout_stay_pure_functions(config: Config) -> None:
 @pytest.mark.parametrize("size", [4, 5])
 @pytest.mark.parametrize("shuffle", ["full", "none"])
 def test_the_position_is_that_of_the_last_batch(config: Config, dataset: Path, shuffle: str, size: int) -> None:
-    """Also where a pass ends, between batches or within one, and whatever was prefetched. Photographs and Mixup, so that a
-    crop that differs shows."""
+    """Also where a pass ends, between batches or within one, and whatever was prefetched. Photographs and Mixup, so
+    that a crop that differs shows."""
     data = replace(config.data, root=str(dataset), shuffle=shuffle, prefetch=3)
     config = replace(config, data=data, mixup=MixupConfig(alpha=0.2))
     loader = loader_of(config, 1, 2, size=size)  # 25 images a pass
@@ -159,7 +165,9 @@ def test_the_position_is_that_of_the_last_batch(config: Config, dataset: Path, s
         batches.append(loader.next())
         states.append(loader.state())
     for done in (1, 4, 5, 6, 7, 10, 12, 15, 18):
-        again = loader_of(config, 1, 2, size=size, start_step=done, saved_states=[{"basis": states[0]["basis"]}, states[done - 1]])
+        again = loader_of(
+            config, 1, 2, size=size, start_step=done, saved_states=[{"basis": states[0]["basis"]}, states[done - 1]]
+        )
         for expected, batch in zip(batches[done : done + 6], take(again, 6), strict=True):
             assert torch.equal(batch.images, expected.images) and torch.equal(batch.targets, expected.targets)
             assert batch.micro_batch.step == expected.micro_batch.step
@@ -168,11 +176,16 @@ def test_the_position_is_that_of_the_last_batch(config: Config, dataset: Path, s
 def test_a_run_goes_on_bit_for_bit(train: Train, tmp_path: Path) -> None:
     two = {"ranks": 2}
     output = train("whole", *STREAM, "--run.max_steps", "5", **two)
-    assert "the samples depend on the number of ranks, 2, and the run can be resumed only with the same number" in output
+    assert (
+        "the samples depend on the number of ranks, 2, and the run can be resumed only with the same number" in output
+    )
     train("stopped", *STREAM, "--run.max_steps", "3", **two)
 
     refused = train("stopped", *STREAM, ranks=1, status=2)
-    assert "the checkpoint of step 3 cannot be resumed: ranks 2 -> 1. Set it back; or set run.accept_changed_recipe" in refused
+    assert (
+        "the checkpoint of step 3 cannot be resumed: ranks 2 -> 1. Set it back; or set run.accept_changed_recipe"
+        in refused
+    )
     bigger = train("stopped", *STREAM, "--data.shuffle_buffer", "9", status=2, **two)
     assert "data.shuffle_buffer 1024 -> 9" in bigger
 
@@ -245,7 +258,7 @@ def object_store(bucket: str, content: Path) -> Iterator[dict[str, str]]:
         url = f"http://127.0.0.1:{port}"
         client = boto3.client(
             "s3", endpoint_url=url, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
-        )  # fmt: skip
+        )
         client.create_bucket(Bucket=bucket)
         for path in sorted(path for path in content.rglob("*") if path.is_file()):
             client.upload_file(str(path), bucket, f"some/prefix/{path.relative_to(content)}")
@@ -254,7 +267,9 @@ def object_store(bucket: str, content: Path) -> Iterator[dict[str, str]]:
         running.stop()
 
 
-def test_shards_in_an_object_store(start_training: StartTraining, train: Train, away: tuple[Path, Path], tmp_path: Path) -> None:
+def test_shards_in_an_object_store(
+    start_training: StartTraining, train: Train, away: tuple[Path, Path], tmp_path: Path
+) -> None:
     """The same weights as from files, also after a stop and a new start. Needs moto[server] and boto3."""
     root, place = away
     short = ("--run.max_steps", "3")
@@ -263,8 +278,13 @@ def test_shards_in_an_object_store(start_training: StartTraining, train: Train, 
         remote = (*STREAM, "--data.root", str(root), "--data.stream_url", "s3://bucket/some/prefix")
         train("remote", *remote, "--run.max_steps", "2", **there)
         train("remote", *remote, *short, **there)
-        output = train("nowhere", *STREAM, "--data.root", str(root), "--data.stream_url", "s3://bucket/wrong", status=1, **there)
-        assert "data.reader stream cannot read what lies beside s3://bucket/wrong/train/train-00000-of-00003: S3 Object" in output
+        output = train(
+            "nowhere", *STREAM, "--data.root", str(root), "--data.stream_url", "s3://bucket/wrong", status=1, **there
+        )
+        assert (
+            "data.reader stream cannot read what lies beside s3://bucket/wrong/train/train-00000-of-00003: S3 Object"
+            in output
+        )
     train("local", *STREAM, *short, ranks=2)
     remote_weights, local_weights = final_weights(tmp_path / "remote"), final_weights(tmp_path / "local")
     assert all(torch.equal(remote_weights[name], local_weights[name]) for name in local_weights)
@@ -286,7 +306,10 @@ def own(numbered: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda lines: lines[:-1], r"00001-of-00005.idx has 16 records, dataset.json says 17: run `dali-train data index"),
+        (
+            lambda lines: lines[:-1],
+            r"00001-of-00005.idx has 16 records, dataset.json says 17: run `dali-train data index",
+        ),
         (lambda lines: [*lines[:3], "abc", *lines[3:]], r"is not a list of offsets and sizes \(.*'abc'"),
         (lambda lines: [lines[0], lines[0], *lines[2:]], "goes from byte 0 to .* with or without gaps"),
         (lambda lines: [*lines[:-1], "9 9"], "goes from byte 0 to 18 with or without gaps, its shard has"),
@@ -314,7 +337,9 @@ def test_raw_records_are_refused(tmp_path: Path) -> None:
     features: dict[str, str | int] = {"image/format": "RAW", "image/height": 8, "image/width": 8}
     write_shard(tmp_path / "train" / "train-00000-of-00001", [(bytes(8 * 8 * 3), 1)] * 4, **features)
     build_index(tmp_path)
-    with pytest.raises(ConfigError, match=r"holds raw pixels: only encoded images can be streamed; set data.reader index"):
+    with pytest.raises(
+        ConfigError, match=r"holds raw pixels: only encoded images can be streamed; set data.reader index"
+    ):
         check_shards(Split(tmp_path, "train"), DataConfig(root=str(tmp_path)), 1)
 
 
@@ -353,7 +378,10 @@ def test_a_record_without_its_label(config: Config, own: Path, features: Any, pl
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        ({"image/class/lable": 3}, "feature image/class/label is missing; the record has image/class/lable, image/encoded. "),
+        (
+            {"image/class/lable": 3},
+            "feature image/class/label is missing; the record has image/class/lable, image/encoded. ",
+        ),
         ({"image/class/label": "3"}, "feature image/class/label is a list of bytes, expected int64. "),
     ],
 )
@@ -372,7 +400,9 @@ def test_an_undecodable_image_is_named(config: Config, own: Path) -> None:
     with_record(own, 9, {"image/class/label": 1}, jpeg(photograph(0, 40, 40))[:-40])
     data = replace(config.data, root=str(own), crop_area=(1, 1), crop_aspect=(1, 1), shuffle="none")
     shard = own / "train" / "train-00001-of-00005"
-    with pytest.raises(DatasetError, match=rf"an image cannot be decoded \(.*{shard} at index \d+\). Run .*data verify"):
+    with pytest.raises(
+        DatasetError, match=rf"an image cannot be decoded \(.*{shard} at index \d+\). Run .*data verify"
+    ):
         take(loader_of(replace(config, data=data)), 10)
 
 
@@ -381,17 +411,32 @@ def test_settings_that_do_not_fit(config: Config) -> None:
         ConfigError, match=r"hooks.trace_samples is true with data.reader stream, .*: set hooks.trace_samples false"
     ):
         replace(config, hooks=replace(config.hooks, trace_samples=True))
-    with pytest.raises(ConfigError, match=r"data.stream_url is s3://b, but data.reader is index.*: set data.reader stream"):
+    with pytest.raises(
+        ConfigError, match=r"data.stream_url is s3://b, but data.reader is index.*: set data.reader stream"
+    ):
         DataConfig(root="data", stream_url="s3://b")
-    with pytest.raises(ConfigError, match=r"data.local_copy is /scratch, but data.reader is stream.*: set data.reader index"):
+    with pytest.raises(
+        ConfigError, match=r"data.local_copy is /scratch, but data.reader is stream.*: set data.reader index"
+    ):
         DataConfig(root="data", reader="stream", local_copy="/scratch")
     with pytest.raises(ConfigError, match=r"data.shuffle_buffer is 0: use at least 1"):
         DataConfig(root="data", shuffle_buffer=0)
 
 
-def test_doctor_reads_from_the_storage(run_command: Train, tiny_config: Path, away: tuple[Path, Path], tmp_path: Path) -> None:
+def test_doctor_reads_from_the_storage(
+    run_command: Train, tiny_config: Path, away: tuple[Path, Path], tmp_path: Path
+) -> None:
     root, place = away
-    words = ("doctor", "--config", str(tiny_config), "--run.dir", str(tmp_path / "run"), "--data.root", str(root), *STREAM)
+    words = (
+        "doctor",
+        "--config",
+        str(tiny_config),
+        "--run.dir",
+        str(tmp_path / "run"),
+        "--data.root",
+        str(root),
+        *STREAM,
+    )
     output = run_command(*words, "--data.stream_url", str(place))
     assert re.search(rf"pass  data train +50 images in 5 classes, read from {place}", output), output
     output = run_command(*words, "--data.stream_url", str(tmp_path), status=1)

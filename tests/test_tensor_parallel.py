@@ -1,4 +1,5 @@
-"""Tensor parallelism: what several ranks compute together is what one process computes, with dropout and recomputation on."""
+"""Tensor parallelism: what several ranks compute together is what one process computes, with dropout and recomputation
+on."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -36,11 +37,14 @@ EIGHT: list[tuple[TensorMode, int | None, bool]] = [("2.5d", 2, False), ("3d", N
 
 
 def vit(**kwargs: Any) -> Any:
-    """A small ViT with everything that the modes treat differently; 17 tokens, which do not divide. Weights are all random."""
+    """A small ViT with everything that the modes treat differently; 17 tokens, which do not divide. Weights are all
+    random."""
     torch.manual_seed(0)
     rates = {"drop_rate": 0.1, "pos_drop_rate": 0.1, "proj_drop_rate": 0.2, "drop_path_rate": 0.3}
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
-    model = timm.create_model("vit_tiny_patch16_224", **{**sizes, **rates, "init_values": 0.5, "qk_norm": True, **kwargs})
+    model = timm.create_model(
+        "vit_tiny_patch16_224", **{**sizes, **rates, "init_values": 0.5, "qk_norm": True, **kwargs}
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, device=parameter.device))
@@ -81,7 +85,8 @@ def train(model: nn.Module, steps: int) -> tuple[Any, list[float]]:
 
 
 def compare(mode: TensorMode, grid: DeviceMesh, *, sequence_parallel: bool) -> dict[str, Any]:
-    """The largest differences to one process: logits of an evaluation, gradients, LAMB's weights and moments after three steps."""
+    """The largest differences to one process: logits of an evaluation, gradients, LAMB's weights and moments after
+    three steps."""
     single, shared = vit(), vit()
     for model in (single, shared):
         seed_each_block(model, CPU)
@@ -104,7 +109,8 @@ def compare(mode: TensorMode, grid: DeviceMesh, *, sequence_parallel: bool) -> d
         torch.stack(losses(model, 0)).sum().backward()
     largest = max(parameter.grad.abs().max().item() for parameter in single.parameters())
     found["gradients"] = max(
-        (order.to_timm(name, whole(ours.grad)) - theirs.grad).abs().max().item() / largest for (name, ours), (_, theirs) in pairs
+        (order.to_timm(name, whole(ours.grad)) - theirs.grad).abs().max().item() / largest
+        for (name, ours), (_, theirs) in pairs
     )
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in shared.blocks.parameters()]
     found["weights held"] = sum(part.numel() for part in parts) / sum(p.numel() for p in single.blocks.parameters())
@@ -114,7 +120,10 @@ def compare(mode: TensorMode, grid: DeviceMesh, *, sequence_parallel: bool) -> d
     found["losses"] = max(abs(a - b) / b for a, b in zip(ours_losses, their_losses, strict=True))
     found["weights"] = max(difference(order.to_timm(name, whole(ours)), theirs) for (name, ours), (_, theirs) in pairs)
     found["moments"] = 0.0
-    for key in ("exp_avg", "exp_avg_sq"):  # relative to the largest of all: those of keys' biases are rounding and nothing else
+    for key in (
+        "exp_avg",
+        "exp_avg_sq",
+    ):  # relative to the largest of all: those of keys' biases are rounding and nothing else
         largest = max(their_state[theirs][key].abs().max().item() for _, (_, theirs) in pairs)
         for (name, ours), (_, theirs) in pairs:
             moments = order.to_timm(name, whole(ours_state[ours][key])), their_state[theirs][key]
@@ -125,7 +134,9 @@ def compare(mode: TensorMode, grid: DeviceMesh, *, sequence_parallel: bool) -> d
         found["error"] = str(error.value)
     # In half precision: under autocast, and without it.
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        found["bf16"] = difference(shared.float().eval()(images.float()).float(), single.float().eval()(images.float()).float())
+        found["bf16"] = difference(
+            shared.float().eval()(images.float()).float(), single.float().eval()(images.float()).float()
+        )
     pure = vit().float()
     compute_in(pure, torch.bfloat16)
     tensor_parallel(pure, grid, mode, sequence_parallel=sequence_parallel)
@@ -245,7 +256,12 @@ class OtherBlock(timm.models.vision_transformer.Block):  # type: ignore[misc]
             r"has scale_attn_norm, a norm over features that are divided: leave it out",
         ),
         (lambda: vit(scale_mlp_norm=True), "1d", (2,), r"has scale_mlp_norm"),
-        (lambda: vit(block_fn=OtherBlock), "1d", (2,), r"block 0 of the model has a OtherBlock where only Block can be divided"),
+        (
+            lambda: vit(block_fn=OtherBlock),
+            "1d",
+            (2,),
+            r"block 0 of the model has a OtherBlock where only Block can be divided",
+        ),
     ],
 )
 def test_models_that_cannot_be_divided(
@@ -258,5 +274,8 @@ def test_models_that_cannot_be_divided(
 
 
 def test_only_1d_splits_tokens() -> None:
-    with fake_ranks(4) as mesh, pytest.raises(ConfigError, match=r"sequence_parallel with mode 2d: only mode 1d takes it"):
+    with (
+        fake_ranks(4) as mesh,
+        pytest.raises(ConfigError, match=r"sequence_parallel with mode 2d: only mode 1d takes it"),
+    ):
         tensor_parallel(vit(), make_grid(mesh, "2d"), "2d", sequence_parallel=True)

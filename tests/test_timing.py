@@ -12,7 +12,8 @@ from dali_train.training.timing import PhaseClock
 
 from .conftest import Train
 
-# Added to the config of the tests: a hook that reads the clock just after each reading of the metrics, and after the step before.
+# Added to the config of the tests: a hook that reads the clock just after each reading of the metrics, and after the
+# step before.
 WALL_CLOCK = """
 import time
 from dataclasses import replace
@@ -76,7 +77,8 @@ def test_phases_sum_to_the_step(train: Train, tiny_config: Path, tmp_path: Path,
     assert all(line[name] > 0 for line in lines for name in names)
     by_phases = sum(line[name] for line in lines[1:] for name in names)
     assert by_phases == pytest.approx(sum(line["step_s"] for line in lines[1:]), rel=1e-9)
-    # The phases' readings of the clock lie between the hook's own, however long a busy machine takes from one to the next.
+    # The phases' readings of the clock lie between the hook's own, however long a busy machine takes from one to the
+    # next.
     first, last = lines[0], lines[-1]
     assert last["clock_before"] - first["clock_after"] <= by_phases <= last["clock_after"] - first["clock_before"]
 

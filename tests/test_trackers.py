@@ -1,4 +1,5 @@
-"""Each tracker's own reader gives back what metrics.jsonl has; one that cannot work costs a warning and nothing else."""
+"""Each tracker's own reader gives back what metrics.jsonl has; one that cannot work costs a warning and nothing
+else."""
 
 import json
 from pathlib import Path
@@ -118,10 +119,23 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for this test's own reading
     store = tmp_path / "mlruns"
     on = (
-        "--hooks.tensorboard", "true", "--hooks.wandb", "offline", "--hooks.mlflow", str(store), "--hooks.detail_every_steps", "2",
-        "--hooks.gradient_histograms", "true", "--hooks.model_graph", "true", "--hooks.wandb_project", "ours",
-        "--run.checkpoint_every_steps", "4",
-    )  # fmt: skip
+        "--hooks.tensorboard",
+        "true",
+        "--hooks.wandb",
+        "offline",
+        "--hooks.mlflow",
+        str(store),
+        "--hooks.detail_every_steps",
+        "2",
+        "--hooks.gradient_histograms",
+        "true",
+        "--hooks.model_graph",
+        "true",
+        "--hooks.wandb_project",
+        "ours",
+        "--run.checkpoint_every_steps",
+        "4",
+    )
     run = tmp_path / "run"
     first = train("run", *on)
     ids = [json.loads((run / f"{name}-id.json").read_text())["id"] for name in ("wandb", "mlflow")]
@@ -135,7 +149,9 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     expected = scalars_of_metrics(run)
     assert {step for _, step in expected} == {1, 2, 3, 4, 5, 6, 7}
     losses = {
-        place: value for place, value in expected.items() if place[0].endswith(("/loss", "/top1", "/grad_norm", "/lr", "_max"))
+        place: value
+        for place, value in expected.items()
+        if place[0].endswith(("/loss", "/top1", "/grad_norm", "/lr", "_max"))
     }
     assert len(losses) == 4 * 7 + 2 * 4 + 4
     assert scalars_of_tensorboard(run) == pytest.approx(expected, rel=1e-6)
@@ -181,7 +197,8 @@ def test_missing_packages(train: Train, tiny_config: Path, tmp_path: Path) -> No
     printed = train("run", *on, config=extended(tiny_config, gone))
     for hook, name in (("TensorBoard", "tensorboard"), ("WandB", "wandb"), ("MLflow", "mlflow")):
         message = (
-            f"hook {hook} failed at start: hooks.{name} needs a package that is not there: pip install 'dali-train[{name}]', or"
+            f"hook {hook} failed at start: hooks.{name} needs a package that is not there: pip install "
+            f"'dali-train[{name}]', or"
         )
         assert printed.count(message) == 1
     assert printed.count("Training continues without it") == 3
@@ -198,7 +215,10 @@ def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) ->
     config = extended(tiny_config, nowhere)
     printed = train("run", "--hooks.wandb", "online", "--hooks.mlflow", "http://127.0.0.1:9", config=config)
     assert printed.count("warning: hooks.wandb online: ") == 1
-    assert f"Training continues and records offline; `wandb sync {tmp_path}/run/wandb/offline-run-*` uploads it later" in printed
+    assert (
+        f"Training continues and records offline; `wandb sync {tmp_path}/run/wandb/offline-run-*` uploads it later"
+        in printed
+    )
     assert printed.count("hook MLflow failed at start: hooks.mlflow http://127.0.0.1:9 cannot be used (") == 1
     metrics = scalars_of_metrics(tmp_path / "run")
     offline = scalars_of_wandb(tmp_path / "run")
@@ -209,13 +229,18 @@ def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) ->
 
 
 def test_no_key(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    alone = f"import os\nos.environ.pop('WANDB_API_KEY', None)\nos.environ['HOME'] = os.environ['NETRC'] = {str(tmp_path)!r}\n"
+    alone = (
+        "import os\nos.environ.pop('WANDB_API_KEY', None)\nos.environ['HOME'] = os.environ['NETRC'] = "
+        f"{str(tmp_path)!r}\n"
+    )
     printed = train("run", "--hooks.wandb", "online", "--run.max_steps", "1", config=extended(tiny_config, alone))
     assert "hooks.wandb online: " in printed and "records offline" in printed
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_a_failed_run_closes_its_trackers(train: Train, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_closes_its_trackers(
+    train: Train, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     failing = (
         "from dataclasses import replace\nfrom dali_train.hooks import Hook\n"

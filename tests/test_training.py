@@ -31,9 +31,24 @@ def events(directory: Path, kind: str) -> list[dict[str, Any]]:
 def test_it_learns_what_the_images_show(train: Train, dataset: Path, tmp_path: Path) -> None:
     """Fifty images, known by heart after a while: labels that were out of step with their images could not be."""
     train(
-        "run", "--run.epochs", "60", "--schedule.warmup_epochs", "5", "--mixup.alpha", "0", "--data.crop_area", "1", "1",
-        "--data.crop_aspect", "1", "1", "--data.horizontal_flip", "0", "--optimizer.lr", "0.02",
-    )  # fmt: skip
+        "run",
+        "--run.epochs",
+        "60",
+        "--schedule.warmup_epochs",
+        "5",
+        "--mixup.alpha",
+        "0",
+        "--data.crop_area",
+        "1",
+        "1",
+        "--data.crop_aspect",
+        "1",
+        "1",
+        "--data.horizontal_flip",
+        "0",
+        "--optimizer.lr",
+        "0.02",
+    )
     assert events(tmp_path / "run", "train")[-1]["top1"] > 0.9
 
 
@@ -73,7 +88,9 @@ def test_a_skipped_step_changes_nothing() -> None:
         return precision.step(optimizer, clip_grad_norm=1.0)
 
     assert step(1.0).isfinite()
-    before = [t.clone() for t in (*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values()))]
+    before = [
+        t.clone() for t in (*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values()))
+    ]
     assert not step(float("inf")).isfinite()
     after = [*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values())]
     assert len(before) == 6 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -84,14 +101,24 @@ def test_a_skipped_step_changes_nothing() -> None:
 
 def test_a_rate_that_destroys_the_weights_ends_the_run(train: Train, tmp_path: Path) -> None:
     output = train(
-        "run", "--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--run.max_nonfinite_steps", "3",
-        "--run.checkpoint_every_steps", "1", status=1,
-    )  # fmt: skip
+        "run",
+        "--optimizer.lr",
+        "1e38",
+        "--optimizer.clip_grad_norm",
+        "None",
+        "--run.max_nonfinite_steps",
+        "3",
+        "--run.checkpoint_every_steps",
+        "1",
+        status=1,
+    )
     assert "were not finite in 3 steps in a row, first in step" in output and "micro-batch" in output
     assert "lower optimizer.lr" in output
     (end,) = events(tmp_path / "run", "end")
     assert end["error"].startswith("NonFiniteError")
-    assert all(weight.isfinite().all() for weight in final_weights(tmp_path / "run").values()), "the last good one is kept"
+    assert all(weight.isfinite().all() for weight in final_weights(tmp_path / "run").values()), (
+        "the last good one is kept"
+    )
 
 
 def test_the_first_place_that_was_not_finite_is_named() -> None:

@@ -1,4 +1,5 @@
-"""The Flyte tasks without a cluster: what runs again and what does not, retries, resumes, pages, and how they are registered."""
+"""The Flyte tasks without a cluster: what runs again and what does not, retries, resumes, pages, and how they are
+registered."""
 
 import json
 import os
@@ -26,9 +27,12 @@ from dali_train.config import *
 
 config = Config(
     data=DataConfig(root="-", train_size=32, eval_size=32, eval_resize_to=32, horizontal_flip=0.0, num_threads=1),
-    model=ModelConfig(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)),
+    model=ModelConfig(
+        name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)
+    ),
     optimizer=OptimizerConfig(lr=1e-2), schedule=ScheduleConfig(warmup_epochs=0.5),
-    batch=BatchConfig(global_batch=128, micro_batch=64), run=RunConfig(dir="-", epochs=2), hooks=HooksConfig(log_every_steps=1),
+    batch=BatchConfig(global_batch=128, micro_batch=64), run=RunConfig(dir="-", epochs=2),
+    hooks=HooksConfig(log_every_steps=1),
 )
 """
 
@@ -65,7 +69,10 @@ def test_what_was_trained_is_not_trained_again(place: Path, capsys: pytest.Captu
     first = [accuracies, weights]
     assert re.fullmatch(r"accuracies 0\.\d{4} 0\.\d{4}", first[0])
     model = Path(first[1].removeprefix("model "))
-    assert model.name == "model.safetensors" and json.loads((model.parent / "config.json").read_text())["run"]["epochs"] == 2
+    assert (
+        model.name == "model.safetensors"
+        and json.loads((model.parent / "config.json").read_text())["run"]["epochs"] == 2
+    )
     assert "2 ranks" in (model.parent / "logs" / "rank0.log").read_text()
     # Neither the machine nor what only watches a run decides.
     assert workflow.main(words(place, "--num-processes", "1", "--hooks.log_every_steps", "5")) == 0
@@ -89,9 +96,20 @@ def test_what_was_trained_is_not_trained_again(place: Path, capsys: pytest.Captu
 
 def test_killed_and_called_again(place: Path) -> None:
     """The same weights, bit for bit, as undisturbed."""
-    more = ("--num-processes", "2", "--run.epochs", "6", "--run.checkpoint_every_steps", "1", "--run.eval_every_epochs", "None")
+    more = (
+        "--num-processes",
+        "2",
+        "--run.epochs",
+        "6",
+        "--run.checkpoint_every_steps",
+        "1",
+        "--run.eval_every_epochs",
+        "None",
+    )
     command = [sys.executable, "-m", "dali_train.workflow"]
-    doomed = subprocess.Popen([*command, *words(place, *more, work="killed")], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    doomed = subprocess.Popen(
+        [*command, *words(place, *more, work="killed")], cwd=REPOSITORY, stdout=subprocess.DEVNULL
+    )
     while not list((place / "killed").glob("runs/*/checkpoints/step-00000004")):
         assert doomed.poll() is None
         time.sleep(0.01)
@@ -103,7 +121,9 @@ def test_killed_and_called_again(place: Path) -> None:
     script = [*command, *words(place, *more, work="undisturbed")]
     assert subprocess.run(script, cwd=REPOSITORY, check=False, stdout=subprocess.DEVNULL).returncode == 0
     assert (trainings(place / "killed"), trainings(place / "undisturbed")) == ([2], [1])
-    ours, theirs = (load_file(next((place / work).glob("runs/*/model.safetensors"))) for work in ("killed", "undisturbed"))
+    ours, theirs = (
+        load_file(next((place / work).glob("runs/*/model.safetensors"))) for work in ("killed", "undisturbed")
+    )
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
@@ -147,11 +167,17 @@ def test_what_a_cluster_is_told() -> None:
     machine = workflow.Machine(gpus=2, memory="64Gi", disk="200Gi")
     task = workflow.train_task.override(resources=machine.resources(), secrets=[workflow.WANDB_KEY])
     template = translate_task_to_wire(task, SerializationContext(version="v1", root_dir=REPOSITORY)).task_template
-    assert template.metadata.retries.retries == 2 and template.metadata.interruptible and template.metadata.generates_deck.value
+    assert (
+        template.metadata.retries.retries == 2
+        and template.metadata.interruptible
+        and template.metadata.generates_deck.value
+    )
     assert template.metadata.discoverable and template.metadata.discovery_version == workflow.__version__
     assert set(template.metadata.cache_ignore_input_vars) == {"config", "files", "machine"}
     resources = template.container.resources
-    requests, limits = ({entry.name: entry.value for entry in entries} for entries in (resources.requests, resources.limits))
+    requests, limits = (
+        {entry.name: entry.value for entry in entries} for entries in (resources.requests, resources.limits)
+    )
     assert sorted(requests.values()) == ["2", "200Gi", "4", "64Gi"] and sorted(limits.values()) == ["4", "64Gi"]
     assert template.extended_resources.shared_memory.size_limit == "8Gi"
     assert [secret.key for secret in template.security_context.secrets] == ["wandb-api-key"]
@@ -159,7 +185,9 @@ def test_what_a_cluster_is_told() -> None:
 
 
 def test_without_flyte() -> None:
-    hide = "import runpy, sys; sys.modules['flyte'] = None; runpy.run_module('dali_train.workflow', run_name='__main__')"
+    hide = (
+        "import runpy, sys; sys.modules['flyte'] = None; runpy.run_module('dali_train.workflow', run_name='__main__')"
+    )
     done = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert done.returncode == 2
     assert re.fullmatch(r"dali_train.workflow needs Flyte \(.*\): pip install 'dali-train\[workflow\]'\n", done.stderr)

@@ -9,8 +9,10 @@ The table's columns:
     images per read  mean number of images that lie together in what a rank reads ahead
     reads per image  how many of the ranks read an image, on average: 1 if no two hosts read the same
     sorted, shuffled variance of a class's count in a step over that of a random order, for images that lie
-                     sorted by class (the worst case) and for images shuffled when they were converted; 1 is as good as random
-    neighbours       mean distance on disk of two images that follow each other in a micro-batch, over that of a random order
+                     sorted by class (the worst case) and for images shuffled when they were converted; 1 is as good as
+                     random
+    neighbours       mean distance on disk of two images that follow each other in a micro-batch, over that of a random
+    order
 """
 
 import argparse
@@ -31,16 +33,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path, nargs="?", metavar="DATASET", help="directory with dataset.json")
     imagined = parser.add_argument_group("without DATASET")
-    imagined.add_argument("--images", type=int, default=1_281_167, metavar="N", help="sorted by class (default: %(default)s)")
+    imagined.add_argument(
+        "--images", type=int, default=1_281_167, metavar="N", help="sorted by class (default: %(default)s)"
+    )
     imagined.add_argument("--classes", type=int, default=1000, metavar="N", help="of equal size (default: %(default)s)")
-    imagined.add_argument("--shards", type=int, default=1024, metavar="N", help="of equal length (default: %(default)s)")
+    imagined.add_argument(
+        "--shards", type=int, default=1024, metavar="N", help="of equal length (default: %(default)s)"
+    )
     step = parser.add_argument_group("a step; by default smaller where the dataset is small")
     step.add_argument("--global-batch", type=int, metavar="N", help="images (default: 32768)")
     step.add_argument("--micro-batch", type=int, metavar="N", help="images (default: 256)")
     step.add_argument("--ranks", type=int, metavar="N", help="that share its micro-batches (default: 16)")
     orders = parser.add_argument_group("orders")
-    orders.add_argument("--block-images", type=int, nargs="+", default=[128], metavar="N", help="data.block_images (default: 128)")
-    orders.add_argument("--window-blocks", type=int, nargs="+", default=[8], metavar="N", help="data.window_blocks (default: 8)")
+    orders.add_argument(
+        "--block-images", type=int, nargs="+", default=[128], metavar="N", help="data.block_images (default: 128)"
+    )
+    orders.add_argument(
+        "--window-blocks", type=int, nargs="+", default=[8], metavar="N", help="data.window_blocks (default: 8)"
+    )
     orders.add_argument(
         "--ahead",
         type=int,
@@ -63,13 +73,15 @@ def main() -> None:
     if count < global_batch:
         parser.error(f"--global-batch {global_batch} exceeds the {count} images: name a smaller one")
     if global_batch % (micro_batch * options.ranks):
-        parser.error(f"--global-batch {global_batch} is not divisible by --micro-batch {micro_batch} x --ranks {options.ranks}")
+        parser.error(
+            f"--global-batch {global_batch} is not divisible by --micro-batch {micro_batch} x --ranks {options.ranks}"
+        )
     sorted_labels = np.sort(labels)
     shuffled_labels = np.random.default_rng(0).permutation(labels)
 
     print(
-        f"{count:,} images in {shards.max() + 1:,} shards, {labels.max() + 1:,} classes; {count // global_batch} steps of "
-        f"{global_batch:,}, micro-batches of {micro_batch}, {options.ranks} ranks"
+        f"{count:,} images in {shards.max() + 1:,} shards, {labels.max() + 1:,} classes; {count // global_batch} "
+        f"steps of {global_batch:,}, micro-batches of {micro_batch}, {options.ranks} ranks"
     )
     print(f"{'':<26}{'per step':^16}{'per micro-batch':^16}{'images':>8}{'reads':>9}{'class variance':^19}{'':>11}")
     columns = f"{'order':<26}{'blocks':>8}{'shards':>8}{'blocks':>8}{'shards':>8}{'per read':>9}{'per img':>8}"
@@ -78,9 +90,12 @@ def main() -> None:
     for block_images in options.block_images:
         for window_blocks in options.window_blocks:
             blocks = Blocks(
-                num_images=count, block_images=block_images, window_blocks=window_blocks,
-                global_batch=global_batch, micro_batch=micro_batch,
-            )  # fmt: skip
+                num_images=count,
+                block_images=block_images,
+                window_blocks=window_blocks,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+            )
             compared[f"block, {window_blocks} of {block_images} images"] = SampleOrder(count, seed=0, shuffle=blocks)
     compared["none"] = SampleOrder(count, seed=0, shuffle="none")
     random_variance: tuple[float, float] | None = None
@@ -93,7 +108,9 @@ def main() -> None:
         read = [list(reads(order, steps.shape[0], rank, options)) for rank in range(options.ranks)]
         num_read = sum(len(images) for portions in read for images in portions)
         num_runs = sum(int((np.diff(np.sort(images)) > 1).sum()) + 1 for portions in read for images in portions)
-        distance = np.abs(np.diff(micro_batches, axis=1)).mean() / (count / 3)  # two random numbers below n are n / 3 apart
+        distance = np.abs(np.diff(micro_batches, axis=1)).mean() / (
+            count / 3
+        )  # two random numbers below n are n / 3 apart
         print(
             f"{name:<26}{distinct(steps // block_images):>8.0f}{distinct(shards[steps]):>8.0f}"
             f"{distinct(micro_batches // block_images):>8.1f}{distinct(shards[micro_batches]):>8.1f}"
@@ -104,7 +121,8 @@ def main() -> None:
 
 
 def fit_step(options: argparse.Namespace, count: int) -> None:
-    """Choose the sizes that were not named: those of the recipes, or powers of two with four steps or more in an epoch."""
+    """Choose the sizes that were not named: those of the recipes, or powers of two with four steps or more in an
+    epoch."""
     options.global_batch = options.global_batch or min(32_768, 1 << (count // 4).bit_length() - 1)
     options.micro_batch = options.micro_batch or max(2, min(256, options.global_batch // 4))
     options.ranks = options.ranks or max(1, min(16, options.global_batch // options.micro_batch))

@@ -2,10 +2,11 @@
 
     python tools/fuzz.py --minutes 60 [--only tar checkpoint] [--seed 7]
 
-Small real files are made first: a dataset of generated JPEGs, a tar of them, and the run of a tiny model with its checkpoint.
-Then, target by target in turns, a copy is damaged in a way that follows from the seed and the case's number, and read in a child
-process with a limit on memory and time. What may happen is in TARGETS: the reader accepts the file, or raises an error that
-is declared. Anything else is printed with the case that shows it, kept in --keep, and ends the campaign with status 1.
+Small real files are made first: a dataset of generated JPEGs, a tar of them, and the run of a tiny model with its
+checkpoint. Then, target by target in turns, a copy is damaged in a way that follows from the seed and the case's
+number, and read in a child process with a limit on memory and time. What may happen is in TARGETS: the reader accepts
+the file, or raises an error that is declared. Anything else is printed with the case that shows it, kept in --keep, and
+ends the campaign with status 1.
 
     python tools/fuzz.py --only tar --case 1234      # one case again, in this process, with its traceback
 """
@@ -54,7 +55,9 @@ from dali_train.config import *
 
 config = Config(
     data=DataConfig(root={root!r}, train_size=32, eval_resize_to=36, eval_size=32, num_threads=1),
-    model=ModelConfig(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)),
+    model=ModelConfig(
+        name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)
+    ),
     optimizer=OptimizerConfig(lr=1e-2),
     schedule=ScheduleConfig(warmup_epochs=0),
     batch=BatchConfig(global_batch=8, micro_batch=8),
@@ -68,7 +71,9 @@ class Target:
     """Which files are damaged, and who reads them. A row in TARGETS is all that a new reader needs."""
 
     files: str  # below the directory of samples, a pattern; one of them is damaged
-    copied: str  # below the directory of samples: what is copied for a case, so that the reader finds all else beside it
+    copied: (
+        str  # below the directory of samples: what is copied for a case, so that the reader finds all else beside it
+    )
     read: Callable[[Path, Path], object]  # (the copied directory, the damaged file)
     declared: tuple[type[Exception], ...] = ()  # besides DECLARED
 
@@ -93,16 +98,21 @@ TARGETS = {
     "index": Target("dataset/index/*.npy", "dataset", read_split),
     "shard": Target("dataset/train/train-*", "dataset", read_split),
     "tfrecord": Target(
-        "dataset/train/train-*", "dataset", lambda directory, damaged: index_shard(damaged, check_crc=False), (TFRecordError,)
+        "dataset/train/train-*",
+        "dataset",
+        lambda directory, damaged: index_shard(damaged, check_crc=False),
+        (TFRecordError,),
     ),
     "tar": Target("tar/images.tar", "tar", read_archive, (SourceError,)),
     "jpeg": Target(
         "images/*.jpg", "images", lambda directory, damaged: parse_jpeg_header(damaged.read_bytes()), (JpegError,)
     ),
     "checkpoint": Target("run/checkpoints/step-*/*", "run", lambda directory, damaged: load_checkpoint(damaged.parent)),
-    "status": Target("run/status.json", "run", lambda directory, damaged: (read_status(directory), newest_step(directory))),
+    "status": Target(
+        "run/status.json", "run", lambda directory, damaged: (read_status(directory), newest_step(directory))
+    ),
     "config": Target("config/*.py", "config", lambda directory, damaged: load_config(damaged)),
-}  # fmt: skip
+}
 
 
 def make_samples(directory: Path) -> None:
@@ -144,7 +154,18 @@ def damage(content: bytes, rng: random.Random) -> bytes:
             numbers = list(re.finditer(rb"\d+", data[:200_000]))
             if numbers:
                 found = rng.choice(numbers)
-                odd = [b"-1", b"0", b"1e999", b"NaN", b"null", b"99999999999999999999", b"2147483648", b'"1"', b"[]", b"0.5"]
+                odd = [
+                    b"-1",
+                    b"0",
+                    b"1e999",
+                    b"NaN",
+                    b"null",
+                    b"99999999999999999999",
+                    b"2147483648",
+                    b'"1"',
+                    b"[]",
+                    b"0.5",
+                ]
                 data[found.start() : found.end()] = rng.choice(odd)
         elif kind == "word":
             data[at : at + 8] = rng.choice([0, 1, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]).to_bytes(8, "little")
@@ -194,7 +215,9 @@ def child(name: str, seed: int, first: int, samples: Path, work: Path, pipe: Con
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    used = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line)
+    used = next(
+        int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     for case in range(first, first + CASES):
         pipe.send(None)
@@ -270,7 +293,11 @@ def run_batch(name: str, seed: int, first: int, samples: Path, work: Path, tally
         process.join(10)
         if running:
             status = process.exitcode or 0
-            fault(f"the process was ended by {signal.Signals(-status).name}" if status < 0 else f"the process ended with {status}")
+            fault(
+                f"the process was ended by {signal.Signals(-status).name}"
+                if status < 0
+                else f"the process ended with {status}"
+            )
     finally:
         process.kill()
         process.join()
@@ -313,8 +340,12 @@ def main() -> int:
         total, accepted, faults = tally.outcomes.total(), tally.outcomes["accepted"], tally.outcomes["FAULT"]
         print(f"{name:<12}{total:>8}{accepted:>10}{total - accepted - faults:>9}{faults:>8}  {len(tally.faults)}")
     if options.json:
-        found = {name: {"outcomes": tally.outcomes, "faults": list(tally.faults.values())} for name, tally in tallies.items()}
-        options.json.write_text(json.dumps({"seed": options.seed, "minutes": options.minutes, "targets": found}, indent=1) + "\n")
+        found = {
+            name: {"outcomes": tally.outcomes, "faults": list(tally.faults.values())} for name, tally in tallies.items()
+        }
+        options.json.write_text(
+            json.dumps({"seed": options.seed, "minutes": options.minutes, "targets": found}, indent=1) + "\n"
+        )
     return 1 if any(tally.faults for tally in tallies.values()) else 0
 
 

@@ -43,10 +43,24 @@ def main() -> None:
     # One thread per rank, unless the user knows better: the ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     run(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "dali_train", "train",
-        "--config", str(CONFIG), *overrides,
-        "--run.dir", str(directory), "--precision.dtype", dtype, "--batch.micro_batch", str(micro_batch),
-    )  # fmt: skip
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "dali_train",
+        "train",
+        "--config",
+        str(CONFIG),
+        *overrides,
+        "--run.dir",
+        str(directory),
+        "--precision.dtype",
+        dtype,
+        "--batch.micro_batch",
+        str(micro_batch),
+    )
     run("-m", "dali_train", "report", str(directory))
     print_results(directory, config, ranks, dtype)
 
@@ -66,7 +80,8 @@ def next_run(runs: Path) -> Path:
     """The first of run-1, run-2, ... that has not been finished: a new one, or one that was interrupted."""
     number = 1
     while any(
-        event["event"] == "end" and event["error"] is None for event in read_events(runs / f"run-{number}" / "metrics.jsonl")
+        event["event"] == "end" and event["error"] is None
+        for event in read_events(runs / f"run-{number}" / "metrics.jsonl")
     ):
         number += 1
     return runs / f"run-{number}"

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Kill a run over and over at random moments of its life, start it again each time, and compare it with an undisturbed one.
+"""Kill a run over and over at random moments of its life, start it again each time, and compare it with an undisturbed
+one.
 
     python tools/torture_resume.py --kills 200
     python tools/torture_resume.py --kills 200 --ranks 2,1,4 --shuffle block
@@ -8,8 +9,8 @@ Most kills are a SIGKILL to all ranks, in random order: at a random step, or at 
 while checkpoints are written, moved and removed. Before some, one rank is frozen for a while (SIGSTOP), so that the
 others get ahead of it. Some starts meet a full disk instead: checkpoints do not fit any more, and the run must end by
 itself. In the end the sample trace must have each image exactly once per epoch, and the weights must be equal bit for
-bit to those of a run without kills, on the same number of ranks at each step. Uses a small dataset of noise that it makes
-itself.
+bit to those of a run without kills, on the same number of ranks at each step. Uses a small dataset of noise that it
+makes itself.
 """
 
 import argparse
@@ -52,7 +53,9 @@ config = Config(
     ),
     model=ModelConfig(
         name="vit_tiny_patch16_224",
-        kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_drop_rate=0.1, drop_path_rate=0.1),
+        kwargs=dict(
+            img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, pos_drop_rate=0.1, drop_path_rate=0.1
+        ),
     ),
     optimizer=OptimizerConfig(lr=1e-2, weight_decay=0.1),
     schedule=ScheduleConfig(warmup_epochs=1),
@@ -68,19 +71,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[2], metavar="N[,N...]",
+        "--ranks",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[2],
+        metavar="N[,N...]",
         help="of the run, chosen anew for each start if there are several (default: 2)",
-    )  # fmt: skip
-    parser.add_argument("--shuffle", default="full", choices=("full", "block", "none"), help="order (default: %(default)s)")
+    )
+    parser.add_argument(
+        "--shuffle", default="full", choices=("full", "block", "none"), help="order (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="where to work, kept (default: a temporary directory)")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="where to work, kept (default: a temporary directory)"
+    )
     options = parser.parse_args()
     directory = options.directory or Path(tempfile.mkdtemp(prefix="torture-"))
     make_dataset(directory / "data")
     # Long enough that most kills fall between the first step and the last: about four steps for each.
     epochs = max(8, 4 * options.kills * 16 // NUM_IMAGES)
     for name in ("undisturbed", "killed"):
-        text = CONFIG.format(root=str(directory / "data"), run=str(directory / name), epochs=epochs, shuffle=options.shuffle)
+        text = CONFIG.format(
+            root=str(directory / "data"), run=str(directory / name), epochs=epochs, shuffle=options.shuffle
+        )
         (directory / f"{name}.py").write_text(text)
 
     total_steps = load_config(directory / "killed.py").steps(epochs, NUM_IMAGES)
@@ -93,9 +105,10 @@ def main() -> None:
             sys.exit(f"the undisturbed run ended with {statuses}: see {directory / 'undisturbed.log'}")
     problems = compare(directory / "undisturbed", directory / "killed", total_steps)
     ranks = " or ".join(map(str, options.ranks))
-    print(f"{sum(moments.values())} kills of {ranks} ranks in a run of {total_steps} steps, {epochs} epochs: " + ", ".join(
-        f"{count} {moment}" for moment, count in moments.most_common()
-    ))  # fmt: skip
+    print(
+        f"{sum(moments.values())} kills of {ranks} ranks in a run of {total_steps} steps, {epochs} epochs: "
+        + ", ".join(f"{count} {moment}" for moment, count in moments.most_common())
+    )
     for problem in problems:
         print(f"PROBLEM: {problem}")
     if not problems:
@@ -155,7 +168,13 @@ def torture(
             if event == "freeze":
                 moments["with a frozen rank"] += 1
             else:
-                moments["while a checkpoint was written" if writing else "between" if progressed else "before the first save"] += 1
+                moments[
+                    "while a checkpoint was written"
+                    if writing
+                    else "between"
+                    if progressed
+                    else "before the first save"
+                ] += 1
         print(f"{event} {time.monotonic() - started:.2f} s after its start at step {newest_step(run) or 0}", flush=True)
     statuses = start().wait()
     if set(statuses) != {0}:
@@ -164,7 +183,8 @@ def torture(
 
 
 def layouts(starts: list[tuple[int, int]], total_steps: int) -> list[tuple[int, int, int]]:
-    """On how many ranks the steps were made that count: (after this step, up to this step, ranks), as few as possible."""
+    """On how many ranks the steps were made that count: (after this step, up to this step, ranks), as few as
+    possible."""
     merged: list[tuple[int, int, int]] = []
     ends = [begin for begin, _ in starts[1:]] + [total_steps]
     for (begin, ranks), end in zip(starts, ends, strict=True):
@@ -182,7 +202,9 @@ def compare(undisturbed: Path, killed: Path, total_steps: int) -> list[str]:
     if a is None or b is None or a.step != total_steps or b.step != total_steps or warnings or more:
         return [f"last checkpoints: {a and a.path} and {b and b.path}, expected step {total_steps}; {warnings} {more}"]
     for section, tensors in a.state.items():
-        problems += [f"{section} {name} differs" for name in tensors if not torch.equal(tensors[name], b.state[section][name])]
+        problems += [
+            f"{section} {name} differs" for name in tensors if not torch.equal(tensors[name], b.state[section][name])
+        ]
     lines = [json.loads(line) for path in killed.glob("samples.rank*.jsonl") for line in path.read_text().splitlines()]
     traced = Counter((line["step"], line["k"]) for line in lines)
     if set(traced.values()) != {1} or len(traced) != total_steps * 4:
@@ -221,7 +243,12 @@ class Attempt:
         self.num_ranks = ranks
         self._processes = []
         for rank in range(ranks):
-            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+            }
             environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
             process = self._context.Process(target=run_rank, args=(config, words, environment, log))
             process.start()

@@ -27,19 +27,21 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     """
     try:
         with os.scandir(directory) as entries:
-            names = [entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+            names = [
+                entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
     except FileNotFoundError:
         for link in (directory, *directory.parents):
             if link.is_symlink() and not link.exists():
                 raise ConfigError(
-                    f"{link} is a link to {link.readlink()}, which does not exist: make it available (is a disk not mounted?), so "
-                    "that the run's checkpoints are not taken for lost, or choose another run.dir"
+                    f"{link} is a link to {link.readlink()}, which does not exist: make it available (is a disk not "
+                    "mounted?), so that the run's checkpoints are not taken for lost, or choose another run.dir"
                 ) from None
         return []
     except OSError as error:
         raise ConfigError(
-            f"the checkpoints in {directory} cannot be listed ({error.strerror}): it must be a directory that can be read; "
-            "mend that, or choose another run.dir"
+            f"the checkpoints in {directory} cannot be listed ({error.strerror}): it must be a directory that can be "
+            "read; mend that, or choose another run.dir"
         ) from None
     return sorted((directory / name for name in names), key=step_of)
 
@@ -51,7 +53,8 @@ def step_of(path: Path) -> int:
 
 
 def saved_top1(path: Path) -> float | None:
-    """The accuracy of a checkpoint, a fraction, if it was evaluated: in a file beside the manifest, since it comes later."""
+    """The accuracy of a checkpoint, a fraction, if it was evaluated: in a file beside the manifest, since it comes
+    later."""
     try:
         top1 = float(json.loads(read_regular(path / SCORE, 1000))["top1"])
         return top1 if math.isfinite(top1) else None
@@ -81,7 +84,9 @@ def wrong_path(path: Path) -> str:
             return f"{path} is not a directory, as a checkpoint is: name one, such as RUN/checkpoints/newest"
     except OSError as error:
         return f"{path} cannot be read ({error.strerror}): use a path that can"
-    return f"{path}: no such directory; a checkpoint is named like RUN/checkpoints/newest or RUN/checkpoints/step-00001000"
+    return (
+        f"{path}: no such directory; a checkpoint is named like RUN/checkpoints/newest or RUN/checkpoints/step-00001000"
+    )
 
 
 def resolve_checkpoint(run_dir: Path, which: str) -> Path:
@@ -95,7 +100,9 @@ def resolve_checkpoint(run_dir: Path, which: str) -> Path:
         if not inside.is_dir():
             if not run_dir.is_dir():
                 raise ConfigError(f"{run_dir}: no such directory; name that of a run")
-            reason = "no evaluation was saved" if (run_dir / "checkpoints" / "newest").is_dir() else "it has no checkpoints"
+            reason = (
+                "no evaluation was saved" if (run_dir / "checkpoints" / "newest").is_dir() else "it has no checkpoints"
+            )
             raise ConfigError(f"{run_dir} has no {which} checkpoint: {reason}")
         return inside.resolve()
     path = inside if not Path(which).exists() and inside.is_dir() else Path(which)
@@ -114,7 +121,9 @@ def point_link(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to its sibling `target`, in one move."""
     fresh = link.with_name(f".{link.name}.partial")
     for path in (link, fresh):
-        if os.path.lexists(path) and not path.is_symlink():  # such as a copy of the directory that has followed the link
+        if (
+            os.path.lexists(path) and not path.is_symlink()
+        ):  # such as a copy of the directory that has followed the link
             set_aside(path)
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target.name)

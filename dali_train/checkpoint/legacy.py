@@ -20,10 +20,18 @@ _MAX_METADATA_BYTES = 256 * 2**20
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
-}  # fmt: skip
+}
 
 
 def read_tensors(directory: Path, names: set[str]) -> Tensors:
@@ -47,7 +55,10 @@ def read_tensors(directory: Path, names: set[str]) -> Tensors:
             file.seek(offset)
             tensor = torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
         (sizes,), dtype = entry["size"].arguments, entry["properties"].state[0]
-        if type(tensor) is not torch.Tensor or (tuple(tensor.shape), tensor.dtype) != (sizes, _DTYPES.get(dtype.__name__)):
+        if type(tensor) is not torch.Tensor or (tuple(tensor.shape), tensor.dtype) != (
+            sizes,
+            _DTYPES.get(dtype.__name__),
+        ):
             raise CheckpointError(f"{directory}: {name} is not the tensor that {METADATA} describes")
         tensors[name] = tensor
     return tensors

@@ -78,14 +78,17 @@ def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tupl
         faults.append(fault)
     if faults:
         raise CheckpointError(
-            f"no checkpoint in {directory} is complete: {'; '.join(faults)}. Restore one from a copy, or choose another run.dir "
-            "to start at step 0"
+            f"no checkpoint in {directory} is complete: {'; '.join(faults)}. Restore one from a copy, or choose "
+            "another run.dir to start at step 0"
         )
     return None, []
 
 
-def find_checkpoint(resume: str, directory: Path, group: dist.ProcessGroup | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that run.resume names (``auto``, ``never`` or a path), and warnings. With a `group`, for all its ranks.
+def find_checkpoint(
+    resume: str, directory: Path, group: dist.ProcessGroup | None = None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that run.resume names (``auto``, ``never`` or a path), and warnings. With a `group`, for all its
+    ranks.
 
     A path to another run's checkpoint is where this run begins. Once it has checkpoints of its own it resumes from
     those, so that the same command serves to start it again.
@@ -101,8 +104,8 @@ def find_checkpoint(resume: str, directory: Path, group: dist.ProcessGroup | Non
     if resume == "never":
         if existing:
             raise ConfigError(
-                f"run.resume is never, but {directory} has {len(existing)} checkpoints: choose another run.dir, or set run.resume "
-                "auto to resume from the newest"
+                f"run.resume is never, but {directory} has {len(existing)} checkpoints: choose another run.dir, or "
+                "set run.resume auto to resume from the newest"
             )
         return None, []
     named = Path(resume)

@@ -25,7 +25,11 @@ MODEL_FILE = "model.safetensors"
 
 
 def load_model(
-    run_dir: Path | str, checkpoint: str | None = None, *, weights: Weights | None = None, device: torch.device | str = "cpu"
+    run_dir: Path | str,
+    checkpoint: str | None = None,
+    *,
+    weights: Weights | None = None,
+    device: torch.device | str = "cpu",
 ) -> nn.Module:
     """The timm model of a run, in evaluation mode: see `load_trained`.
 
@@ -54,7 +58,8 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
 
     Args:
         checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest where nothing was evaluated.
-        weights: ``raw`` or ``ema``; None: the moving average if the checkpoint has one, by which the best is chosen too.
+        weights: ``raw`` or ``ema``; None: the moving average if the checkpoint has one, by which the best is chosen
+            too.
 
     Raises:
         ConfigError, CheckpointError: no such run, no such checkpoint, or no moving average in it.
@@ -67,7 +72,9 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.get("class_names") or Manifest.read(Path(config.data.root)).class_names)
     chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
-    plain = replace(config.model, compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False)
+    plain = replace(
+        config.model, compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False
+    )
     model = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
     return TrainedModel(config=config, checkpoint=loaded, weights=chosen, class_names=names, model=model.float().eval())
 
@@ -82,17 +89,20 @@ def model_from(
     """
     section = "ema" if weights == "ema" else "model"
     if section not in checkpoint.state:
-        raise ConfigError(f"{checkpoint.path} has no moving average of the weights: ask for raw, or train with ema.decay")
+        raise ConfigError(
+            f"{checkpoint.path} has no moving average of the weights: ask for raw, or train with ema.decay"
+        )
     model = build_model(config, num_classes, device)
     restore_weights(checkpoint, model, section)
     return model
 
 
 def write_model(run_dir: Path, step: int) -> Path:
-    """Write ``model.safetensors``: the weights that the checkpoint of `step` holds, or their moving average if there is one.
+    """Write ``model.safetensors``: the weights that the checkpoint of `step` holds, or their moving average if there is
+    one.
 
-    For other programs: ``timm.create_model(NAME, **KWARGS).load_state_dict(safetensors.torch.load_file(...))``, with name and
-    arguments from config.json.
+    For other programs: ``timm.create_model(NAME, **KWARGS).load_state_dict(safetensors.torch.load_file(...))``, with
+    name and arguments from config.json.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the file cannot be written.
@@ -104,7 +114,7 @@ def write_model(run_dir: Path, step: int) -> Path:
         write_atomically(path, save(tensors, metadata={"format": "pt", "weights": weights, "step": str(step)}))
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written ({error}): make room or permission there and start the same command again; nothing is "
-            "trained twice"
+            f"{path} cannot be written ({error}): make room or permission there and start the same command again; "
+            "nothing is trained twice"
         ) from error
     return path

@@ -1,4 +1,5 @@
-"""What a config says about the training, as a fingerprint: resuming with another recipe is a decision and not an accident."""
+"""What a config says about the training, as a fingerprint: resuming with another recipe is a decision and not an
+accident."""
 
 import hashlib
 import json
@@ -15,7 +16,8 @@ from dali_train.errors import ConfigError
 
 
 def recipe(config: Config, split: Split) -> dict[str, Any]:
-    """Everything that decides what is computed, as plain JSON values by field name: the config's part and the dataset."""
+    """Everything that decides what is computed, as plain JSON values by field name: the config's part and the
+    dataset."""
     # Sizes and labels in the order of the index: what crops, targets and sample order follow from. Where the shards lie
     # and how they are cut does not matter.
     columns = hashlib.sha256()
@@ -51,8 +53,8 @@ def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: boo
     difference = f"the recipe is not the one of {checkpoint.path}: " + "; ".join(changes)
     if not accept:
         raise ConfigError(
-            f"{difference}. Set it back, choose another run.dir to start anew, or set run.accept_changed_recipe true to "
-            "resume with the change"
+            f"{difference}. Set it back, choose another run.dir to start anew, or set run.accept_changed_recipe true "
+            "to resume with the change"
         )
     return [f"{difference}; resuming with the change, as run.accept_changed_recipe says"]
 
@@ -60,8 +62,8 @@ def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: boo
 def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """What differs between two recipes, as "NAME OLD -> NEW".
 
-    A setting that one of them lacks has its default there: a checkpoint may be older than the setting. One that is no longer
-    part of the recipe does not count.
+    A setting that one of them lacks has its default there: a checkpoint may be older than the setting. One that is no
+    longer part of the recipe does not count.
     """
     names = sorted(name for name in {*saved, *current} if name not in SETTINGS or not SETTINGS[name].machine)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]

@@ -35,10 +35,13 @@ class CheckpointWriter:
         group: of all ranks, for host memory and used by nobody else; None for a single process.
         keep: newest checkpoints that are kept.
         keep_best: checkpoints with the best top-1 that are kept besides.
-        num_stages: of a pipeline, each of as many neighbouring ranks; ranks of one stage have tensors of the same names.
+        num_stages: of a pipeline, each of as many neighbouring ranks; ranks of one stage have tensors of the same
+            names.
     """
 
-    def __init__(self, directory: Path, group: dist.ProcessGroup | None, *, keep: int, keep_best: int, num_stages: int = 1) -> None:
+    def __init__(
+        self, directory: Path, group: dist.ProcessGroup | None, *, keep: int, keep_best: int, num_stages: int = 1
+    ) -> None:
         self._directory = directory
         self._group = group
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
@@ -108,7 +111,9 @@ class CheckpointWriter:
         self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise CheckpointError(f"could not save a checkpoint in {self._directory}: {self._explain(error)}") from error
+            raise CheckpointError(
+                f"could not save a checkpoint in {self._directory}: {self._explain(error)}"
+            ) from error
 
     def join(self) -> None:
         """Let the last save end, well or not: for when the run fails anyway."""
@@ -116,7 +121,8 @@ class CheckpointWriter:
             self._thread.join()
 
     def _share(self, flat: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names that this rank writes: of similar size for some ranks of each stage, which are spread over the nodes."""
+        """The names that this rank writes: of similar size for some ranks of each stage, which are spread over the
+        nodes."""
         sharded = [name for name, tensor in flat.items() if isinstance(tensor, DTensor)]
         ranks = self._world_size // self._num_stages
         writers = min(ranks, max(1, _MAX_WRITERS // self._num_stages))
@@ -132,8 +138,12 @@ class CheckpointWriter:
         for name, tensor in tensors.items():
             part = local(tensor).detach()
             if name not in self._host:
-                host = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda, memory_format=torch.contiguous_format)
-                self._host[name] = DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
+                host = torch.empty_like(
+                    part, device="cpu", pin_memory=part.is_cuda, memory_format=torch.contiguous_format
+                )
+                self._host[name] = (
+                    DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
+                )
             local(self._host[name]).copy_(part, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
@@ -170,7 +180,8 @@ class CheckpointWriter:
         self._retire()
 
     def _retire(self) -> None:
-        """Point to the newest and the best checkpoint, and remove those that are neither among the newest nor the best."""
+        """Point to the newest and the best checkpoint, and remove those that are neither among the newest nor the
+        best."""
         paths = checkpoint_paths(self._directory)
         scores = {path: top1 for path in paths if (top1 := saved_top1(path)) is not None}
         best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)
@@ -204,13 +215,17 @@ class CheckpointWriter:
 
     def _explain(self, error: BaseException) -> str:
         """The first cause on each rank that has one, and what to do if there was no room."""
-        failures = {rank: cause for rank, (cause, _) in error.failures.items()} if isinstance(error, CheckpointException) else {}
+        failures = (
+            {rank: cause for rank, (cause, _) in error.failures.items()}
+            if isinstance(error, CheckpointException)
+            else {}
+        )
         causes = list(failures.values()) or [error]
         text = "; ".join(f"{cause} (rank {rank})" for rank, cause in failures.items()) or str(error)
         if any(isinstance(cause, OSError) and cause.errno in NO_SPACE for cause in causes):
             free = shutil.disk_usage(self._directory).free
             text += (
-                f". A checkpoint needs {self._num_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free (a quota may allow less): "
-                "make room and start the same command again"
+                f". A checkpoint needs {self._num_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free (a quota "
+                "may allow less): make room and start the same command again"
             )
         return text

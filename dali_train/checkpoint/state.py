@@ -41,9 +41,12 @@ def from_timm_order(name: str, tensor: torch.Tensor, order: TimmOrder | None) ->
 
 
 def capture(
-    model: nn.Module, optimizer: Optimizer, precision: Precision, parallel: Parallel | None = None,
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    parallel: Parallel | None = None,
     group: dist.ProcessGroup | None = None,
-) -> tuple[dict[str, Tensors], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Tensors], dict[str, Any]]:
     """(tensors, plain values) of the run, as `restore` takes them. All ranks call this together.
 
     Args:
@@ -76,11 +79,15 @@ def capture(
     saved = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
     weights: Tensors = get_model_state_dict(model)  # type: ignore[assignment]  # its other kinds of values are FSDP1's
     values = {"optimizer": saved, "scaler": precision.scaler.state_dict()}
-    return {"model": {name: in_timm_order(name, tensor, order) for name, tensor in weights.items()}, "optimizer": tensors}, values
+    return {
+        "model": {name: in_timm_order(name, tensor, order) for name, tensor in weights.items()},
+        "optimizer": tensors,
+    }, values
 
 
 def capture_loader(loader: Loader, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Plain values, if the loader has any: {"loader": its state on each rank of `group`}. All ranks call this together."""
+    """Plain values, if the loader has any: {"loader": its state on each rank of `group`}. All ranks call this
+    together."""
     state = loader.state()
     if not state:
         return {}
@@ -92,9 +99,14 @@ def capture_loader(loader: Loader, group: dist.ProcessGroup | None) -> dict[str,
 
 
 def restore(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, precision: Precision, parallel: Parallel | None = None
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    parallel: Parallel | None = None,
 ) -> list[str]:
-    """Put the weights, optimizer state and counters of `checkpoint` in place. Rates and the like stay those of the config.
+    """Put the weights, optimizer state and counters of `checkpoint` in place. Rates and the like stay those of the
+    config.
 
     Args:
         parallel: how the model is spread; None: not at all.
@@ -113,7 +125,9 @@ def restore(
     return warnings
 
 
-def restore_weights(checkpoint: Checkpoint, model: nn.Module, section: str = "model", *, parallel: Parallel | None = None) -> None:
+def restore_weights(
+    checkpoint: Checkpoint, model: nn.Module, section: str = "model", *, parallel: Parallel | None = None
+) -> None:
     """Put the weights in `section` of a checkpoint in place: "model", or "ema" for their moving average.
 
     Raises:
@@ -132,8 +146,8 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module, section: str = "mo
     if misfits:
         more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
         raise ConfigError(
-            f"the weights of {checkpoint.path} do not fit the model of this config: {'; '.join(misfits[:3])}{more}. Set model.name "
-            "and model.kwargs as they were, or choose another run.dir to start anew"
+            f"the weights of {checkpoint.path} do not fit the model of this config: {'; '.join(misfits[:3])}{more}. "
+            "Set model.name and model.kwargs as they were, or choose another run.dir to start anew"
         )
     order = parallel.order if parallel is not None else None
     weights: dict[str, Any] = {
@@ -142,7 +156,9 @@ def restore_weights(checkpoint: Checkpoint, model: nn.Module, section: str = "mo
     set_model_state_dict(model, weights)
 
 
-def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, order: TimmOrder | None) -> list[str]:
+def _restore_optimizer(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, order: TimmOrder | None
+) -> list[str]:
     saved = checkpoint.values.get("optimizer", {"class": "none", "groups": [], "numbers": {}})
     if saved["class"] != type(optimizer).__name__:
         return [f"{checkpoint.path} holds the state of {saved['class']}: {type(optimizer).__name__} starts without one"]
@@ -153,7 +169,11 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
         group.update({key: value for key, value in counter.items() if key not in group})
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
-    named = {name: (parameter, group) for name, parameter in model.named_parameters() for group in _group_of(parameter, optimizer)}
+    named = {
+        name: (parameter, group)
+        for name, parameter in model.named_parameters()
+        for group in _group_of(parameter, optimizer)
+    }
     for name, value in (*checkpoint.state.get("optimizer", {}).items(), *saved["numbers"].items()):
         owner, _, key = name.removeprefix("state.").rpartition(".")
         if owner not in named:  # a parameter that is not trained any more

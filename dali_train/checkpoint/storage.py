@@ -54,11 +54,21 @@ class Manifest:
         require(self.top1 is None or (_is_number(self.top1) and math.isfinite(self.top1)), "top1", "a number")
         require(isinstance(self.values, dict), "values", "an object")
         for name, fits in _KINDS.items():
-            require(name not in self.values or fits(self.values[name]), f"values.{name}", "what a checkpoint holds there")
+            require(
+                name not in self.values or fits(self.values[name]), f"values.{name}", "what a checkpoint holds there"
+            )
         require(isinstance(self.files, dict) and 0 < len(self.files) < 10**6, "files", "an object with names of files")
         for name, digest in self.files.items():
-            require(re.fullmatch(r"[\w.-]+", name) is not None and name not in (".", ".."), f"files: {name!r}", "a plain file name")
-            require(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None, f"files.{name}", "a SHA-256")
+            require(
+                re.fullmatch(r"[\w.-]+", name) is not None and name not in (".", ".."),
+                f"files: {name!r}",
+                "a plain file name",
+            )
+            require(
+                isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None,
+                f"files.{name}",
+                "a SHA-256",
+            )
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -110,13 +120,16 @@ class Writer(dcp.HuggingFaceStorageWriter):
 
 
 def read_tensors(directory: Path, names: set[str]) -> Tensors:
-    """All tensors in the safetensors files of these `names`, on the CPU and complete, whatever layout of ranks wrote them.
+    """All tensors in the safetensors files of these `names`, on the CPU and complete, whatever layout of ranks wrote
+    them.
 
     Raises:
         CheckpointError: a tensor lacks a part, or there are safetensors files of other names.
     """
     if foreign := {path.name for path in directory.glob("*.safetensors")} - names:
-        raise CheckpointError(f"{directory / min(foreign)} does not belong to this checkpoint: {MANIFEST} does not name it")
+        raise CheckpointError(
+            f"{directory / min(foreign)} does not belong to this checkpoint: {MANIFEST} does not name it"
+        )
     reader = dcp.HuggingFaceStorageReader(str(directory))
     tensors: Tensors = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():

@@ -1,9 +1,10 @@
 """``dali-train data``: make, index, check and show datasets.
 
-Exit status: 0 done, 2 a mistake in the command or in what it is given, 1 a failure (a full disk, damaged records, no network)
-or faults that `verify` found, 130 stopped with Ctrl-C.
+Exit status: 0 done, 2 a mistake in the command or in what it is given, 1 a failure (a full disk, damaged records, no
+network) or faults that `verify` found, 130 stopped with Ctrl-C.
 
-The modules that do the work are imported by the commands that need them, so that ``dali-train --help`` need not wait for them.
+The modules that do the work are imported by the commands that need them, so that ``dali-train --help`` need not wait
+for them.
 """
 
 import argparse
@@ -39,14 +40,20 @@ def run(options: argparse.Namespace, unknown: Sequence[str]) -> int:
 
 
 def run_tool(name: str, work: Callable[[], int]) -> int:
-    """What `work` returns; an error becomes one line for people and the exit status that says of which kind it is (see above)."""
+    """What `work` returns; an error becomes one line for people and the exit status that says of which kind it is (see
+    above)."""
     from dali_train.data.convert.archive import SourceError
     from dali_train.data.convert.download import DownloadError
     from dali_train.data.convert.image import EncodingOptionsError
     from dali_train.data.convert.run import ConversionError, ConversionFailedError
     from dali_train.data.dataset.tfrecord import TFRecordError
 
-    mistakes = (ConversionError, EncodingOptionsError, SourceError, DatasetError)  # in the command, or in what it is given
+    mistakes = (
+        ConversionError,
+        EncodingOptionsError,
+        SourceError,
+        DatasetError,
+    )  # in the command, or in what it is given
     try:
         return work()
     except (*mistakes, ConversionFailedError, DownloadError, TFRecordError, OSError) as error:
@@ -67,8 +74,12 @@ def main(action: str, arguments: Sequence[str] | None = None) -> int:
 def _add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def add(name: str, text: str, work: Callable[[argparse.Namespace], int], details: str = "") -> argparse.ArgumentParser:
-        action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text, epilog=details, allow_abbrev=False)
+    def add(
+        name: str, text: str, work: Callable[[argparse.Namespace], int], details: str = ""
+    ) -> argparse.ArgumentParser:
+        action: argparse.ArgumentParser = actions.add_parser(
+            name, help=text, description=text, epilog=details, allow_abbrev=False
+        )
         action.set_defaults(work=work)
         return action
 
@@ -77,8 +88,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
             "convert",
             "Convert an image dataset into shuffled, verified, indexed TFRecords.",
             _convert,
-            "The result is the same, bit for bit, for any number of workers. A run that was stopped, killed or out of disk space "
-            "resumes when the same command is started again.",
+            "The result is the same, bit for bit, for any number of workers. A run that was stopped, killed or out "
+            "of disk space resumes when the same command is started again.",
         )
     )
     _add_index(
@@ -86,23 +97,35 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
             "index",
             "Index TFRecords that someone else wrote, so that training can read them.",
             _index,
-            "They lie in DATASET/train and DATASET/validation (or val), or as train-* and validation-* (or val-*) in DATASET. "
-            "Shards that lie elsewhere than in OUT/train and OUT/validation are linked there.",
+            "They lie in DATASET/train and DATASET/validation (or val), or as train-* and validation-* (or val-*) "
+            "in DATASET. Shards that lie elsewhere than in OUT/train and OUT/validation are linked there.",
         )
     )
     _add_subset(
-        add("subset", "Make a smaller dataset of some classes and images of another one, renumbered in their old order.", _subset)
+        add(
+            "subset",
+            "Make a smaller dataset of some classes and images of another one, renumbered in their old order.",
+            _subset,
+        )
     )
     _add_verify(
         add(
             "verify",
-            "Check a dataset: records against checksums, index against records, manifest against files, images, duplicates.",
+            "Check a dataset: records against checksums, index against records, manifest against files, images, "
+            "duplicates.",
             _verify,
-            "Exit status 0: nothing is wrong. 1: something is, and each fault has a line. Notes, such as images with the same "
-            "bytes under two labels, are faults of the source rather than of the files: they are printed and do not count.",
+            "Exit status 0: nothing is wrong. 1: something is, and each fault has a line. Notes, such as images "
+            "with the same bytes under two labels, are faults of the source rather than of the files: they are "
+            "printed and do not count.",
         )
     )
-    _add_show(add("show", "Show a dataset: counts and size histograms as text, and a contact sheet of its images as PNG.", _show))
+    _add_show(
+        add(
+            "show",
+            "Show a dataset: counts and size histograms as text, and a contact sheet of its images as PNG.",
+            _show,
+        )
+    )
 
 
 def _positive(text: str) -> int:
@@ -113,7 +136,9 @@ def _positive(text: str) -> int:
 
 def _add_workers(parser: argparse._ActionsContainer) -> None:
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, metavar="N", help=f"threads (default: one per core, {cores} here)")
+    parser.add_argument(
+        "--workers", type=int, default=cores, metavar="N", help=f"threads (default: one per core, {cores} here)"
+    )
 
 
 # data convert
@@ -128,8 +153,12 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
     command = add("imagenet", "ImageNet (ILSVRC 2012) from the official archives, without unpacking them.")
     command.add_argument("--train-archive", type=Path, metavar="FILE", help="ILSVRC2012_img_train.tar")
-    command.add_argument("--validation-archive", type=Path, metavar="FILE", help="ILSVRC2012_img_val.tar; needs --devkit")
-    command.add_argument("--devkit", type=Path, metavar="FILE", help="ILSVRC2012_devkit_t12.tar.gz: the validation labels")
+    command.add_argument(
+        "--validation-archive", type=Path, metavar="FILE", help="ILSVRC2012_img_val.tar; needs --devkit"
+    )
+    command.add_argument(
+        "--devkit", type=Path, metavar="FILE", help="ILSVRC2012_devkit_t12.tar.gz: the validation labels"
+    )
 
     command = add("folder", "Image files in one folder per class, in directories or tar archives.")
     command.add_argument(
@@ -139,7 +168,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         help="holds CLASS/name.jpg, the sorted names are the labels; or train/ and val/ or test/",
     )
     command.add_argument("--validation", type=Path, metavar="DIR", help="the same classes")
-    command.add_argument("--validation-fraction", type=float, metavar="F", help="instead: hold out this part of each class")
+    command.add_argument(
+        "--validation-fraction", type=float, metavar="F", help="instead: hold out this part of each class"
+    )
 
     downloadable = {
         "cifar10": "CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
@@ -148,13 +179,18 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     }
     for name, text in downloadable.items():
         command = add(name, text)
-        command.add_argument("--source", type=Path, metavar="PATH", help="the published files, or where --download puts them")
-        command.add_argument("--download", action="store_true", help="fetch the files that are not there yet, checksums checked")
+        command.add_argument(
+            "--source", type=Path, metavar="PATH", help="the published files, or where --download puts them"
+        )
+        command.add_argument(
+            "--download", action="store_true", help="fetch the files that are not there yet, checksums checked"
+        )
         command.add_argument("--mirror", metavar="URL", help=f"fetch from here instead of {DOWNLOADS[name].address}")
     add(
         "digits",
-        "scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which is ordered "
-        "by writer, is the validation split: digits of writers that training never sees, a harder test than a random split.",
+        "scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which is "
+        "ordered by writer, is the validation split: digits of writers that training never sees, a harder test than "
+        "a random split.",
     )
 
 
@@ -164,26 +200,42 @@ def _conversion_options() -> argparse.ArgumentParser:
     group = parser.add_argument_group("shards")
     group.add_argument("--train-shards", type=int, metavar="N", help="default: 1024, fewer for a small set")
     group.add_argument("--validation-shards", type=int, metavar="N", help="default: 128, fewer for a small set")
-    group.add_argument("--seed", type=int, default=0, help="seed of the order of the images over all shards (default: 0)")
+    group.add_argument(
+        "--seed", type=int, default=0, help="seed of the order of the images over all shards (default: 0)"
+    )
     _add_workers(group)
     group = parser.add_argument_group("images")
     group.add_argument(
-        "--format", choices=("jpeg", "raw"), default="jpeg",
+        "--format",
+        choices=("jpeg", "raw"),
+        default="jpeg",
         help="raw: RGB pixels that need no decoder, for images of a few thousand pixels (default: jpeg)",
-    )  # fmt: skip
+    )
     size = group.add_mutually_exclusive_group()
     size.add_argument("--max-side", type=int, metavar="PIXELS", help="shrink images whose longer side exceeds this")
     size.add_argument("--short-side", type=int, metavar="PIXELS", help="shrink images whose shorter side exceeds this")
     group.add_argument(
-        "--quality", type=int, default=95, metavar="Q", help="JPEG quality of what must be encoded anew (default: %(default)s)"
+        "--quality",
+        type=int,
+        default=95,
+        metavar="Q",
+        help="JPEG quality of what must be encoded anew (default: %(default)s)",
     )
     group.add_argument(
-        "--no-decode-check", dest="decode_check", action="store_false", help="do not decode the images that stay as they are"
+        "--no-decode-check",
+        dest="decode_check",
+        action="store_false",
+        help="do not decode the images that stay as they are",
     )
     group.add_argument(
-        "--on-bad", choices=("fail", "skip"), default="fail",
-        help="images that cannot be decoded, named in quarantine.jsonl: fail when all are known, or leave them out (default: fail)",
-    )  # fmt: skip
+        "--on-bad",
+        choices=("fail", "skip"),
+        default="fail",
+        help=(
+            "images that cannot be decoded, named in quarantine.jsonl: fail when all are known, or leave them out "
+            "(default: fail)"
+        ),
+    )
     return parser
 
 
@@ -224,7 +276,9 @@ def _sources(options: argparse.Namespace) -> Any:
         case "imagenet":
             return imagenet(options.train_archive, options.validation_archive, options.devkit)
         case "folder":
-            return folders(options.train, options.validation, validation_fraction=options.validation_fraction, seed=options.seed)
+            return folders(
+                options.train, options.validation, validation_fraction=options.validation_fraction, seed=options.seed
+            )
         case "digits":
             return digits()
     source = _downloaded(options) if options.download else options.source
@@ -253,15 +307,22 @@ def _downloaded(options: argparse.Namespace) -> Path:
 def _add_index(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with the TFRecords")
     parser.add_argument(
-        "--out", type=Path, metavar="OUT", help="directory of the index, e.g. where DATASET is read-only (default: DATASET)"
+        "--out",
+        type=Path,
+        metavar="OUT",
+        help="directory of the index, e.g. where DATASET is read-only (default: DATASET)",
     )
     parser.add_argument(
         "--label-base", type=int, default=1, metavar="N", help="label of the first class (default: 1, as for ImageNet)"
     )
     parser.add_argument("--num-classes", type=int, metavar="N", help="default: the largest label decides")
     parser.add_argument("--image-key", metavar="NAME", help="the feature that holds the image (default: image/encoded)")
-    parser.add_argument("--label-key", metavar="NAME", help="the feature that holds the label (default: image/class/label)")
-    parser.add_argument("--no-crc", dest="check_crc", action="store_false", help="check only the framing: far less is read")
+    parser.add_argument(
+        "--label-key", metavar="NAME", help="the feature that holds the label (default: image/class/label)"
+    )
+    parser.add_argument(
+        "--no-crc", dest="check_crc", action="store_false", help="check only the framing: far less is read"
+    )
     _add_workers(parser)
 
 
@@ -285,7 +346,9 @@ def _index(options: argparse.Namespace) -> int:
         print(f"{name}: {split.num_records:,} images in {len(split.shards)} shards, {manifest.num_classes} classes")
     unused = unused_classes(out)
     if unused:
-        labels = ", ".join(str(number + manifest.label_base) for number in unused[:10]) + (", ..." if len(unused) > 10 else "")
+        labels = ", ".join(str(number + manifest.label_base) for number in unused[:10]) + (
+            ", ..." if len(unused) > 10 else ""
+        )
         print(f"note: no record has the label {labels}: {len(unused)} of {manifest.num_classes} classes are unused")
     return 0
 
@@ -303,7 +366,9 @@ def _add_subset(parser: argparse.ArgumentParser) -> None:
         "--images-per-class", type=int, metavar="N", help="at most N training images of each class, chosen by --seed"
     )
     parser.add_argument("--train-shards", type=int, metavar="N", help="default: by the amount of data, at most 1024")
-    parser.add_argument("--validation-shards", type=int, metavar="N", help="default: by the amount of data, at most 128")
+    parser.add_argument(
+        "--validation-shards", type=int, metavar="N", help="default: by the amount of data, at most 128"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice and of the order (default: 0)")
     _add_workers(parser)
 
@@ -342,7 +407,9 @@ def _subset(options: argparse.Namespace) -> int:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", type=Path, metavar="DATASET")
     parser.add_argument("--sample", type=_positive, metavar="N", help="check N records per split instead of all")
-    parser.add_argument("--no-decode", dest="decode", action="store_false", help="do not decode the images, which takes longest")
+    parser.add_argument(
+        "--no-decode", dest="decode", action="store_false", help="do not decode the images, which takes longest"
+    )
     _add_workers(parser)
 
 
@@ -363,9 +430,15 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", type=Path, metavar="DATASET")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for SPLIT.png (default: DATASET/contact_sheets)")
-    parser.add_argument("--rows", type=_positive, default=5, metavar="N", help="rows of images per sheet (default: %(default)s)")
-    parser.add_argument("--columns", type=_positive, default=8, metavar="N", help="images per row (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="directory for SPLIT.png (default: DATASET/contact_sheets)"
+    )
+    parser.add_argument(
+        "--rows", type=_positive, default=5, metavar="N", help="rows of images per sheet (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--columns", type=_positive, default=8, metavar="N", help="images per row (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice of images (default: 0)")
 
 

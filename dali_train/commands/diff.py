@@ -1,7 +1,7 @@
 """``dali-train diff``: why two runs differ, from settings through samples to losses.
 
-A run keeps no record of its samples and needs none: they are a function of its settings (the invariant), so they are computed
-again here, for both runs, and compared in the order in which training met them.
+A run keeps no record of its samples and needs none: they are a function of its settings (the invariant), so they are
+computed again here, for both runs, and compared in the order in which training met them.
 """
 
 import dataclasses
@@ -63,11 +63,14 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
     for config in (first, second):
         if config.data.reader == "stream":
             raise ConfigError(
-                f"{config.run.dir} used data.reader stream: its samples depend on the number of ranks and cannot be computed again"
+                f"{config.run.dir} used data.reader stream: its samples depend on the number of ranks and cannot be "
+                "computed again"
             )
     splits = [Split(config.data.root, "train", local=False) for config in (first, second)]
     sources = [MicroBatches(split.rows, config) for split, config in zip(splits, (first, second), strict=True)]
-    lengths = [config.steps(config.run.epochs, len(split)) for split, config in zip(splits, (first, second), strict=True)]
+    lengths = [
+        config.steps(config.run.epochs, len(split)) for split, config in zip(splits, (first, second), strict=True)
+    ]
     num_per_step = [source.num_per_step for source in sources]
     for step in range(min(steps, *lengths)):
         for k in range(min(num_per_step)):
@@ -92,8 +95,8 @@ def compare_losses(first: Path, second: Path) -> str:
     largest = max(relative, key=lambda step: relative[step])
     at = different[0]
     return (
-        f"first difference: step {at}, {ours[at]!r} | {theirs[at]!r} ({relative[at]:.1e} relative); largest at step {largest}, "
-        f"{relative[largest]:.1e}; {len(different)} of {len(common)} lines differ"
+        f"first difference: step {at}, {ours[at]!r} | {theirs[at]!r} ({relative[at]:.1e} relative); largest at step "
+        f"{largest}, {relative[largest]:.1e}; {len(different)} of {len(common)} lines differ"
     )
 
 

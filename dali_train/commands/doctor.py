@@ -82,9 +82,14 @@ def versions() -> Iterator[Finding]:
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
         at_least = ".".join(map(str, needed))
         yield Finding(
-            package, "pass" if numbers >= needed else "fail", version, "" if numbers >= needed else f"install {package}>={at_least}"
+            package,
+            "pass" if numbers >= needed else "fail",
+            version,
+            "" if numbers >= needed else f"install {package}>={at_least}",
         )
-    dalis = [name for d in importlib.metadata.distributions() if (name := d.metadata["Name"]).startswith("nvidia-dali-cuda")]
+    dalis = [
+        name for d in importlib.metadata.distributions() if (name := d.metadata["Name"]).startswith("nvidia-dali-cuda")
+    ]
     if len(dalis) != 1:
         yield Finding("dali", "fail", f"{len(dalis)} packages {dalis}", "install exactly one nvidia-dali-cuda package")
         return
@@ -105,7 +110,9 @@ def devices(launch: Launch, device: torch.device) -> Iterator[Finding]:
     free, total = torch.cuda.mem_get_info(device)
     found = f"{count} visible, {torch.cuda.get_device_name(device)}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
     if 1 < count < launch.local_world_size:
-        yield Finding("gpu", "fail", found, f"start at most {count} processes on this host, not {launch.local_world_size}")
+        yield Finding(
+            "gpu", "fail", found, f"start at most {count} processes on this host, not {launch.local_world_size}"
+        )
     elif free < 0.9 * total:
         yield Finding("gpu", "warn", found, "another process uses this GPU: find it with nvidia-smi")
     else:
@@ -120,7 +127,9 @@ def matrix_product(device: torch.device) -> Iterator[Finding]:
     measured = measured_peak(dtype, device) / 1e12
     sheet = data_sheet_peak(torch.cuda.get_device_name(device), dtype, tf32=True)
     if sheet is None:
-        yield Finding("matrix product", "pass", f"{measured:.0f} TFLOP/s in {dtype}; this GPU's peak is not known here, so no MFU")
+        yield Finding(
+            "matrix product", "pass", f"{measured:.0f} TFLOP/s in {dtype}; this GPU's peak is not known here, so no MFU"
+        )
         return
     share = measured * 1e12 / sheet.flops_per_second
     found = f"{measured:.0f} TFLOP/s in {dtype}, {share:.0%} of {sheet.source}"
@@ -142,7 +151,12 @@ def decoding(device: torch.device) -> Iterator[Finding]:
         try:
             off = float(np.abs(decode(encoded, device_id).astype(float) - expected).mean())
         except RuntimeError as error:
-            yield Finding(name, "fail", str(error).strip().splitlines()[-1], "check DALI's version against the driver (nvidia-smi)")
+            yield Finding(
+                name,
+                "fail",
+                str(error).strip().splitlines()[-1],
+                "check DALI's version against the driver (nvidia-smi)",
+            )
             continue
         bad = off > 2
         yield Finding(
@@ -154,7 +168,8 @@ def decoding(device: torch.device) -> Iterator[Finding]:
 
 
 def communication(launch: Launch, device: torch.device, config: Config | None) -> Iterator[Finding]:
-    """Among all ranks, then along each dimension in which the config's parallelism divides them, in all groups at once."""
+    """Among all ranks, then along each dimension in which the config's parallelism divides them, in all groups at
+    once."""
     if launch.world_size == 1:
         return
     yield all_reduce("all-reduce", dist.group.WORLD, device)

@@ -45,13 +45,17 @@ class Finding:
 
 
 def recipe(config: Config, launch: Launch, device: torch.device) -> tuple[list[Finding], Memory | None]:
-    """Model, sizes and batch, as `train` takes them, on the meta device: nothing is computed. And the memory that it takes."""
+    """Model, sizes and batch, as `train` takes them, on the meta device: nothing is computed. And the memory that it
+    takes."""
     findings, layout = [], None
     try:
         layout = Layout.for_config(launch, config.parallel)
         grad_accum_steps = config.batch.grad_accum_steps(layout.data_size)
         check_micro_batches(config.parallel, grad_accum_steps)
-        batch = f"{config.batch.global_batch:,} images per step: {grad_accum_steps} x {config.batch.micro_batch} on each rank"
+        batch = (
+            f"{config.batch.global_batch:,} images per step: {grad_accum_steps} x {config.batch.micro_batch} on each "
+            "rank"
+        )
         findings.append(Finding("batch", "pass", batch))
     except ConfigError as error:
         findings.append(Finding("batch", "fail", str(error), "see the message"))
@@ -68,7 +72,8 @@ def recipe(config: Config, launch: Launch, device: torch.device) -> tuple[list[F
         return [*findings, Finding("model", "fail", str(error), "see the message")], None
     differences = compare_with_timm(model, config)
     name = (
-        f"{config.model.name}: {memory.num_parameters:,} parameters, takes {config.data.train_size} and {config.data.eval_size} px"
+        f"{config.model.name}: {memory.num_parameters:,} parameters, takes {config.data.train_size} and "
+        f"{config.data.eval_size} px"
     )
     findings.append(Finding("model", "pass", name))
     findings += [Finding("model", "warn", difference, FINE_WHEN_DRAWN) for difference in differences]
@@ -90,31 +95,49 @@ def dataset(config: Config, launch: Launch, device: torch.device) -> Iterator[Fi
             if streamed:  # does the storage answer, and with this dataset?
                 layout = Layout.for_config(launch, config.parallel)
                 make_loader(
-                    split, config, device, start_step=0, dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=1
+                    split,
+                    config,
+                    device,
+                    start_step=0,
+                    dp_rank=layout.data_rank,
+                    dp_size=layout.data_size,
+                    num_threads=1,
                 ).next()
                 place = config.data.stream_url or split.root
-                yield Finding(f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, read from {place}")
+                yield Finding(
+                    f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, read from {place}"
+                )
                 continue
         except (ConfigError, DatasetError, OSError, RunError) as error:
             optional = name == "validation" and "has no validation split" in str(error)
-            yield Finding(f"data {name}", "warn" if optional else "fail", str(error), "" if optional else "see the message")
+            yield Finding(
+                f"data {name}", "warn" if optional else "fail", str(error), "" if optional else "see the message"
+            )
             continue
         images = np.random.default_rng(0).integers(0, len(split), size=64)
         if split.manifest.encoding == "image":
             strange = [
-                int(i) for i in images if not bytes(split.encoded(i)[:4]).startswith((b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF"))
+                int(i)
+                for i in images
+                if not bytes(split.encoded(i)[:4]).startswith((b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF"))
             ]
             if strange:
                 remedy = f"dali-train data index {split.root}, or dali-train data verify {split.root} to see more"
                 yield Finding(
-                    f"data {name}", "fail", f"{split.describe(strange[0])} is not an image: index and shards differ", remedy
+                    f"data {name}",
+                    "fail",
+                    f"{split.describe(strange[0])} is not an image: index and shards differ",
+                    remedy,
                 )
                 continue
-        yield Finding(f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, index fits its shards")
+        yield Finding(
+            f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, index fits its shards"
+        )
 
 
 def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
-    """The training graph's own operators on a first micro-batch, in a process of its own: some decoders end the process."""
+    """The training graph's own operators on a first micro-batch, in a process of its own: some decoders end the
+    process."""
     if config.data.reader == "synthetic":
         return
     # Hooks are the user's own code, which may not travel, and a batch of 64 shows as much as a larger one.
@@ -125,9 +148,17 @@ def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
     check = "decode a batch"
     try:
         child = subprocess.run(
-            [sys.executable, "-c", "from dali_train.commands.doctor_run import decode_first_batch; decode_first_batch()"],
-            input=pickle.dumps((small, device)), capture_output=True, env=environment, timeout=_DECODING_LIMIT_S, check=False,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-c",
+                "from dali_train.commands.doctor_run import decode_first_batch; decode_first_batch()",
+            ],
+            input=pickle.dumps((small, device)),
+            capture_output=True,
+            env=environment,
+            timeout=_DECODING_LIMIT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         remedy = "is the storage answering? Then set data.device cpu"
         yield Finding(check, "fail", f"not done after {_DECODING_LIMIT_S} s", remedy)
@@ -136,7 +167,9 @@ def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
         found = f"the process was ended by {name} while decoding on {_decoding_device(config, device)}"
-        yield Finding(check, "fail", found, "a fault of the decoder: install another version of DALI, or set data.device cpu")
+        yield Finding(
+            check, "fail", found, "a fault of the decoder: install another version of DALI, or set data.device cpu"
+        )
     elif child.returncode > 0:
         said = [line for line in errors.splitlines() if line.strip() and "nvimgcodec" not in line]
         yield Finding(check, "fail", child.stdout.decode().strip() or (said or ["no message"])[-1], "see the message")
@@ -145,7 +178,10 @@ def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
         decoders = decoder_in_log(errors) if on_gpu else {}  # the library is named even where nothing uses it
         found = child.stdout.decode().strip() + "".join(f", {name} {value}" for name, value in decoders.items())
         silent = on_gpu and "nvJPEG" not in decoders
-        remedy = "the log names no nvJPEG, so JPEGs may be decoded on the CPU: install nvidia-nvjpeg beside nvidia-nvimgcodec"
+        remedy = (
+            "the log names no nvJPEG, so JPEGs may be decoded on the CPU: install nvidia-nvjpeg beside "
+            "nvidia-nvimgcodec"
+        )
         yield Finding(check, "warn" if silent else "pass", found, remedy if silent else "")
 
 
@@ -160,15 +196,18 @@ def decode_first_batch() -> None:
     try:
         split = Split(config.data.root, "train", local=config.data.stream_url is None)
         start = time.perf_counter()
-        batch = make_loader(split, config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=config.data.num_threads).next()
+        batch = make_loader(
+            split, config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=config.data.num_threads
+        ).next()
         mean = float(batch.images.float().mean())
     except (ConfigError, DatasetError, RunError, OSError) as error:
         print(error)
         sys.exit(1)
     seconds = time.perf_counter() - start
     print(
-        f"{len(batch.images)} images of {batch.images.shape[-1]} px as {str(batch.images.dtype).removeprefix('torch.')} on "
-        f"{_decoding_device(config, device)}, mean {mean:.2f}, first after {seconds:.1f} s"
+        f"{len(batch.images)} images of {batch.images.shape[-1]} px as "
+        f"{str(batch.images.dtype).removeprefix('torch.')} on {_decoding_device(config, device)}, mean {mean:.2f}, "
+        f"first after {seconds:.1f} s"
     )
 
 
@@ -183,7 +222,8 @@ _CAUSES = {
 
 
 def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iterator[Finding]:
-    """Speed, space, atomic replacement and links on rank 0, and that all ranks see the same directory. Leaves nothing behind."""
+    """Speed, space, atomic replacement and links on rank 0, and that all ranks see the same directory. Leaves nothing
+    behind."""
     directory = Path(run.dir)
     mark = [uuid.uuid4().hex]
     made: list[Path] = []
@@ -250,9 +290,13 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
     link.symlink_to(file.name)
     found = f"{directory}: {speed:.0f} MB/s written and flushed, rename and links work"
     if link.stat().st_size != count * len(block):
-        yield Finding("run directory", "fail", f"{directory}: a renamed file is not what was written", "use another file system")
+        yield Finding(
+            "run directory", "fail", f"{directory}: a renamed file is not what was written", "use another file system"
+        )
     elif speed < SLOW_DISK_MB_S:
-        yield Finding("run directory", "warn", found, "checkpoints will take long: use a faster file system or save less often")
+        yield Finding(
+            "run directory", "warn", found, "checkpoints will take long: use a faster file system or save less often"
+        )
     else:
         yield Finding("run directory", "pass", found)
 
@@ -263,5 +307,7 @@ def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
     needed, free = count * checkpoint_bytes, shutil.disk_usage(directory).free
     found = f"{free / 1e9:,.1f} GB free, {count} checkpoints take {needed / 1e9:,.2f} GB"
     if free < needed:
-        return Finding("free space", "fail", found, "free some, set run.dir to another disk, or lower run.keep_checkpoints")
+        return Finding(
+            "free space", "fail", found, "free some, set run.dir to another disk, or lower run.keep_checkpoints"
+        )
     return Finding("free space", "pass", found)

@@ -44,7 +44,11 @@ def describe_run(
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {plural(torch.get_num_threads(), 'thread')}"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {plural(torch.get_num_threads(), 'thread')}"
+    )
 
 
 def git_commit(source: Path) -> str | None:

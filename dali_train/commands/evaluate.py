@@ -44,7 +44,9 @@ def evaluate(config: Config, run_dir: Path | None, checkpoint: str | None, optio
         loaded = load_checkpoint(path)
         warnings = differences_from_run(loaded, config, split)
         model = model_from(loaded, config, split.num_classes, device)
-        evaluator = Evaluator(split, config, device, dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=num_threads)
+        evaluator = Evaluator(
+            split, config, device, dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=num_threads
+        )
         result, average = evaluator.run(model, Precision(config.precision, device).autocast()), None
         if "ema" in loaded.state:
             restore_weights(loaded, model, "ema")
@@ -55,7 +57,10 @@ def evaluate(config: Config, run_dir: Path | None, checkpoint: str | None, optio
         accuracy = f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
         print(f"{path}\nstep {loaded.step}: {accuracy}  ({result.num_images} images)")
         if average is not None:
-            print(f"moving average of the weights: top-1 {average.top1:.2%}  top-5 {average.top5:.2%}  loss {average.loss:.4f}")
+            print(
+                f"moving average of the weights: top-1 {average.top1:.2%}  top-5 {average.top5:.2%}  loss "
+                f"{average.loss:.4f}"
+            )
     return result
 
 
@@ -64,7 +69,8 @@ _DECISIVE = ("model.name", "model.kwargs", "data.mean", "data.std")
 
 
 def differences_from_run(checkpoint: Checkpoint, config: Config, split: Split) -> list[str]:
-    """Warnings about what `config` and the dataset say otherwise than the run that wrote `checkpoint`, where that is accepted.
+    """Warnings about what `config` and the dataset say otherwise than the run that wrote `checkpoint`, where that is
+    accepted.
 
     Raises:
         ConfigError: there are such differences, and run.accept_changed_recipe is false.
@@ -74,13 +80,16 @@ def differences_from_run(checkpoint: Checkpoint, config: Config, split: Split) -
     names = checkpoint.values.get("class_names")
     if names is not None and tuple(names) != split.manifest.class_names:
         ours = split.manifest.class_names
-        place = next((i for i, (a, b) in enumerate(zip(names, ours, strict=False)) if a != b), min(len(names), len(ours)))
+        place = next(
+            (i for i, (a, b) in enumerate(zip(names, ours, strict=False)) if a != b), min(len(names), len(ours))
+        )
         differences.append(f"class {place} {[*names, None][place]} -> {[*ours, None][place]} ({split.root})")
     if not differences:
         return []
     message = f"not as in the run that wrote {checkpoint.path}: {'; '.join(differences)}"
     if not config.run.accept_changed_recipe:
         raise ConfigError(
-            f"{message}. Evaluate with the run's own config, `dali-train eval RUN`, or set run.accept_changed_recipe true"
+            f"{message}. Evaluate with the run's own config, `dali-train eval RUN`, or set run.accept_changed_recipe "
+            "true"
         )
     return [message]

@@ -1,4 +1,5 @@
-"""``dali-train export``: a run's model for other programs. What was written is read back and compared before it is reported."""
+"""``dali-train export``: a run's model for other programs. What was written is read back and compared before it is
+reported."""
 
 import importlib.util
 import json
@@ -20,7 +21,9 @@ _BATCH_SIZES = (1, 5)  # a graph that was traced with one size may hold on to it
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
-def export(run_dir: Path, format_name: str, output: Path | None, checkpoint: str | None, weights: Weights | None) -> Path:
+def export(
+    run_dir: Path, format_name: str, output: Path | None, checkpoint: str | None, weights: Weights | None
+) -> Path:
     """Write the model of `run_dir` and print where.
 
     Args:
@@ -47,11 +50,14 @@ def export(run_dir: Path, format_name: str, output: Path | None, checkpoint: str
         with torch.inference_mode():
             ours, theirs = trained.model(images), exported(images)
         if ours.shape != theirs.shape:
-            raise RunError(f"{output}: the exported model gives logits {tuple(theirs.shape)}, the trained one {tuple(ours.shape)}")
+            raise RunError(
+                f"{output}: the exported model gives logits {tuple(theirs.shape)}, the trained one {tuple(ours.shape)}"
+            )
         difference = max(difference, float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1)))
     if not difference <= TOLERANCE:
         raise RunError(
-            f"{output}: logits differ by {difference:.1e} from the trained model's, more than {TOLERANCE}: do not use it"
+            f"{output}: logits differ by {difference:.1e} from the trained model's, more than {TOLERANCE}: do not "
+            "use it"
         )
     (output / "preprocessing.json").write_text(json.dumps(preprocessing(trained), indent=1) + "\n")
     print(
@@ -93,9 +99,12 @@ def _export_timm(trained: TrainedModel, output: Path) -> Logits:
         "crop_mode": "squash" if data.eval_resize == "squash" else "center",
     }
     save_for_hf(
-        trained.model, output, safe_serialization=True, model_args=trained.config.model.kwargs,
+        trained.model,
+        output,
+        safe_serialization=True,
+        model_args=trained.config.model.kwargs,
         model_config={"label_names": list(trained.class_names), "pretrained_cfg": data_config},
-    )  # fmt: skip
+    )
     loaded: Logits = timm.create_model(f"local-dir:{output}", pretrained=True).eval()
     return loaded
 
@@ -108,9 +117,16 @@ def _export_onnx(trained: TrainedModel, output: Path) -> Logits:
 
     path = output / "model.onnx"
     torch.onnx.export(
-        trained.model, (_example(trained),), path, dynamo=True, input_names=["images"], output_names=["logits"],
-        dynamic_shapes=({0: torch.export.Dim("batch")},), external_data=False, verbose=False,
-    )  # fmt: skip
+        trained.model,
+        (_example(trained),),
+        path,
+        dynamo=True,
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        external_data=False,
+        verbose=False,
+    )
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 

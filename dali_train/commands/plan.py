@@ -12,11 +12,26 @@ from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.distributed.launch import Launch
 from dali_train.distributed.layout import Layout
-from dali_train.distributed.pipeline import Stage, Stream, bubble, check_micro_batches, cut, in_flight, make_stages, stages_of_rank
+from dali_train.distributed.pipeline import (
+    Stage,
+    Stream,
+    bubble,
+    check_micro_batches,
+    cut,
+    in_flight,
+    make_stages,
+    stages_of_rank,
+)
 from dali_train.distributed.tensor import check_model, grid_sizes, parameters_per_rank
 from dali_train.errors import ConfigError
 from dali_train.training.memory import Memory, estimate_memory
-from dali_train.training.model import build_model, check_evaluation_size, check_training_size, compare_with_timm, repeated_blocks
+from dali_train.training.model import (
+    build_model,
+    check_evaluation_size,
+    check_training_size,
+    compare_with_timm,
+    repeated_blocks,
+)
 from dali_train.training.schedule import learning_rate
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
@@ -25,7 +40,12 @@ FINE_WHEN_DRAWN = "fine for weights drawn anew, wrong for pretrained ones"
 
 
 def print_plan(
-    config: Config, *, world_size: int | None, num_images: int | None, picture: Path | None, gpu_memory_gb: float | None = None
+    config: Config,
+    *,
+    world_size: int | None,
+    num_images: int | None,
+    picture: Path | None,
+    gpu_memory_gb: float | None = None,
 ) -> None:
     """Print the plan for `world_size` ranks, and draw it into `picture`.
 
@@ -34,8 +54,8 @@ def print_plan(
         gpu_memory_gb: of each rank's device, for advice on the micro-batch.
 
     Raises:
-        ConfigError: the batch does not divide among the ranks, model or optimizer cannot be built, or the model does not take
-            images of the config's sizes.
+        ConfigError: the batch does not divide among the ranks, model or optimizer cannot be built, or the model does
+            not take images of the config's sizes.
     """
     num_images, num_classes, source, image_bytes = _images(config, num_images)
     batch = config.batch
@@ -54,12 +74,15 @@ def print_plan(
     for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
-    print(f"model          {config.model.name}: {memory.num_parameters:,} parameters, precision {config.precision.dtype}")
+    print(
+        f"model          {config.model.name}: {memory.num_parameters:,} parameters, precision {config.precision.dtype}"
+    )
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")
     print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}")
     print(
-        f"accumulation   {grad_accum_steps} micro-batches of {batch.micro_batch} per rank: {batch.global_batch:,} images per step"
+        f"accumulation   {grad_accum_steps} micro-batches of {batch.micro_batch} per rank: {batch.global_batch:,} "
+        "images per step"
     )
     if layout.pipeline > 1:
         print_pipeline(model, config, ranks, grad_accum_steps)
@@ -68,7 +91,9 @@ def print_plan(
         print(f"               stops after run.max_steps {config.run.max_steps:,}")
     print(f"rank's memory  {describe_memory(fullest)}")
     if gpu_memory_gb is not None:
-        print(f"micro-batch    {describe_largest_micro_batch(config, fullest, gpu_memory_gb * 1e9, layout.data_size)[1]}")
+        print(
+            f"micro-batch    {describe_largest_micro_batch(config, fullest, gpu_memory_gb * 1e9, layout.data_size)[1]}"
+        )
     print(f"checkpoint     {memory.checkpoint_bytes / 1e9:.2f} GB, weights and optimizer")
     print(f"learning rate  moves every {config.schedule.step_every}")
     for quarter in range(5):
@@ -84,7 +109,13 @@ def _layout(config: Config, world_size: int | None) -> Layout:
     parallel = config.parallel
     smallest = parallel.pipeline * parallel.tensor.size * (parallel.shard_ranks or 1)
     launch = Launch(
-        rank=0, world_size=world_size or smallest, local_rank=0, local_world_size=1, host="localhost", port=1, launcher="plan"
+        rank=0,
+        world_size=world_size or smallest,
+        local_rank=0,
+        local_world_size=1,
+        host="localhost",
+        port=1,
+        launcher="plan",
     )
     return Layout.for_config(launch, parallel)
 
@@ -108,16 +139,24 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     tensor, sizes = parallel.tensor, grid_sizes(parallel.tensor.mode, parallel.tensor.size, parallel.tensor.depth)
 
     def count(part: nn.Module) -> int:
-        return parameters_per_rank(part, tensor.mode, sizes) if tensor.size > 1 else sum(p.numel() for p in part.parameters())
+        return (
+            parameters_per_rank(part, tensor.mode, sizes)
+            if tensor.size > 1
+            else sum(p.numel() for p in part.parameters())
+        )
 
     if tensor.size > 1:
         check_model(model, tensor.mode, sizes)
     num_blocks = max(1, len(repeated_blocks(model)))
     if layout.pipeline == 1:
         divided = memory.of_rank(
-            parameters=count(model), block_share=1, in_flight=1, level=parallel.shard, shard=layout.shard,
+            parameters=count(model),
+            block_share=1,
+            in_flight=1,
+            level=parallel.shard,
+            shard=layout.shard,
             num_blocks=num_blocks,
-        )  # fmt: skip
+        )
         return [RankPlan(stages=(), parameters=(count(model),), memory=divided)]
     stages = make_stages(model, parallel)
     counts = [count(cut(model, stage, torch.float32)) for stage in stages]
@@ -127,9 +166,13 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
         blocks = sum(len(stage.blocks) for stage in own)
         flying = in_flight(parallel, rank, config.batch.grad_accum_steps(layout.data_size))
         divided = memory.of_rank(
-            parameters=sum(counts[stage.index] for stage in own), block_share=blocks / len(own) / num_blocks, in_flight=flying,
-            level=parallel.shard, shard=layout.shard, num_blocks=blocks,
-        )  # fmt: skip
+            parameters=sum(counts[stage.index] for stage in own),
+            block_share=blocks / len(own) / num_blocks,
+            in_flight=flying,
+            level=parallel.shard,
+            shard=layout.shard,
+            num_blocks=blocks,
+        )
         plans.append(RankPlan(stages=own, parameters=tuple(counts[stage.index] for stage in own), memory=divided))
     return plans
 
@@ -153,7 +196,9 @@ def print_pipeline(model: nn.Module, config: Config, ranks: Sequence[RankPlan], 
 def describe_memory(memory: Memory) -> str:
     kinds = "weights, gradients and optimizer"
     gathered = f" ({memory.weight_bytes / 1e9:.2f} GB weights between steps)" if memory.gathered_bytes else ""
-    return f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, about {memory.activation_bytes / 1e9:.2f} GB activations"
+    return (
+        f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, about {memory.activation_bytes / 1e9:.2f} GB activations"
+    )
 
 
 def _images(config: Config, num_images: int | None) -> tuple[int, int, str, float]:
@@ -171,13 +216,21 @@ def _images(config: Config, num_images: int | None) -> tuple[int, int, str, floa
     return IMAGENET_IMAGES, IMAGENET_CLASSES, source, IMAGENET_IMAGE_BYTES
 
 
-def describe_largest_micro_batch(config: Config, memory: Memory, device_bytes: float, data_size: int) -> tuple[bool, str]:
+def describe_largest_micro_batch(
+    config: Config, memory: Memory, device_bytes: float, data_size: int
+) -> tuple[bool, str]:
     """Whether batch.micro_batch fits into a device, by the estimate, and the largest that does, in words."""
     ours, gigabytes = config.batch.micro_batch, device_bytes / 1e9
     largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch // data_size)
     if largest is None:
-        return False, f"not even one image fits into {gigabytes:.0f} GB: a smaller model, or model.activation_checkpointing true"
-    return largest >= ours, f"about {largest} is the largest that fits into {gigabytes:.0f} GB; batch.micro_batch is {ours}"
+        return (
+            False,
+            f"not even one image fits into {gigabytes:.0f} GB: a smaller model, or model.activation_checkpointing true",
+        )
+    return (
+        largest >= ours,
+        f"about {largest} is the largest that fits into {gigabytes:.0f} GB; batch.micro_batch is {ours}",
+    )
 
 
 def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
@@ -190,8 +243,8 @@ def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
     lanes = config.batch.global_batch // config.batch.micro_batch
     pool = min(num_images, lanes * data.window_blocks * data.block_images)
     return (
-        f"block: {data.window_blocks} blocks of {data.block_images} images are mixed in each of a step's {lanes} micro-batches; "
-        f"about {pool * image_bytes / 1e9:.1f} GB in the page caches of all hosts together"
+        f"block: {data.window_blocks} blocks of {data.block_images} images are mixed in each of a step's {lanes} "
+        f"micro-batches; about {pool * image_bytes / 1e9:.1f} GB in the page caches of all hosts together"
     )
 
 
@@ -207,7 +260,8 @@ def draw_plan(config: Config, num_images: int, memory: Memory, picture: Path) ->
         figure = Figure(figsize=(7, 4.6), dpi=150, layout="constrained")
         rate, bars = figure.subplots(2, 1, height_ratios=(4, 1))
         rate.plot(
-            [step * config.batch.global_batch / num_images for step in shown], [learning_rate(config, s, num_images) for s in shown]
+            [step * config.batch.global_batch / num_images for step in shown],
+            [learning_rate(config, s, num_images) for s in shown],
         )
         rate.set(
             title=f"Learning rate, {steps:,} steps",
@@ -216,7 +270,11 @@ def draw_plan(config: Config, num_images: int, memory: Memory, picture: Path) ->
             xlim=(0, config.run.epochs),
         )
         rate.grid(color="#e3e3e3")
-        parts = {"weights": memory.weight_bytes, "gradients": memory.gradient_bytes, "optimizer": memory.optimizer_bytes}
+        parts = {
+            "weights": memory.weight_bytes,
+            "gradients": memory.gradient_bytes,
+            "optimizer": memory.optimizer_bytes,
+        }
         parts["activations, about"] = memory.activation_bytes
         left = 0.0
         for (name, size), colour in zip(parts.items(), ("#0072B2", "#56B4E9", "#009E73", "#E69F00"), strict=True):

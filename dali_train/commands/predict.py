@@ -1,4 +1,5 @@
-"""``dali-train predict``: what a run's model sees in images, decoded by DALI as in training or by PIL as most programs do."""
+"""``dali-train predict``: what a run's model sees in images, decoded by DALI as in training or by PIL as most programs
+do."""
 
 import io
 import tempfile
@@ -35,7 +36,13 @@ class Predictions:
 
 
 def predict(
-    run_dir: Path, images: Sequence[Path], *, decoder: str, picture: Path | None, checkpoint: str | None, weights: Weights | None
+    run_dir: Path,
+    images: Sequence[Path],
+    *,
+    decoder: str,
+    picture: Path | None,
+    checkpoint: str | None,
+    weights: Weights | None,
 ) -> Predictions:
     """Print a table of `images`; without any, compare both decoders on the validation split of the run's dataset.
 
@@ -64,7 +71,9 @@ def predict(
         except OSError as error:
             raise ConfigError(f"{path} is not an image that can be read: {error}") from error
     if decoder == "pil":
-        predictions = _classify(trained.model, _with_pil([path.read_bytes for path in images], [*map(str, images)], data))
+        predictions = _classify(
+            trained.model, _with_pil([path.read_bytes for path in images], [*map(str, images)], data)
+        )
     else:
         with tempfile.TemporaryDirectory() as directory:
             predictions = _classify(trained.model, _with_dali(_as_split(images, Path(directory)), data))
@@ -84,7 +93,9 @@ def compare_decoders(trained: TrainedModel) -> Predictions:
     data = trained.config.data
     split = Split(data.root, "validation")
     if split.manifest.encoding == "raw":
-        raise ConfigError(f"{data.root} holds pixels, not encoded images: there is nothing for a decoder to do; name image files")
+        raise ConfigError(
+            f"{data.root} holds pixels, not encoded images: there is nothing for a decoder to do; name image files"
+        )
     labels = split.rows["label"].astype(np.int64)
     dali = _classify(trained.model, _with_dali(split, data))
     numbers = range(len(split))
@@ -93,8 +104,9 @@ def compare_decoders(trained: TrainedModel) -> Predictions:
     top1 = {name: float((p.classes[:, 0] == labels).mean()) for name, p in (("dali", dali), ("pil", pil))}
     changed = int((dali.classes[:, 0] != pil.classes[:, 0]).sum())
     print(
-        f"{len(split)} validation images of {data.root}: top-1 {top1['dali']:.2%} decoded by DALI, {top1['pil']:.2%} by PIL, "
-        f"a difference of {abs(top1['dali'] - top1['pil']) * 100:.2f} points; {changed} images are classified differently"
+        f"{len(split)} validation images of {data.root}: top-1 {top1['dali']:.2%} decoded by DALI, {top1['pil']:.2%} "
+        f"by PIL, a difference of {abs(top1['dali'] - top1['pil']) * 100:.2f} points; {changed} images are "
+        "classified differently"
     )
     return dali
 
@@ -115,11 +127,14 @@ def draw(picture: Path, images: Sequence[Path], predictions: Predictions, names:
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax in axes:
         ax.axis("off")
-    for ax, path, classes, probabilities in zip(axes, images, predictions.classes, predictions.probabilities, strict=False):
+    for ax, path, classes, probabilities in zip(
+        axes, images, predictions.classes, predictions.probabilities, strict=False
+    ):
         with Image.open(path) as image:
             ax.imshow(image.convert("RGB"))
         ax.set_title(
-            "\n".join(f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)), fontsize=9
+            "\n".join(f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)),
+            fontsize=9,
         )
     figure.savefig(picture, dpi=120)
 
@@ -137,7 +152,9 @@ def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
     """Batches of all images of `split`, exactly as an evaluation on the CPU sees them."""
     numbers = np.arange(len(split))
     batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
-    pixels = PixelFormat(device_id=None, num_threads=data.num_threads or 2, dtype=torch.float32, channels_last=False, pinned=False)
+    pixels = PixelFormat(
+        device_id=None, num_threads=data.num_threads or 2, dtype=torch.float32, channels_last=False, pinned=False
+    )
     pipeline = EvaluationPipeline(split, batches, data, pixels)
     for _ in batches:
         images, _ = pipeline.run()
@@ -145,7 +162,8 @@ def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
 
 
 def _as_split(images: Sequence[Path], directory: Path) -> Split:
-    """Files as the validation split of a dataset in `directory`, so that they go through the same code as all others."""
+    """Files as the validation split of a dataset in `directory`, so that they go through the same code as all
+    others."""
     records: list[tuple[bytes, dict[str, bytes | str | int]]] = [
         (path.read_bytes(), {"image/class/label": 1, "image/filename": str(path)}) for path in images
     ]
@@ -155,7 +173,8 @@ def _as_split(images: Sequence[Path], directory: Path) -> Split:
 
 
 def _with_pil(encoded: Sequence[Callable[[], bytes]], names: Sequence[str], data: DataConfig) -> Iterator[torch.Tensor]:
-    """Batches of images, resized and cut by torchvision as most programs do. Like DALI here it ignores EXIF's rotation."""
+    """Batches of images, resized and cut by torchvision as most programs do. Like DALI here it ignores EXIF's
+    rotation."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
 
     def pixels(read: Callable[[], bytes], name: str) -> torch.Tensor:

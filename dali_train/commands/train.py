@@ -72,8 +72,8 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
     """Train what `config` (or the file of that name) describes, or resume it.
 
     Args:
-        num_processes: start so many new processes and train on them; auto: one per GPU, one where there is none. None: train
-            in this process, as the rank that a launcher's environment says, or alone.
+        num_processes: start so many new processes and train on them; auto: one per GPU, one where there is none. None:
+            train in this process, as the rank that a launcher's environment says, or alone.
 
     Raises:
         ConfigError, DatasetError: something that the caller can correct.
@@ -81,7 +81,9 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
     """
     if num_processes is not None:
         if isinstance(config, Config) and config.hooks.user:
-            raise ConfigError("hooks.user cannot be handed to other processes: give `run` the config's file, or use torchrun")
+            raise ConfigError(
+                "hooks.user cannot be handed to other processes: give `run` the config's file, or use torchrun"
+            )
         results = launch_locally(_run_or_mistake, config, num_processes=num_processes)
         result = next((result for result in results.values() if isinstance(result, Exception)), results[0])
         if isinstance(result, Exception):
@@ -96,7 +98,8 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
 
 
 def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | DatasetError:
-    """In a process of its own: what its parent should raise is handed over, not printed as the traceback of a failed process."""
+    """In a process of its own: what its parent should raise is handed over, not printed as the traceback of a failed
+    process."""
     try:
         return run(config)
     except (ConfigError, DatasetError) as error:
@@ -144,7 +147,10 @@ class Run:
 
     def has_passed(self, every_epochs: float) -> bool:
         """Whether this step is the first at or after a multiple of `every_epochs`."""
-        return self.plan.config.steps(int(self.epoch / every_epochs + 1e-9) * every_epochs, self.plan.num_images) == self.step
+        return (
+            self.plan.config.steps(int(self.epoch / every_epochs + 1e-9) * every_epochs, self.plan.num_images)
+            == self.step
+        )
 
     def evaluation_is_due(self) -> bool:
         every = self.plan.config.run.eval_every_epochs
@@ -156,11 +162,15 @@ class Run:
         return due or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
 
 
-def train(config: Config, launch: Launch, device: torch.device, command: Sequence[str], stop_requests: StopRequests) -> RunResult:
+def train(
+    config: Config, launch: Launch, device: torch.device, command: Sequence[str], stop_requests: StopRequests
+) -> RunResult:
     """Called by every rank, inside the process group."""
     directory, group = Path(config.run.dir), host_group(launch, config)
     with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, launch, group) as holder:
-        run = build(config, launch, device, command, group, watchdog, attempt=holder.describe() if holder is not None else "")
+        run = build(
+            config, launch, device, command, group, watchdog, attempt=holder.describe() if holder is not None else ""
+        )
         error: BaseException | None = None
         try:
             loop(run, StopAgreement(stop_requests, group))
@@ -184,9 +194,15 @@ def train(config: Config, launch: Launch, device: torch.device, command: Sequenc
 
 
 def build(
-    config: Config, launch: Launch, device: torch.device, command: Sequence[str], group: dist.ProcessGroup | None,
-    watchdog: Watchdog, *, attempt: str,
-) -> Run:  # fmt: skip
+    config: Config,
+    launch: Launch,
+    device: torch.device,
+    command: Sequence[str],
+    group: dist.ProcessGroup | None,
+    watchdog: Watchdog,
+    *,
+    attempt: str,
+) -> Run:
     """Data, model, optimizer, what a checkpoint says of them, and everyone who watches.
 
     Args:
@@ -206,11 +222,16 @@ def build(
     check_schedule(config, len(split))
     schedule_steps = config.steps(config.run.epochs, len(split))
     plan = RunPlan(
-        config=config, directory=directory, launch=launch, device=device_name(device), num_images=len(split),
-        num_classes=split.num_classes, class_names=split.manifest.class_names,
+        config=config,
+        directory=directory,
+        launch=launch,
+        device=device_name(device),
+        num_images=len(split),
+        num_classes=split.num_classes,
+        class_names=split.manifest.class_names,
         grad_accum_steps=grad_accum_steps,
         total_steps=min(schedule_steps, config.run.max_steps or schedule_steps),
-    )  # fmt: skip
+    )
     hooks = make_hooks(config, layout)
     hooks.announce(plan)
     run_recipe = recipe(config, split)
@@ -225,32 +246,60 @@ def build(
     accuracies, evaluated = evaluations_of(resumed, directory)
     del resumed  # its copy of the weights is in host memory
     saver = CheckpointWriter(
-        directory / "checkpoints", writer_group, keep=config.run.keep_checkpoints, keep_best=config.run.keep_best_checkpoints,
+        directory / "checkpoints",
+        writer_group,
+        keep=config.run.keep_checkpoints,
+        keep_best=config.run.keep_best_checkpoints,
         num_stages=layout.pipeline,
-    )  # fmt: skip
+    )
     loader = make_loader(
-        split, config, device, start_step=start_step, dp_rank=layout.data_rank, dp_size=layout.data_size,
-        num_threads=num_threads, saved_states=saved_loader_states, decodes=layout.pipeline_rank == 0,
-    )  # fmt: skip
+        split,
+        config,
+        device,
+        start_step=start_step,
+        dp_rank=layout.data_rank,
+        dp_size=layout.data_size,
+        num_threads=num_threads,
+        saved_states=saved_loader_states,
+        decodes=layout.pipeline_rank == 0,
+    )
     if layout.pipeline == 1:  # each step of a pipeline is like the first
         warm_up_trainer(trainer, model, config, device, num_threads)
 
     if launch.rank == 0:
         describe_run(directory, config, launch, device, command, num_threads)
     run = Run(
-        plan=plan, group=group, recipe=run_recipe, model=model, trainer=trainer, loader=loader, evaluator=evaluator,
-        saver=saver, hooks=hooks, step=start_step, evaluated=evaluated, epoch_accuracies=accuracies,
-        watchdog=watchdog, attempt=attempt,
+        plan=plan,
+        group=group,
+        recipe=run_recipe,
+        model=model,
+        trainer=trainer,
+        loader=loader,
+        evaluator=evaluator,
+        saver=saver,
+        hooks=hooks,
+        step=start_step,
+        evaluated=evaluated,
+        epoch_accuracies=accuracies,
+        watchdog=watchdog,
+        attempt=attempt,
         flops=model_flops(config, split.num_classes, device, num_devices=launch.world_size),
-    )  # fmt: skip
+    )
     hooks.start(
         RunStart(
-            **vars(plan), num_parameters=trainer.parallel.num_parameters, start_step=start_step,
-            startup_s=time.perf_counter() - begin, model=model, optimizer=trainer.optimizer, clock=trainer.clock,
+            **vars(plan),
+            num_parameters=trainer.parallel.num_parameters,
+            start_step=start_step,
+            startup_s=time.perf_counter() - begin,
+            model=model,
+            optimizer=trainer.optimizer,
+            clock=trainer.clock,
         )
-    )  # fmt: skip
+    )
     if evaluator is None:
-        warnings.append(f"{config.data.root} has no validation split: nothing is evaluated, and no checkpoint is the best")
+        warnings.append(
+            f"{config.data.root} has no validation split: nothing is evaluated, and no checkpoint is the best"
+        )
     for warning in (*warnings, *more_warnings, *loader.warnings):
         logger.warning(warning)
     run.best_top1 = saver.prepare(start_step)
@@ -274,11 +323,17 @@ def make_evaluator(
     if "validation" not in train_split.manifest.splits:
         return None
     return Evaluator(
-        Split(dataset, "validation"), config, device,
-        dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=num_threads, num_shown=config.hooks.predictions,
-        together=layout.splits_model, decodes=layout.pipeline_rank == 0,
+        Split(dataset, "validation"),
+        config,
+        device,
+        dp_rank=layout.data_rank,
+        dp_size=layout.data_size,
+        num_threads=num_threads,
+        num_shown=config.hooks.predictions,
+        together=layout.splits_model,
+        decodes=layout.pipeline_rank == 0,
         counts=layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------ loop
@@ -316,17 +371,20 @@ def report_step(run: Run, lr: float, micro_batches: tuple[MicroBatchDraws, ...],
 
 
 def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
-    """Wait for the device and turn what has gathered since the last logging step, on images of `size` pixels, into a record."""
+    """Wait for the device and turn what has gathered since the last logging step, on images of `size` pixels, into a
+    record."""
     sums = run.trainer.metrics.read(run.plan.config.run.max_nonfinite_steps)
     times = run.trainer.clock.read()
     rate = run.plan.config.batch.global_batch / times.step_s
     mfu = run.flops.utilisation(rate, size) if run.flops is not None else None
-    return TrainRecord(**vars(sums), **vars(times), lr=lr, images_per_second=rate, mfu=mfu, measured=run.hooks.measure())
+    return TrainRecord(
+        **vars(sums), **vars(times), lr=lr, images_per_second=rate, mfu=mfu, measured=run.hooks.measure()
+    )
 
 
 def evaluate(run: Run) -> None:
-    """Measure accuracy on the validation split, and note it with the checkpoint of this step: that of the weights' moving
-    average where there is one, since that is what such a run is for."""
+    """Measure accuracy on the validation split, and note it with the checkpoint of this step: that of the weights'
+    moving average where there is one, since that is what such a run is for."""
     assert run.evaluator is not None
     run.trainer.clock.enter("evaluation")
     parallel = run.trainer.parallel
@@ -364,7 +422,11 @@ def save(run: Run) -> None:
         averages = run.trainer.ema.state()
         state["ema"] = {name: in_timm_order(name, tensor, parallel.order) for name, tensor in averages.items()}
     write_status(run, "running")
-    values |= {"recipe": run.recipe, "class_names": list(run.plan.class_names), "epoch_accuracies": [*run.epoch_accuracies]}
+    values |= {
+        "recipe": run.recipe,
+        "class_names": list(run.plan.class_names),
+        "epoch_accuracies": [*run.epoch_accuracies],
+    }
     run.saver.save(run.step, state, values)
 
 
@@ -385,17 +447,26 @@ def end(run: Run, error: BaseException | None) -> None:
     else:
         write_status(run, "stopped", run.stopping.describe())
         if run.plan.launch.rank == 0:
-            print(f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume", file=sys.stderr)
+            print(
+                f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume",
+                file=sys.stderr,
+            )
 
 
 def write_accuracies(run: Run) -> None:
     if run.plan.launch.rank == 0:
-        write_atomically(run.plan.directory / "epoch_accuracies.json", (json.dumps(run.epoch_accuracies) + "\n").encode())
+        write_atomically(
+            run.plan.directory / "epoch_accuracies.json", (json.dumps(run.epoch_accuracies) + "\n").encode()
+        )
 
 
 def write_status(run: Run, state: Literal["running", "stopped", "finished", "failed"], reason: str = "") -> None:
     if run.plan.launch.rank == 0:
         RunStatus(
-            state=state, step=run.step, reason=reason, total_steps=run.plan.total_steps,
-            best_top1=run.best_top1 if run.best_top1 >= 0 else None, attempt=run.attempt,
-        ).write(run.plan.directory)  # fmt: skip
+            state=state,
+            step=run.step,
+            reason=reason,
+            total_steps=run.plan.total_steps,
+            best_top1=run.best_top1 if run.best_top1 >= 0 else None,
+            attempt=run.attempt,
+        ).write(run.plan.directory)

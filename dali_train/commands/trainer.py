@@ -29,7 +29,13 @@ from dali_train.training.trainer import Trainer
 
 
 def build_trainer(
-    config: Config, layout: Layout, num_classes: int, device: torch.device, resumed: Checkpoint | None, *, evaluates: bool
+    config: Config,
+    layout: Layout,
+    num_classes: int,
+    device: torch.device,
+    resumed: Checkpoint | None,
+    *,
+    evaluates: bool,
 ) -> tuple[Trainer, nn.Module, list[str]]:
     """The trainer, its model without wrappers, and warnings about what `resumed` could not give them."""
     model = build_model(config, num_classes, device, with_weights=resumed is None, on_host=layout.splits_model)
@@ -40,8 +46,9 @@ def build_trainer(
     elif config.parallel.pipeline > 1 and drops(model):
         assert resumed is not None  # whoever compiles the complete model cannot have a pipeline
         raise ConfigError(
-            f"{resumed.path} is of a version that seeded dropout once per micro-batch, and the stages of parallel.pipeline "
-            f"{config.parallel.pipeline} cannot draw its masks: set parallel.pipeline 1, or choose another run.dir to start anew"
+            f"{resumed.path} is of a version that seeded dropout once per micro-batch, and the stages of "
+            f"parallel.pipeline {config.parallel.pipeline} cannot draw its masks: set parallel.pipeline 1, or choose "
+            "another run.dir to start anew"
         )
     check_training_size(model, config)
     if evaluates or layout.pipeline > 1:  # stages agree at the start on what they exchange
@@ -59,18 +66,34 @@ def build_trainer(
         ema.load({name: from_timm_order(name, tensor, parallel.order) for name, tensor in resumed.state["ema"].items()})
     objective = make_objective(config, model, num_classes, device)
     grad_accum_steps = config.batch.grad_accum_steps(layout.data_size)
-    settings = (parallel, optimizer, objective, precision, RunningStatistics(model), TrainingMetrics(device), PhaseClock(device))
+    settings = (
+        parallel,
+        optimizer,
+        objective,
+        precision,
+        RunningStatistics(model),
+        TrainingMetrics(device),
+        PhaseClock(device),
+    )
     more: dict[str, Any] = {
-        "grad_accum_steps": grad_accum_steps, "clip_grad_norm": config.optimizer.clip_grad_norm,
-        "keep_gradients": config.model.cuda_graphs, "ema": ema, "dropout": dropout,
-    }  # fmt: skip
+        "grad_accum_steps": grad_accum_steps,
+        "clip_grad_norm": config.optimizer.clip_grad_norm,
+        "keep_gradients": config.model.cuda_graphs,
+        "ema": ema,
+        "dropout": dropout,
+    }
     if stream is None:
         return Trainer(*settings, **more), model, warnings
-    return PipelineTrainer(*settings, **more, pipeline=Pipeline(parallel, config, num_classes, grad_accum_steps)), model, warnings
+    return (
+        PipelineTrainer(*settings, **more, pipeline=Pipeline(parallel, config, num_classes, grad_accum_steps)),
+        model,
+        warnings,
+    )
 
 
 def warm_up_trainer(trainer: Trainer, model: nn.Module, config: Config, device: torch.device, num_threads: int) -> None:
-    """Passes that leave no trace, see `warm_up`. They show which gradient comes last: from there on exchange is timed."""
+    """Passes that leave no trace, see `warm_up`. They show which gradient comes last: from there on exchange is
+    timed."""
     model.train()
     precision = trainer.precision
     blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)

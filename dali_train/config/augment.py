@@ -29,15 +29,22 @@ class AugmentSpec:
     magnitude: float = 10.0  # m
     num_layers: int = 2  # n: operators per image
     probability: float = 0.5  # p: of applying each of them
-    magnitude_std: float = 0.0  # mstd: of normally distributed noise on the magnitude; over 100: uniform from 0 to the magnitude
+    magnitude_std: float = (
+        0.0  # mstd: of normally distributed noise on the magnitude; over 100: uniform from 0 to the magnitude
+    )
     magnitude_max: float = 10.0  # mmax
     increasing: bool = False  # inc: operators whose strength rises with the magnitude
     operators: tuple[str, ...] = ()  # t: names joined by +; empty: timm's
 
 
 _FIELDS = {
-    "m": "magnitude", "n": "num_layers", "p": "probability", "mstd": "magnitude_std", "mmax": "magnitude_max", "inc": "increasing",
-}  # fmt: skip
+    "m": "magnitude",
+    "n": "num_layers",
+    "p": "probability",
+    "mstd": "magnitude_std",
+    "mmax": "magnitude_max",
+    "inc": "increasing",
+}
 
 
 def parse_augment(text: str) -> AugmentSpec:
@@ -46,7 +53,12 @@ def parse_augment(text: str) -> AugmentSpec:
         ConfigError: an unknown policy or setting, or a value out of range.
     """
     name = next(
-        (policy for policy in sorted(POLICIES, key=len, reverse=True) if text == policy or text.startswith(f"{policy}-")), ""
+        (
+            policy
+            for policy in sorted(POLICIES, key=len, reverse=True)
+            if text == policy or text.startswith(f"{policy}-")
+        ),
+        "",
     )
     close = difflib.get_close_matches(text.split("-")[0], POLICIES, n=1, cutoff=0.4) or difflib.get_close_matches(
         text, POLICIES, n=1
@@ -69,9 +81,14 @@ def parse_augment(text: str) -> AugmentSpec:
         field, value = _FIELDS[match[1]], float(match[2])
         values[field] = bool(value) if field == "increasing" else int(value) if field == "num_layers" else value
     spec = AugmentSpec(policy=name, **values)  # type: ignore[arg-type]
-    require(1 <= spec.num_layers <= 8, f"{_FORM.format(text=text)}n is {spec.num_layers}, use 1 to 8 operators per image")
-    require(0 <= spec.probability <= 1, f"{_FORM.format(text=text)}p is {spec.probability:g}, use a probability from 0 to 1")
     require(
-        spec.magnitude <= spec.magnitude_max, f"{_FORM.format(text=text)}m is {spec.magnitude:g}, over mmax {spec.magnitude_max:g}"
+        1 <= spec.num_layers <= 8, f"{_FORM.format(text=text)}n is {spec.num_layers}, use 1 to 8 operators per image"
+    )
+    require(
+        0 <= spec.probability <= 1, f"{_FORM.format(text=text)}p is {spec.probability:g}, use a probability from 0 to 1"
+    )
+    require(
+        spec.magnitude <= spec.magnitude_max,
+        f"{_FORM.format(text=text)}m is {spec.magnitude:g}, over mmax {spec.magnitude_max:g}",
     )
     return spec

@@ -35,7 +35,8 @@ class BatchConfig:
             fitting = sorted(sorted(ranks, key=lambda n: abs(n - data_parallel_size))[:4])
             raise ConfigError(
                 f"batch.global_batch {self.global_batch} is not divisible by batch.micro_batch {self.micro_batch} x "
-                f"{data_parallel_size} ranks = {images}; use a multiple of {images}, such as {' or '.join(map(str, nearest))}, "
-                f"or a number of ranks that fits ({', '.join(map(str, fitting))}), or another micro_batch"
+                f"{data_parallel_size} ranks = {images}; use a multiple of {images}, such as "
+                f"{' or '.join(map(str, nearest))}, or a number of ranks that fits ({', '.join(map(str, fitting))}), "
+                "or another micro_batch"
             )
         return self.global_batch // images

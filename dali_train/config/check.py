@@ -1,8 +1,8 @@
 """What the sections have in common: each value is checked once against its field's type hint, wherever it comes from.
 
 A section is a frozen dataclass under `section`. A type hint says all that is required of one value: its type, a `Range`
-or words in ``Annotated``, and whether it is a `Machine` setting. What concerns several fields stands in ``__post_init__``,
-which sees only values that fit their hints.
+or words in ``Annotated``, and whether it is a `Machine` setting. What concerns several fields stands in
+``__post_init__``, which sees only values that fit their hints.
 """
 
 import functools
@@ -80,7 +80,13 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
             for field, default in defaults.items():
                 if field not in values and default is MISSING:
                     raise ConfigError(f"{prefix}{field} is missing: {cls.__name__} has no default for it")
-            build(self, **{field: checked(prefix + field, value, hints[field], defaults[field]) for field, value in values.items()})
+            build(
+                self,
+                **{
+                    field: checked(prefix + field, value, hints[field], defaults[field])
+                    for field, value in values.items()
+                },
+            )
 
         cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
         return cls
@@ -101,7 +107,8 @@ def checked(name: str, value: Any, hint: Any, default: Any = None) -> Any:
     """`value` as the type `hint` has it.
 
     Raises:
-        ConfigError: it does not fit; the message names the setting, the value and what to use, with `default` as an example.
+        ConfigError: it does not fit; the message names the setting, the value and what to use, with `default` as an
+            example.
     """
     try:
         return _fitted(value, hint)
@@ -148,14 +155,21 @@ def _fitted(value: Any, hint: Any) -> Any:
 _FITS: dict[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
     int: lambda value: isinstance(value, int) and not isinstance(value, bool),
-    float: lambda value: isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max,
+    float: lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    ),
     str: lambda value: isinstance(value, str | os.PathLike) and value != "",
     type(None): lambda value: value is None,
 }
 _WORDS: dict[Any, str] = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "None",
-    dict: "a dict, e.g. {'drop_path_rate': 0.1}", Callable: "a function or class",
-}  # fmt: skip
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "None",
+    dict: "a dict, e.g. {'drop_path_rate': 0.1}",
+    Callable: "a function or class",
+}
 
 
 def _annotated(value: Any, hint: Any, *notes: Any) -> Any:
@@ -201,4 +215,6 @@ def _tuple(value: Any, hints: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(_fitted(one, hint) for one, hint in zip(value, hints, strict=True))
     except _UnfitError as unfit:
         remedy = str(unfit)
-        raise _UnfitError(f"each must be {remedy.removeprefix('use ')}" if remedy.startswith("use ") else remedy) from None
+        raise _UnfitError(
+            f"each must be {remedy.removeprefix('use ')}" if remedy.startswith("use ") else remedy
+        ) from None

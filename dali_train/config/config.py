@@ -47,35 +47,38 @@ class Config:
     def __post_init__(self) -> None:
         require(
             self.schedule.warmup_epochs <= self.run.epochs,
-            f"schedule.warmup_epochs {self.schedule.warmup_epochs} exceeds run.epochs {self.run.epochs}: shorten the warmup",
+            f"schedule.warmup_epochs {self.schedule.warmup_epochs} exceeds run.epochs {self.run.epochs}: shorten the "
+            "warmup",
         )
         decay_epochs = self.schedule.decay_epochs
         require(
-            self.schedule.name != "warmup-stable-decay" or (decay_epochs or 0) + self.schedule.warmup_epochs <= self.run.epochs,
-            f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {self.schedule.warmup_epochs} exceeds run.epochs "
-            f"{self.run.epochs}: shorten the decay or the warmup",
+            self.schedule.name != "warmup-stable-decay"
+            or (decay_epochs or 0) + self.schedule.warmup_epochs <= self.run.epochs,
+            f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {self.schedule.warmup_epochs} "
+            f"exceeds run.epochs {self.run.epochs}: shorten the decay or the warmup",
         )
         require(
             not self.mixup.enabled or self.batch.micro_batch > 1,
-            f"mixup.alpha is {self.mixup.alpha} and mixup.cutmix_alpha {self.mixup.cutmix_alpha} with batch.micro_batch 1: "
-            "partners are found within a micro-batch, so use at least 2 images, or 0 for both",
+            f"mixup.alpha is {self.mixup.alpha} and mixup.cutmix_alpha {self.mixup.cutmix_alpha} with "
+            "batch.micro_batch 1: partners are found within a micro-batch, so use at least 2 images, or 0 for both",
         )
         require(
             self.mixup.cutmix_alpha == 0 or self.data.reader != "stream",
-            f"mixup.cutmix_alpha is {self.mixup.cutmix_alpha} with data.reader stream, which has only Mixup: set data.reader "
-            "index, or mixup.cutmix_alpha 0",
+            f"mixup.cutmix_alpha is {self.mixup.cutmix_alpha} with data.reader stream, which has only Mixup: set "
+            "data.reader index, or mixup.cutmix_alpha 0",
         )
         until = max((epoch for epoch, _ in self.data.progressive), default=0)
         require(
             until < self.run.epochs,
-            f"data.progressive has smaller images until epoch {until:g}, but run.epochs is {self.run.epochs:g}: let them end "
-            "before the run does",
+            f"data.progressive has smaller images until epoch {until:g}, but run.epochs is {self.run.epochs:g}: let "
+            "them end before the run does",
         )
         repeats, micro_batch = self.data.repeats, self.batch.micro_batch
         require(
             self.data.split_repeats or micro_batch % repeats == 0,
-            f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}: use a multiple of {repeats} such as "
-            f"{max(1, round(micro_batch / repeats)) * repeats}, or data.split_repeats true to let repeats be in two micro-batches",
+            f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}: use a multiple of {repeats} "
+            f"such as {max(1, round(micro_batch / repeats)) * repeats}, or data.split_repeats true to let repeats be "
+            "in two micro-batches",
         )
         require(
             self.data.reader != "stream" or not self.hooks.trace_samples,
@@ -88,13 +91,13 @@ class Config:
         )
         require(
             not self.precision.pure or not self.model.fast_norm,
-            "precision.pure is true with model.fast_norm true: without autocast norms are in half precision anyway, set "
-            "model.fast_norm false",
+            "precision.pure is true with model.fast_norm true: without autocast norms are in half precision anyway, "
+            "set model.fast_norm false",
         )
         require(
             not self.precision.pure or self.model.compile in ("auto", "none"),
-            f"precision.pure is true with model.compile {self.model.compile}: the weights' copies are not compiled, set "
-            "model.compile none, or precision.pure false",
+            f"precision.pure is true with model.compile {self.model.compile}: the weights' copies are not compiled, "
+            "set model.compile none, or precision.pure false",
         )
         require(
             not self.model.cuda_graphs or self.run.device != "cpu",
@@ -102,8 +105,8 @@ class Config:
         )
         require(
             not self.model.cuda_graphs or not self.data.progressive,
-            "model.cuda_graphs is true with data.progressive: a captured graph takes images of one size, set model.cuda_graphs "
-            "false",
+            "model.cuda_graphs is true with data.progressive: a captured graph takes images of one size, set "
+            "model.cuda_graphs false",
         )
         self._check_parallel()
 
@@ -112,19 +115,19 @@ class Config:
         parallel = self.parallel
         require(
             not parallel.kind or self.model.compile in ("auto", "none"),
-            f"model.compile is {self.model.compile} with {parallel.kind}, which divides the model among ranks: what then "
-            "communicates is not compiled, set model.compile none",
+            f"model.compile is {self.model.compile} with {parallel.kind}, which divides the model among ranks: what "
+            "then communicates is not compiled, set model.compile none",
         )
         parts, micro_batch = parallel.tensor.image_parts, self.batch.micro_batch
         require(
             micro_batch % parts == 0,
-            f"parallel.tensor.size {parallel.tensor.size} with mode {parallel.tensor.mode} divides the images of a micro-batch "
-            f"into {parts} parts, but batch.micro_batch is {micro_batch}: use a multiple of {parts}",
+            f"parallel.tensor.size {parallel.tensor.size} with mode {parallel.tensor.mode} divides the images of a "
+            f"micro-batch into {parts} parts, but batch.micro_batch is {micro_batch}: use a multiple of {parts}",
         )
         require(
             self.data.reader != "stream" or (parallel.pipeline == 1 and parallel.tensor.size == 1),
-            f"data.reader is stream with {parallel.kind}: ranks that compute the same micro-batch would each read for themselves; "
-            "set data.reader index",
+            f"data.reader is stream with {parallel.kind}: ranks that compute the same micro-batch would each read "
+            "for themselves; set data.reader index",
         )
         require(
             not self.data.progressive or (parallel.pipeline == 1 and parallel.tensor.size == 1),
@@ -135,13 +138,13 @@ class Config:
         stages = f"parallel.pipeline is {parallel.pipeline}"
         require(
             self.loss.distillation == "none",
-            f"{stages} with loss.distillation {self.loss.distillation}: the last stage has no images to show the teacher; set "
-            "parallel.pipeline 1, or loss.distillation none",
+            f"{stages} with loss.distillation {self.loss.distillation}: the last stage has no images to show the "
+            "teacher; set parallel.pipeline 1, or loss.distillation none",
         )
         require(
             self.optimizer.layer_decay is None,
-            f"{stages} with optimizer.layer_decay {self.optimizer.layer_decay}: a stage does not know the layers of the others; "
-            "leave one of them out",
+            f"{stages} with optimizer.layer_decay {self.optimizer.layer_decay}: a stage does not know the layers of "
+            "the others; leave one of them out",
         )
 
     def steps(self, epochs: float, num_images: int) -> int:
@@ -149,7 +152,8 @@ class Config:
         return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
 
     def sizes_by_step(self, num_images: int) -> list[tuple[int, "Config"]]:
-        """The first step of each size of training images, with this config as it is for those steps, whose data.train_size is it.
+        """The first step of each size of training images, with this config as it is for those steps, whose
+        data.train_size is it.
 
         One without progressive resizing.
         """
@@ -164,7 +168,8 @@ class Config:
         return self.replace({"data.train_size": size, "data.progressive": ()})
 
     def replace(self, changes: Mapping[str, Any]) -> "Config":
-        """This config with other values, by full name: ``config.replace({"batch.global_batch": 64, "batch.micro_batch": 8})``.
+        """This config with other values, by full name: ``config.replace({"batch.global_batch": 64, "batch.micro_batch":
+        8})``.
 
         The result is checked once, after all changes, so fields that depend on each other can change together.
         ``model.kwargs.NAME`` sets one keyword argument of the model; None removes it.
@@ -200,7 +205,8 @@ class Setting(NamedTuple):
     default: Any
     """MISSING if there is none."""
     machine: bool
-    """It decides how fast, where or how closely watched a run is. Otherwise it belongs to the recipe, which decides the result."""
+    """It decides how fast, where or how closely watched a run is. Otherwise it belongs to the recipe, which decides the
+    result."""
 
 
 def _settings(cls: type, prefix: str = "", *, machine: bool = False) -> Iterator[tuple[str, Setting]]:

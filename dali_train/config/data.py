@@ -34,76 +34,86 @@ class DataConfig:
     seed: Annotated[int, Range(0, (1 << 64) - 1, "a number from 0 to 2**64 - 1")] = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
     shuffle: Literal["full", "block", "none"] = "full"
-    """full: a new uniformly random order every epoch. block: shuffled blocks of neighbours, mixed within windows, for disks and
-    parallel file systems that want long reads. none: the order on disk. For data.reader stream see data.shuffle_buffer."""
+    """full: a new uniformly random order every epoch. block: shuffled blocks of neighbours, mixed within windows, for
+    disks and parallel file systems that want long reads. none: the order on disk. For data.reader stream see
+    data.shuffle_buffer."""
     block_images: Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 images")] = 128
-    """Images per block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its speed."""
+    """Images per block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its
+    speed."""
     window_blocks: Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 blocks")] = 8
-    """Number of consecutive blocks whose images are shuffled together (one window). Each micro-batch of a step draws from its own
-    window; `dali-train plan` reports the memory that all windows take."""
-    read_ahead_mb: Machine[Annotated[int, Range(0, 1 << 20, "0 for no read-ahead, or more, at most 1,048,576 (1 TB)")]] = 256
+    """Number of consecutive blocks whose images are shuffled together (one window). Each micro-batch of a step draws
+    from its own window; `dali-train plan` reports the memory that all windows take."""
+    read_ahead_mb: Machine[
+        Annotated[int, Range(0, 1 << 20, "0 for no read-ahead, or more, at most 1,048,576 (1 TB)")]
+    ] = 256
     """Megabytes of coming images that a rank reads into the page cache before they are needed. 0: none."""
     local_copy: Machine[Directory | None] = None
-    """Directory on a local disk of each host: the dataset is copied there once before training and read from there. None: data.root
-    is read."""
+    """Directory on a local disk of each host: the dataset is copied there once before training and read from there.
+    None: data.root is read."""
     reader: Literal["index", "stream", "synthetic"] = "index"
-    """index: images are slices of memory-mapped shards. synthetic: noise, to see what loading data costs. stream: DALI's TFRecord
-    reader, for storage that allows only sequential reads; samples then depend on the number of ranks, and a run can be resumed
-    only on the same number."""
+    """index: images are slices of memory-mapped shards. synthetic: noise, to see what loading data costs. stream:
+    DALI's TFRecord reader, for storage that allows only sequential reads; samples then depend on the number of ranks,
+    and a run can be resumed only on the same number."""
     stream_url: Machine[Annotated[str, Remedy("name s3://BUCKET/PREFIX or a directory")] | None] = None
-    """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, where everything else
-    is in any case."""
+    """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, where
+    everything else is in any case."""
     # Where it matters, with data.reader stream, the reader itself compares it when a run is resumed.
     shuffle_buffer: Machine[Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 records")]] = 1024
-    """With data.reader stream: records from which each rank draws its next image. Use more for a dataset sorted by class."""
+    """With data.reader stream: records from which each rank draws its next image. Use more for a dataset sorted by
+    class."""
     device: Machine[Literal["auto", "cpu", "gpu"]] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
     num_threads: Machine[Annotated[int, Range(1, 1024, "at least 1 and at most 1024 threads")] | None] = None
     """Decoding threads per rank. None: this rank's share of the cores that the job may use."""
-    prefetch: Machine[Annotated[int, Range(1, 64, "at least 1 and at most 64, since each takes the memory of a micro-batch")]] = 2
-    """Micro-batches that are prepared ahead of the one in use. Two cover the worst: of 5,000 micro-batches of 256 ImageNet
-    photographs the largest has 1.3 times the mean's pixels, of 32 photographs 2.3 times."""
+    prefetch: Machine[
+        Annotated[int, Range(1, 64, "at least 1 and at most 64, since each takes the memory of a micro-batch")]
+    ] = 2
+    """Micro-batches that are prepared ahead of the one in use. Two cover the worst: of 5,000 micro-batches of 256
+    ImageNet photographs the largest has 1.3 times the mean's pixels, of 32 photographs 2.3 times."""
     hw_decoder_load: Machine[Annotated[float, Range(0, 1, "a share from 0 to 1")] | None] = None
-    """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later). None: by the number of
-    decoding threads, from 0.99 with 6 to 0.12 with 70; `python -m tools.bench.gpu_data` measures the best."""
+    """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later). None: by the
+    number of decoding threads, from 0.99 with 6 to 0.12 with 70; `python -m tools.bench.gpu_data` measures the best."""
     train_size: Pixels = 224
     """Side of the square training images, in pixels."""
     progressive: Annotated[
         tuple[tuple[Positive, Pixels], ...], Remedy("use pairs of an epoch and a size in pixels, such as 6,128 12,160")
     ] = ()
-    """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels until epoch 6,
-    of 160 until epoch 12, and of train_size from then on. A step has the size of the epoch in which it begins. For models that take
-    images of any size: a ViT does with --model.kwargs.dynamic_img_size true. Only with data.reader index or synthetic."""
+    """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels
+    until epoch 6, of 160 until epoch 12, and of train_size from then on. A step has the size of the epoch in which it
+    begins. For models that take images of any size: a ViT does with --model.kwargs.dynamic_img_size true. Only with
+    data.reader index or synthetic."""
     crop: Literal["random-resized", "inception"] = "random-resized"
-    """How random crops are drawn. random-resized: uniform in area, as torchvision's RandomResizedCrop. inception: uniform in
-    height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops. Only with data.reader index."""
+    """How random crops are drawn. random-resized: uniform in area, as torchvision's RandomResizedCrop. inception:
+    uniform in height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops. Only with data.reader
+    index."""
     crop_area: tuple[float, float] = (0.08, 1.0)
     """Random crops cover a fraction of the image's area between these two."""
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
     """Random crops have a ratio of width to height between these two."""
     crop_side: Pixels | None = None
-    """Crop a square of this many pixels of the stored image instead, anywhere in it, as for CIFAR; it is then resized to
-    train_size. None: an area and an aspect ratio are drawn, as crop_area and crop_aspect say."""
+    """Crop a square of this many pixels of the stored image instead, anywhere in it, as for CIFAR; it is then resized
+    to train_size. None: an area and an aspect ratio are drawn, as crop_area and crop_aspect say."""
     crop_padding: Annotated[int, Range(0, 65_500, "a number of pixels, at most 65,500")] = 0
     """With crop_side: black pixels on each side of the stored image, which the crop may include."""
     horizontal_flip: Annotated[float, Range(0, 1, "a probability from 0 to 1")] = 0.5
     """Probability of mirroring a training image."""
     augment: str = "none"
-    """Policy of random operators: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1), big-vision
-    and colossalai (RandAugment as these two have it, 2 operators at full strength), trivial (TrivialAugment), 3-augment (DeiT III),
-    auto-imagenet or auto-cifar10 (AutoAugment). Only with data.reader index."""
+    """Policy of random operators: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1),
+    big-vision and colossalai (RandAugment as these two have it, 2 operators at full strength), trivial
+    (TrivialAugment), 3-augment (DeiT III), auto-imagenet or auto-cifar10 (AutoAugment). Only with data.reader index."""
     color_jitter: Annotated[float, Range(0, 1, "a factor from 0 to 1")] = 0.0
     """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none."""
     random_erasing: Annotated[float, Range(0, 1, "a probability from 0 to 1")] = 0.0
     """Probability of filling a random box of a training image."""
     random_erasing_fill: Literal["mean", "noise"] = "mean"
-    """What erased boxes are filled with. mean: the mean color. noise: normally distributed pixels around it with the standard
-    deviation of data.normalise, timm's mode pixel, limited to values from 0 to 255."""
+    """What erased boxes are filled with. mean: the mean color. noise: normally distributed pixels around it with the
+    standard deviation of data.normalise, timm's mode pixel, limited to values from 0 to 255."""
     repeats: Annotated[int, Range(1, 64, "a number of repeats, at most 64")] = 1
-    """Repeated augmentation: so many neighbours in the stream are the same image, augmented differently. An epoch still has as
-    many images as the training split, so each pass over the split takes this many epochs."""
+    """Repeated augmentation: so many neighbours in the stream are the same image, augmented differently. An epoch still
+    has as many images as the training split, so each pass over the split takes this many epochs."""
     split_repeats: bool = False
-    """Let a micro-batch's end separate the repeats of an image, for recipes whose batch is not a multiple of data.repeats."""
+    """Let a micro-batch's end separate the repeats of an image, for recipes whose batch is not a multiple of
+    data.repeats."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How training and evaluation images are resized."""
     antialias: bool = True
@@ -112,12 +122,14 @@ class DataConfig:
         Literal["imagenet", "inception"] | tuple[Triple, Triple],
         Remedy("use imagenet, inception, or mean and standard deviation, e.g. 123.7,116.3,103.5 58.4,57.1,57.4"),
     ] = "inception"
-    """Mean and standard deviation of red, green and blue, for pixel values from 0 to 255: the mean is subtracted and the result
-    divided by the standard deviation. imagenet: ImageNet's own. inception: 127.5 throughout, so that values go from -1 to 1. Or
-    numbers: 123.7,116.3,103.5 58.4,57.1,57.4. A timm model's own are in its `default_cfg`, there for pixel values from 0 to 1."""
+    """Mean and standard deviation of red, green and blue, for pixel values from 0 to 255: the mean is subtracted and
+    the result divided by the standard deviation. imagenet: ImageNet's own. inception: 127.5 throughout, so that values
+    go from -1 to 1. Or
+    numbers: 123.7,116.3,103.5 58.4,57.1,57.4. A timm model's own are in its `default_cfg`, there for pixel values from
+        0 to 1."""
     eval_resize: Machine[Literal["short-side", "squash"]] = "short-side"
-    """How evaluation images are resized to eval_resize_to. short-side: the short side, keeping the aspect ratio. squash: both
-    sides, which distorts."""
+    """How evaluation images are resized to eval_resize_to. short-side: the short side, keeping the aspect ratio.
+    squash: both sides, which distorts."""
     eval_resize_to: Machine[Pixels] = 256
     """In pixels; the central eval_size square of the result is evaluated."""
     eval_size: Machine[Pixels] = 224
@@ -143,14 +155,17 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         low, high = self.crop_area
-        require(0 < low <= high <= 1, f"data.crop_area is {self.crop_area}: use two fractions with 0 < low <= high <= 1")
+        require(
+            0 < low <= high <= 1, f"data.crop_area is {self.crop_area}: use two fractions with 0 < low <= high <= 1"
+        )
         low, high = self.crop_aspect
         require(OVER_0 <= low <= high, f"data.crop_aspect is {self.crop_aspect}: use two ratios with 0 < low <= high")
-        # A mean of 0 and a standard deviation of 255 are sensible; numbers between 0 and 2 are meant for pixels from 0 to 1.
+        # A mean of 0 and a standard deviation of 255 are sensible; numbers between 0 and 2 are meant for pixels from 0
+        # to 1.
         require(
             all(mean == 0 or 2 <= mean <= 255 for mean in self.mean) and all(2 <= std <= 1000 for std in self.std),
-            f"data.normalise is {self.normalise}: mean and standard deviation are for pixel values from 0 to 255, so multiply "
-            "those for values from 0 to 1 by 255, or use imagenet or inception",
+            f"data.normalise is {self.normalise}: mean and standard deviation are for pixel values from 0 to 255, so "
+            "multiply those for values from 0 to 1 by 255, or use imagenet or inception",
         )
         require(
             self.eval_size <= self.eval_resize_to,
@@ -163,7 +178,8 @@ class DataConfig:
         )
         require(
             self.train_sizes[-1] == self.train_size,
-            f"data.progressive is {self.progressive}: use sizes up to data.train_size {self.train_size}, which follows them",
+            f"data.progressive is {self.progressive}: use sizes up to data.train_size {self.train_size}, which "
+            "follows them",
         )
         require(
             self.reader != "stream" or not self.progressive,
@@ -172,41 +188,43 @@ class DataConfig:
         parse_augment(self.augment)
         require(
             self.reader != "stream" or (self.augment == "none" and self.color_jitter == 0 and self.random_erasing == 0),
-            "data.augment, data.color_jitter and data.random_erasing need data.reader index: with data.reader stream it is not "
-            "known ahead which image comes",
+            "data.augment, data.color_jitter and data.random_erasing need data.reader index: with data.reader "
+            "stream it is not known ahead which image comes",
         )
         require(
             self.reader != "stream" or (self.crop_side is None and self.repeats == 1),
-            "data.crop_side and data.repeats need data.reader index: with data.reader stream it is not known ahead which image "
-            "comes",
+            "data.crop_side and data.repeats need data.reader index: with data.reader stream it is not known ahead "
+            "which image comes",
         )
         require(
             self.crop == "random-resized" or (self.reader != "stream" and self.crop_side is None),
-            f"data.crop is {self.crop} with data.reader {self.reader} and data.crop_side {self.crop_side}: it needs data.reader "
-            "index, and data.crop_side none",
+            f"data.crop is {self.crop} with data.reader {self.reader} and data.crop_side {self.crop_side}: it needs "
+            "data.reader index, and data.crop_side none",
         )
         require(
             self.crop_padding == 0 or self.crop_side is not None,
-            f"data.crop_padding is {self.crop_padding} without data.crop_side: set data.crop_side, such as {self.train_size}",
+            f"data.crop_padding is {self.crop_padding} without data.crop_side: set data.crop_side, such as "
+            f"{self.train_size}",
         )
         require(
             self.crop_side is None or self.crop_padding < self.crop_side,
-            f"data.crop_padding is {self.crop_padding} with data.crop_side {self.crop_side}: use less than data.crop_side, or a "
-            "crop could miss the image",
+            f"data.crop_padding is {self.crop_padding} with data.crop_side {self.crop_side}: use less than "
+            "data.crop_side, or a crop could miss the image",
         )
         require(
             self.random_erasing > 0 or self.random_erasing_fill == "mean",
-            f"data.random_erasing_fill is {self.random_erasing_fill}, but nothing is erased: set data.random_erasing, such as 0.25",
+            f"data.random_erasing_fill is {self.random_erasing_fill}, but nothing is erased: set "
+            "data.random_erasing, such as 0.25",
         )
         require(
             not self.split_repeats or (self.repeats > 1 and self.shuffle != "block"),
-            f"data.split_repeats is true with data.repeats {self.repeats} and data.shuffle {self.shuffle}: it is for more than one "
-            "repeat, and a block order keeps repeats together; leave it out",
+            f"data.split_repeats is true with data.repeats {self.repeats} and data.shuffle {self.shuffle}: it is for "
+            "more than one repeat, and a block order keeps repeats together; leave it out",
         )
         require(
             self.stream_url is None or self.reader != "index",
-            f"data.stream_url is {self.stream_url}, but data.reader is index, which reads data.root: set data.reader stream, "
-            "or leave data.stream_url out",
+            f"data.stream_url is {self.stream_url}, but data.reader is index, which reads data.root: set data.reader "
+            "stream, or leave data.stream_url out",
         )
         require(
             self.local_copy is None or self.reader != "stream",

@@ -9,12 +9,13 @@ from dali_train.config.check import OVER_0, UNDER_1, CountOr0, Positive, Range, 
 @section("ema")
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """An exponential moving average (EMA) of weights and buffers, as timm's ModelEmaV3 computes it. It is evaluated beside the
-    weights, saved in checkpoints, and decides which checkpoint is the best."""
+    """An exponential moving average (EMA) of weights and buffers, as timm's ModelEmaV3 computes it. It is evaluated
+    beside the weights, saved in checkpoints, and decides which checkpoint is the best."""
 
     decay: Annotated[float, Range(OVER_0, UNDER_1, "a share between 0 and 1, such as 0.999")] | None = None
-    """Share of the average that stays at each optimizer step. The average spans about 1 / (1 - decay) steps, so choose it by the
-    number of steps, not epochs: 300 epochs of ImageNet are 11,729 steps in batches of 32,768. None: no average."""
+    """Share of the average that stays at each optimizer step. The average spans about 1 / (1 - decay) steps, so choose
+    it by the number of steps, not epochs: 300 epochs of ImageNet are 11,729 steps in batches of 32,768. None: no
+    average."""
     after_steps: CountOr0 = 0
     """Steps in the beginning during which the average is a copy of the weights."""
     warmup: bool = False
@@ -26,5 +27,6 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.decay is not None or not self.warmup, "ema.warmup is true, but there is no average: set ema.decay, such as 0.999"
+            self.decay is not None or not self.warmup,
+            "ema.warmup is true, but there is no average: set ema.decay, such as 0.999",
         )

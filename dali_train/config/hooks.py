@@ -18,11 +18,13 @@ class HooksConfig:
     trace_samples: bool = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had."""
     detail_every_steps: Count | None = 50
-    """Steps between two looks at every layer: LAMB's trust ratios, and gradient histograms if they are on. None: never."""
+    """Steps between two looks at every layer: LAMB's trust ratios, and gradient histograms if they are on. None:
+    never."""
     sample_images: CountOr0 = 16
     """Images of the first step that are kept as the network sees them. 0: none."""
     predictions: CountOr0 = 320
-    """Validation images in the table of predictions; with it come confused classes and accuracy by class. 0: no tables."""
+    """Validation images in the table of predictions; with it come confused classes and accuracy by class. 0: no
+    tables."""
     profile: Annotated[tuple[Count, Count], Remedy(f"use {STEPS}, e.g. 20,25")] | None = None
     """First and last step of a torch profiler trace, counted from 1, e.g. 20,25."""
     tensorboard: bool = False
@@ -42,8 +44,8 @@ class HooksConfig:
     model_graph: bool = False
     """The model's graph in TensorBoard."""
     user: tuple[Factory, ...] = ()
-    """Hooks of your own: subclasses of dali_train.hooks.Hook, or functions that make one. Every rank makes its own. Only a config
-    file can name them."""
+    """Hooks of your own: subclasses of dali_train.hooks.Hook, or functions that make one. Every rank makes its own.
+    Only a config file can name them."""
 
     def __post_init__(self) -> None:
         require(
@@ -54,4 +56,7 @@ class HooksConfig:
             not self.gradient_histograms or self.tensorboard or self.wandb != "disabled",
             "hooks.gradient_histograms needs a place to go: set hooks.tensorboard true or hooks.wandb offline",
         )
-        require(not self.model_graph or self.tensorboard, "hooks.model_graph needs a place to go: set hooks.tensorboard true")
+        require(
+            not self.model_graph or self.tensorboard,
+            "hooks.model_graph needs a place to go: set hooks.tensorboard true",
+        )

@@ -22,11 +22,14 @@ def load_config(path: Path | str) -> Config:
     A config.json only has the names of user hooks: they are left out, with a warning.
 
     Raises:
-        ConfigError: no such file, an error in it, or it defines no Config named ``config``; the message names file and line.
+        ConfigError: no such file, an error in it, or it defines no Config named ``config``; the message names file and
+            line.
     """
     path = Path(path)
     if path.is_dir():
-        raise ConfigError(f"--config {path}: this is a directory; name a file, for a run's directory {path / 'config.json'}")
+        raise ConfigError(
+            f"--config {path}: this is a directory; name a file, for a run's directory {path / 'config.json'}"
+        )
     if not path.is_file():
         raise ConfigError(f"--config {path}: this file does not exist; the recipes are in configs/")
     if path.suffix == ".json":
@@ -35,12 +38,16 @@ def load_config(path: Path | str) -> Config:
         except OSError as error:
             raise ConfigError(f"{path} cannot be read as a run's config.json: {error}") from None
     if path.suffix != ".py":
-        raise ConfigError(f"--config {path}: not a Python file; its name must end in .py, or in .json for a run's config.json")
+        raise ConfigError(
+            f"--config {path}: not a Python file; its name must end in .py, or in .json for a run's config.json"
+        )
     names = vars(_executed(path))
     config = names.get("config")
     if not isinstance(config, Config):
         raise ConfigError(f"--config {path}: the file must define `config = Config(...)`, found {config!r}")
-    parallel = names.get("parallel")  # as ColossalAI's config files have it: parallel = dict(pipeline=2, tensor=dict(...))
+    parallel = names.get(
+        "parallel"
+    )  # as ColossalAI's config files have it: parallel = dict(pipeline=2, tensor=dict(...))
     if isinstance(parallel, dict):
         try:
             return replace(config, parallel=ParallelConfig(**parallel))
@@ -62,7 +69,9 @@ def _executed(path: Path) -> ModuleType:
         raise ConfigError(f"{error.filename or path}, line {error.lineno}: {error.msg}") from error
     except Exception as error:
         lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == path.resolve()
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).resolve() == path.resolve()
         ]
         place = f"{path}, line {lines[-1]}" if lines else str(path)
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
@@ -95,5 +104,7 @@ def _assembled(source: str, values: Any) -> Config:
     if "mean" in data and "std" in data:  # as runs wrote it before data.normalise
         data["normalise"] = (data.pop("mean"), data.pop("std"))
     if hooks := values.get("hooks", {}).pop("user", None):
-        warnings.warn(f"{source}: hooks.user {hooks} are left out, since only a config file in Python can name them", stacklevel=4)
+        warnings.warn(
+            f"{source}: hooks.user {hooks} are left out, since only a config file in Python can name them", stacklevel=4
+        )
     return Config(**{name: sections[name](**fields) for name, fields in values.items()})

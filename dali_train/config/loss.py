@@ -14,8 +14,8 @@ class LossConfig:
     label_smoothing: Annotated[float, Range(0, UNDER_1, "a share from 0 to under 1")] = 0.0
     """Share of the target that is spread evenly over all classes."""
     target_threshold: Annotated[float, Range(0, UNDER_1, "a number from 0 to under 1")] | None = None
-    """binary-cross-entropy: targets above it count as 1 and others as 0, so that both images of a mixture are in it. None: as
-    they are."""
+    """binary-cross-entropy: targets above it count as 1 and others as 0, so that both images of a mixture are in it.
+    None: as they are."""
     sum_classes: bool = False
     """binary-cross-entropy: sum over the classes instead of their mean."""
     distillation: Literal["none", "hard", "soft"] = "none"
@@ -41,12 +41,13 @@ class LossConfig:
         )
         require(
             not self.sum_classes or binary,
-            f"loss.sum_classes is true with loss.name {self.name}, which has no mean over classes: set it to false, or use "
-            "binary-cross-entropy",
+            f"loss.sum_classes is true with loss.name {self.name}, which has no mean over classes: set it to false, "
+            "or use binary-cross-entropy",
         )
         require(
             self.temperature == 1 or self.distillation == "soft",
-            f"loss.temperature is {self.temperature} with loss.distillation {self.distillation}: only soft has one, set it to 1",
+            f"loss.temperature is {self.temperature} with loss.distillation {self.distillation}: only soft has one, "
+            "set it to 1",
         )
         require(
             self.distillation == "none" or self.teacher is not None,
@@ -54,5 +55,6 @@ class LossConfig:
         )
         require(
             self.distillation != "none" or (self.teacher is None and self.teacher_weights is None),
-            f"loss.teacher is {self.teacher}, but loss.distillation is none: set it to hard or soft, or leave the teacher out",
+            f"loss.teacher is {self.teacher}, but loss.distillation is none: set it to hard or soft, or leave the "
+            "teacher out",
         )

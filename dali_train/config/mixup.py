@@ -13,8 +13,8 @@ class MixupConfig:
     alpha: NotNegative = 0.0
     """Mixup's lambda is drawn from Beta(alpha, alpha). 0 turns Mixup off."""
     cutmix_alpha: NotNegative = 0.0
-    """CutMix: a box of the partner covers a share of the image, 1 - lambda with lambda from Beta(cutmix_alpha, cutmix_alpha).
-    0 turns CutMix off. Only with data.reader index."""
+    """CutMix: a box of the partner covers a share of the image, 1 - lambda with lambda from Beta(cutmix_alpha,
+    cutmix_alpha). 0 turns CutMix off. Only with data.reader index."""
     prob: Fraction = 1.0
     """Probability of mixing at all."""
     switch_prob: Fraction = 0.5
@@ -25,7 +25,8 @@ class MixupConfig:
     def __post_init__(self) -> None:
         require(
             self.enabled or self.prob == 1,
-            f"mixup.prob is {self.prob}, but nothing is mixed: set mixup.alpha or mixup.cutmix_alpha, or leave mixup.prob out",
+            f"mixup.prob is {self.prob}, but nothing is mixed: set mixup.alpha or mixup.cutmix_alpha, or leave "
+            "mixup.prob out",
         )
 
     @property

@@ -12,8 +12,8 @@ class ModelConfig:
     name: str
     """A timm model; `python -c "import timm; print(timm.list_models())"` lists them."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to timm.create_model, e.g. drop rates. The number of classes is the dataset's. On the command line each is a setting
-    of its own: --model.kwargs.drop_path_rate 0.1 sets it, --model.kwargs.drop_path_rate none removes it."""
+    """Passed to timm.create_model, e.g. drop rates. The number of classes is the dataset's. On the command line each is
+    a setting of its own: --model.kwargs.drop_path_rate 0.1 sets it, --model.kwargs.drop_path_rate none removes it."""
     weights: str | None = None
     """Pretrained weights: a safetensors file, or where a hub can be reached a timm name with its tag. A classifier for
     other classes is initialised anew, position embeddings are fitted to another resolution. None: random."""
@@ -22,20 +22,24 @@ class ModelConfig:
     channels_last: Machine[bool] = False
     """Memory format of weights and images; convolutional models on GPUs are faster with it."""
     compile: Machine[Literal["auto", "none", "model", "blocks"]] = "auto"
-    """torch.compile. model: all of it. blocks: each repeated block; identical blocks share the code, so the first step comes
-    sooner. auto: blocks on a GPU if the model has any, and not compiled, with a warning, if the compiler fails; none on a CPU, and
-    where parallel divides the model among ranks.
+    """torch.compile. model: all of it. blocks: each repeated block; identical blocks share the code, so the first step
+    comes sooner. auto: blocks on a GPU if the model has any, and not compiled, with a warning, if the compiler fails;
+    none on a CPU, and where parallel divides the model among ranks.
     Dropout masks differ from those without it, but are still a function of the micro-batch."""
     attention: Machine[Literal["auto", "torch", "cudnn", "flash", "efficient", "math"]] = "auto"
-    """Which attention kernel is tried first. torch: torch's own order. auto: cudnn on GPUs of compute capability 9 and later
-    (H100, B200), torch's order elsewhere. With run.deterministic a kernel that is not deterministic is passed over."""
+    """Which attention kernel is tried first. torch: torch's own order. auto: cudnn on GPUs of compute capability 9 and
+    later (H100, B200), torch's order elsewhere. With run.deterministic a kernel that is not deterministic is passed
+    over."""
     fast_norm: bool = False
-    """With precision.dtype bf16 or fp16, keep the residual stream in that format and normalise in it. Less memory traffic, other
+    """With precision.dtype bf16 or fp16, keep the residual stream in that format and normalise in it. Less memory
+    traffic, other
     rounding: part of the recipe. Without it both are float32, as autocast has it."""
     cuda_graphs: Machine[bool] = False
-    """Record the compiled model's kernels once and replay them: for models whose kernels take longer to launch than to run."""
+    """Record the compiled model's kernels once and replay them: for models whose kernels take longer to launch than to
+    run."""
     activation_checkpointing: Machine[bool | Literal["selective"]] = False
-    """Compute each block's activations again in the backward pass instead of keeping them: less memory, a third more work.
+    """Compute each block's activations again in the backward pass instead of keeping them: less memory, a third more
+    work.
     selective: keep the results of matrix products and attention, and compute only the cheap rest again."""
 
     def __post_init__(self) -> None:

@@ -43,7 +43,9 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "warmup": ("schedule.warmup_epochs",),
     "batch_size": ("batch.global_batch (images per optimizer step)", "batch.micro_batch (images per rank and pass)"),
     "accumulation": ("batch.global_batch (accumulation follows from it, batch.micro_batch and the number of ranks)",),
-    "grad_accum_steps": ("batch.global_batch (accumulation follows from it, batch.micro_batch and the number of ranks)",),
+    "grad_accum_steps": (
+        "batch.global_batch (accumulation follows from it, batch.micro_batch and the number of ranks)",
+    ),
     "mixup": ("mixup.alpha",),
     "amp": ("precision.dtype",),
     "amp_dtype": ("precision.dtype",),
@@ -65,23 +67,33 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "pp": ("parallel.pipeline",),
     "zero": ("parallel.shard",),
     "fsdp": ("parallel.shard",),
-}  # fmt: skip
+}
 
 _OTHER_VALUES = {
-    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64",
-    "gpu": "cuda", "cuda": "gpu",
-}  # fmt: skip
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "gpu": "cuda",
+    "cuda": "gpu",
+}
 
 
 def unknown_setting(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """The message for a `name` that no setting has, with the right one where it can be guessed; `prefix` is how names begin."""
+    """The message for a `name` that no setting has, with the right one where it can be guessed; `prefix` is how names
+    begin."""
     known = list(known)
     written = name.replace("-", "_")
     last = written.rpartition(".")[2]
     right = _ELSEWHERE.get(last) if written not in _ELSEWHERE.get(last, ()) else None
     right = right or tuple(each for each in known if each.rpartition(".")[2] == last and each != written)
     right = right or tuple(get_close_matches(written, known, n=2, cutoff=0.75))
-    right = right or tuple(each for each in known if each.rpartition(".")[2] in get_close_matches(last, _last_parts(known), n=2))
+    right = right or tuple(
+        each for each in known if each.rpartition(".")[2] in get_close_matches(last, _last_parts(known), n=2)
+    )
     remedy = f"use {' or '.join(prefix + each for each in right)}" if right else "README and --help list the settings"
     return f"{prefix}{name} is not a setting: {remedy}"
 

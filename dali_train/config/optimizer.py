@@ -34,8 +34,8 @@ class OptimizerConfig:
     exclude_vectors: bool = True
     """No weight decay and no trust ratio on biases, norms and other vectors. False: both on all parameters."""
     layer_decay: Annotated[float, Range(OVER_0, 1, "a factor over 0 and up to 1")] | None = None
-    """Layer-wise decay of the rate, for fine-tuning: each layer has this times the rate of the next one, the classifier all of it.
-    With exclude_vectors, what the model wants without weight decay, such as position embeddings, has none either. None: one rate
-    for all."""
+    """Layer-wise decay of the rate, for fine-tuning: each layer has this times the rate of the next one, the classifier
+    all of it. With exclude_vectors, what the model wants without weight decay, such as position embeddings, has none
+    either. None: one rate for all."""
     clip_grad_norm: Annotated[float, Range(OVER_0, float("inf"), "a norm over 0")] | None = 1.0
     """Largest global 2-norm of the gradient; None does not clip."""

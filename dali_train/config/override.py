@@ -1,6 +1,7 @@
 """Settings on the command line: ``--section.field VALUE``.
 
-The words are only read here, as far as they can be; whether a value fits is checked where all values are, in the config.
+The words are only read here, as far as they can be; whether a value fits is checked where all values are, in the
+config.
 """
 
 import ast
@@ -104,7 +105,13 @@ def _read(words: list[str], hint: Any) -> Any:
     reader = ast.literal_eval if hint is Any or origin is dict else {int: int, float: float}.get(hint, str)
     try:
         return reader(text)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # what literal_eval is documented to raise
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        MemoryError,
+        RecursionError,
+    ):  # what literal_eval is documented to raise
         return text
 
 

@@ -30,8 +30,8 @@ class TensorConfig:
     """Tensor parallelism: each linear layer's weights are divided among ranks that compute the same micro-batches."""
 
     mode: TensorMode = "1d"
-    """1d: attention by heads and the MLP by hidden units. 2d, 2.5d, 3d: weights and activations divided among a square, several
-    squares or a cube of ranks."""
+    """1d: attention by heads and the MLP by hidden units. 2d, 2.5d, 3d: weights and activations divided among a square,
+    several squares or a cube of ranks."""
     size: Count = 1
     """Ranks that share each layer. 1: no tensor parallelism."""
     depth: Count | None = None
@@ -48,8 +48,8 @@ class TensorConfig:
         )
         require(
             not self.sequence_parallel or mode == "1d",
-            f"parallel.tensor.sequence_parallel is true with mode {mode}: only mode 1d takes it, the others divide the images of a "
-            "micro-batch; set it to false",
+            f"parallel.tensor.sequence_parallel is true with mode {mode}: only mode 1d takes it, the others divide "
+            "the images of a micro-batch; set it to false",
         )
         if mode == "2d":
             require(isqrt(size) ** 2 == size, f"{name}, which needs q x q ranks: use {_near(size, 2)}")
@@ -81,21 +81,23 @@ def _near(size: int, power: int) -> str:
 @section("parallel")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Ranks = pipeline x tensor.size x data: how many ranks divide the micro-batches of a step among them follows from it."""
+    """Ranks = pipeline x tensor.size x data: how many ranks divide the micro-batches of a step among them follows from
+    it."""
 
     pipeline: Count = 1
-    """Ranks that each hold a part of the model's blocks, and hand activations to the next: the stages of a pipeline. The
-    micro-batches of a step pass through it."""
+    """Ranks that each hold a part of the model's blocks, and hand activations to the next: the stages of a pipeline.
+    The micro-batches of a step pass through it."""
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """When a stage computes what. 1f1b: one forward, one backward in turn. interleaved: the same with num_chunks stages per rank,
-    which shortens the time in which ranks wait at the beginning and the end of a step."""
+    """When a stage computes what. 1f1b: one forward, one backward in turn. interleaved: the same with num_chunks stages
+    per rank, which shortens the time in which ranks wait at the beginning and the end of a step."""
     num_chunks: Count = 1
     """Stages per rank, with the schedule interleaved."""
     blocks_per_stage: tuple[Count, ...] = ()
     """Blocks of each stage, the first stage first. Empty: the same number everywhere, as far as it divides."""
     shard: Literal["none", "optimizer", "gradients", "full"] = "none"
-    """What is divided among data-parallel ranks instead of being kept by each. optimizer: its state, and the weights between
-    steps (ZeRO 1). gradients: those too (ZeRO 2). full: weights are gathered block by block, when they are needed (ZeRO 3)."""
+    """What is divided among data-parallel ranks instead of being kept by each. optimizer: its state, and the weights
+    between steps (ZeRO 1). gradients: those too (ZeRO 2). full: weights are gathered block by block, when they are
+    needed (ZeRO 3)."""
     shard_ranks: Count | None = None
     """Ranks that one copy of the state is divided among. None: all data-parallel ranks."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
@@ -105,8 +107,8 @@ class ParallelConfig:
     static_graph: bool = False
     """Tell DDP that every step uses the same parameters in the same order, so that it need not look each time."""
     exchange_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16 halves what the ranks send. Each still accumulates in float32, but the mean is off by its rounding (0.3 % on 2 ranks,
-    0.43 % on 4), which differs with the number of ranks; resuming on the same number stays bit-identical."""
+    """bf16 halves what the ranks send. Each still accumulates in float32, but the mean is off by its rounding (0.3 % on
+    2 ranks, 0.43 % on 4), which differs with the number of ranks; resuming on the same number stays bit-identical."""
     timeout_s: Annotated[float, Range(OVER_0, 30 * 86_400, "a number of seconds over 0, at most 30 days")] = 600
     """A rank that others wait for longer than this ends the run."""
 
@@ -124,19 +126,21 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         require(
             self.schedule == "1f1b" or self.pipeline > 1,
-            f"parallel.schedule is {self.schedule} with parallel.pipeline {self.pipeline}: set parallel.pipeline to the number of "
-            "ranks in the pipeline, at least 2",
+            f"parallel.schedule is {self.schedule} with parallel.pipeline {self.pipeline}: set parallel.pipeline to "
+            "the number of ranks in the pipeline, at least 2",
         )
         require(
             (self.num_chunks > 1) == (self.schedule == "interleaved"),
             f"parallel.num_chunks is {self.num_chunks} with parallel.schedule {self.schedule}: "
-            + ("set it to at least 2" if self.num_chunks == 1 else "set parallel.schedule interleaved, or leave it out"),
+            + (
+                "set it to at least 2" if self.num_chunks == 1 else "set parallel.schedule interleaved, or leave it out"
+            ),
         )
         num_given = len(self.blocks_per_stage)
         require(
             num_given in (0, self.num_stages),
-            f"parallel.blocks_per_stage has {num_given} numbers for parallel.pipeline {self.pipeline} x parallel.num_chunks "
-            f"{self.num_chunks} = {self.num_stages} stages: give one for each stage",
+            f"parallel.blocks_per_stage has {num_given} numbers for parallel.pipeline {self.pipeline} x "
+            f"parallel.num_chunks {self.num_chunks} = {self.num_stages} stages: give one for each stage",
         )
         require(
             num_given == 0 or self.pipeline > 1,
@@ -145,20 +149,21 @@ class ParallelConfig:
         )
         require(
             self.shard_ranks is None or self.shard != "none",
-            f"parallel.shard_ranks is {self.shard_ranks} with parallel.shard none: set parallel.shard to what is divided, or leave "
-            "it out",
+            f"parallel.shard_ranks is {self.shard_ranks} with parallel.shard none: set parallel.shard to what is "
+            "divided, or leave it out",
         )
         require(
             self.shard == "none" or self.tensor.mode == "1d" or self.tensor.size == 1,
-            f"parallel.shard is {self.shard} with parallel.tensor.mode {self.tensor.mode}: only mode 1d can be sharded as well; "
-            "set parallel.shard none, or parallel.tensor.mode 1d",
+            f"parallel.shard is {self.shard} with parallel.tensor.mode {self.tensor.mode}: only mode 1d can be "
+            "sharded as well; set parallel.shard none, or parallel.tensor.mode 1d",
         )
         require(
             not self.kind or not self.static_graph,
-            f"parallel.static_graph is true with {self.kind}: it is a setting of DDP, which is not used there; set it to false",
+            f"parallel.static_graph is true with {self.kind}: it is a setting of DDP, which is not used there; set "
+            "it to false",
         )
         require(
             not self.kind or self.exchange_dtype == "fp32",
-            f"parallel.exchange_dtype is {self.exchange_dtype} with {self.kind}: it is for DDP, which is not used there; set "
-            "it to fp32",
+            f"parallel.exchange_dtype is {self.exchange_dtype} with {self.kind}: it is for DDP, which is not used "
+            "there; set it to fp32",
         )

@@ -24,10 +24,11 @@ class RunConfig:
     keep_best_checkpoints: Machine[Count] = 1
     """Checkpoints with the best top-1 that are kept besides. A new best evaluation is always saved."""
     max_seconds: Machine[Annotated[float, Range(OVER_0, float("inf"), "a number of seconds over 0")] | None] = None
-    """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's end."""
+    """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's
+    end."""
     resume: Machine[Annotated[str, Remedy("use auto, never or the path of a checkpoint")]] = "auto"
-    """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0 in an empty run.dir. Or
-    the path of a checkpoint: of another run, to start from it, or of this run, to return to it."""
+    """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0 in an empty
+    run.dir. Or the path of a checkpoint: of another run, to start from it, or of this run, to return to it."""
     accept_changed_recipe: Machine[bool] = False
     """Resume although the config's recipe or the dataset is not that of the checkpoint; what changed is named."""
     device: Machine[Literal["auto", "cpu", "cuda"]] = "auto"
@@ -39,5 +40,5 @@ class RunConfig:
     published_top1: Machine[Fraction | None] = None
     """Accuracy that the recipe's source published, a fraction: a line in the report to compare with."""
     max_nonfinite_steps: Machine[Count] = 50
-    """The run ends after this many steps in a row with a loss or gradient that is not finite. FP16 needs about 10 to find its
-    scale."""
+    """The run ends after this many steps in a row with a loss or gradient that is not finite. FP16 needs about 10 to
+    find its scale."""

@@ -12,18 +12,19 @@ class ScheduleConfig:
     """A linear warmup to the peak rate (optimizer.lr, scaled as optimizer.scale_lr says), then a decay."""
 
     name: Literal["linear", "cosine", "polynomial", "step", "warmup-stable-decay"] = "linear"
-    """How the rate decays until run.epochs. step: times decay_rate every decay_epochs. warmup-stable-decay: constant until
-    decay_epochs before the end."""
+    """How the rate decays until run.epochs. step: times decay_rate every decay_epochs. warmup-stable-decay: constant
+    until decay_epochs before the end."""
     warmup_epochs: NotNegative = 0.0
     """Passes over the training split during which the rate rises."""
     warmup_steps: CountOr0 | None = None
     """Length of the warmup in optimizer steps, in place of warmup_epochs."""
     warmup_lr: NotNegative | None = None
-    """Rate of the first warmup step, from which it rises by (peak - warmup_lr) / warmup per step, as in timm; 0 is big_vision's.
+    """Rate of the first warmup step, from which it rises by (peak - warmup_lr) / warmup per step, as in timm; 0 is
+    big_vision's.
     None: step t has (t + 1) / (warmup + 1) of the peak, as in ColossalAI."""
     decay_from: Literal["warmup-end", "start"] = "warmup-end"
-    """Where the decay is counted from. start: the warmup hides its beginning, as in timm by default, in DeiT and ResNet strikes
-    back; the rate then jumps down a little where the warmup ends."""
+    """Where the decay is counted from. start: the warmup hides its beginning, as in timm by default, in DeiT and ResNet
+    strikes back; the rate then jumps down a little where the warmup ends."""
     min_lr: NotNegative = 0.0
     """Rate at the end, and the lowest after the warmup. Not scaled with the batch."""
     power: Positive = 1.0
@@ -42,11 +43,13 @@ class ScheduleConfig:
         )
         require(
             self.warmup_steps is None or self.warmup_epochs == 0,
-            f"schedule.warmup_steps is {self.warmup_steps} and schedule.warmup_epochs {self.warmup_epochs}: set one of them",
+            f"schedule.warmup_steps is {self.warmup_steps} and schedule.warmup_epochs {self.warmup_epochs}: set one "
+            "of them",
         )
         require(
             self.warmup_steps is None or self.step_every == "step",
-            f"schedule.warmup_steps is {self.warmup_steps} with schedule.step_every epoch: set schedule.warmup_epochs instead",
+            f"schedule.warmup_steps is {self.warmup_steps} with schedule.step_every epoch: set "
+            "schedule.warmup_epochs instead",
         )
         needs_decay_epochs = self.name in ("step", "warmup-stable-decay")
         require(
@@ -55,11 +58,11 @@ class ScheduleConfig:
         )
         require(
             needs_decay_epochs or self.decay_epochs is None,
-            f"schedule.decay_epochs is {self.decay_epochs}, which schedule.name {self.name} ignores: leave it out, or use step or "
-            "warmup-stable-decay",
+            f"schedule.decay_epochs is {self.decay_epochs}, which schedule.name {self.name} ignores: leave it out, "
+            "or use step or warmup-stable-decay",
         )
         require(
             self.name in ("polynomial", "warmup-stable-decay") or self.power == 1,
-            f"schedule.power is {self.power}, which schedule.name {self.name} ignores: leave it out, or use polynomial or "
-            "warmup-stable-decay",
+            f"schedule.power is {self.power}, which schedule.name {self.name} ignores: leave it out, or use "
+            "polynomial or warmup-stable-decay",
         )

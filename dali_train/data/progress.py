@@ -25,9 +25,15 @@ class Progress:
         scaled = unit == "B"
         # In a log tqdm only keeps the count: its own output is off, plain lines are printed below.
         self._bar = tqdm(
-            desc=title, total=total, unit=unit, unit_scale=scaled, unit_divisor=1000, dynamic_ncols=True,
-            file=sys.stderr if self._terminal else _Nowhere(), leave=True,
-        )  # fmt: skip
+            desc=title,
+            total=total,
+            unit=unit,
+            unit_scale=scaled,
+            unit_divisor=1000,
+            dynamic_ncols=True,
+            file=sys.stderr if self._terminal else _Nowhere(),
+            leave=True,
+        )
 
     def update(self, amount: int, *, num_bytes: int = 0) -> None:
         """`amount` more units are done; `num_bytes` went with them, and are shown where any do."""
@@ -57,7 +63,9 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

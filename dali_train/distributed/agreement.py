@@ -1,4 +1,5 @@
-"""All ranks stop after the same step: otherwise those that continue would wait for ever in a collective for one that has left."""
+"""All ranks stop after the same step: otherwise those that continue would wait for ever in a collective for one that
+has left."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +8,8 @@ from dali_train.distributed.stop import StopReason, StopRequests
 
 
 class StopAgreement:
-    """Once per step, whether any rank has a reason to stop: the exchange starts when a step begins and is read when it ends.
+    """Once per step, whether any rank has a reason to stop: the exchange starts when a step begins and is read when it
+    ends.
 
     Args:
         group: of all ranks, for host memory; None for a single process.

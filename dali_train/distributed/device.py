@@ -18,7 +18,9 @@ def choose_device(name: str, launch: Launch) -> torch.device:
     """
     num_gpus = torch.cuda.device_count()
     if name == "cuda" and not num_gpus:
-        raise ConfigError("run.device is cuda, but torch finds no GPU on this host: check the driver, or set run.device cpu")
+        raise ConfigError(
+            "run.device is cuda, but torch finds no GPU on this host: check the driver, or set run.device cpu"
+        )
     if name == "cpu" or not num_gpus:
         return torch.device("cpu")
     # Where a launcher shows each process only its own GPU, the local rank is out of range, so it wraps around.
@@ -48,10 +50,14 @@ def bind_to_numa_node(device: torch.device) -> int:
 
 
 def numa_node_cores(pci_device: Path) -> set[int]:
-    """The numbers of the cores on a device's NUMA node, from Linux's description of it in /sys; none if it names none."""
+    """The numbers of the cores on a device's NUMA node, from Linux's description of it in /sys; none if it names
+    none."""
     try:
         spans = (pci_device / "local_cpulist").read_text().split(",")
     except OSError:
         return set()
-    ends = [(int(first), int(last or first)) for first, _, last in (span.strip().partition("-") for span in spans if span.strip())]
+    ends = [
+        (int(first), int(last or first))
+        for first, _, last in (span.strip().partition("-") for span in spans if span.strip())
+    ]
     return {core for first, last in ends for core in range(first, last + 1)}

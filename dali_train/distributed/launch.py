@@ -38,8 +38,8 @@ class Launch:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
-                f"{self.launcher}: found rank {self.rank} of world size {self.world_size}, expected a rank from 0 to the world "
-                "size - 1"
+                f"{self.launcher}: found rank {self.rank} of world size {self.world_size}, expected a rank from 0 to "
+                "the world size - 1"
             )
         if not 0 < self.port < 1 << 16 and self.world_size > 1:
             raise ConfigError(f"{self.launcher}: found port {self.port}, expected one from 1 to 65535")
@@ -63,8 +63,8 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if environ.get(name, "1") != "1":
             raise ConfigError(
-                f"{name} is {environ[name]}, so mpirun or mpiexec started this process, but neither is a launcher that is "
-                "understood: expected torchrun or srun"
+                f"{name} is {environ[name]}, so mpirun or mpiexec started this process, but neither is a launcher "
+                "that is understood: expected torchrun or srun"
             )
     if options.world_size is not None and options.world_size > 1:
         launcher = "--world_size"
@@ -76,11 +76,22 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
             )
         local_rank = options.local_rank if options.local_rank is not None else rank
         return Launch(
-            rank=rank, world_size=options.world_size, local_rank=local_rank, local_world_size=options.world_size,
-            host=options.host, port=options.port, launcher=launcher,
-        )  # fmt: skip
+            rank=rank,
+            world_size=options.world_size,
+            local_rank=local_rank,
+            local_world_size=options.world_size,
+            host=options.host,
+            port=options.port,
+            launcher=launcher,
+        )
     return Launch(
-        rank=0, world_size=1, local_rank=options.local_rank or 0, local_world_size=1, host="localhost", port=0, launcher="none"
+        rank=0,
+        world_size=1,
+        local_rank=options.local_rank or 0,
+        local_world_size=1,
+        host="localhost",
+        port=0,
+        launcher="none",
     )
 
 
@@ -106,7 +117,8 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
     rank, world_size = _number(environ, "SLURM_PROCID", launcher), _number(environ, "SLURM_NTASKS", launcher)
     if options.world_size is not None and options.world_size != world_size:
         raise ConfigError(
-            f"--world_size is {options.world_size}, but the Slurm step has SLURM_NTASKS {world_size} tasks: leave the option out"
+            f"--world_size is {options.world_size}, but the Slurm step has SLURM_NTASKS {world_size} tasks: leave "
+            "the option out"
         )
     for name, expected in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if name in environ and _number(environ, name, launcher) != expected:
@@ -132,7 +144,8 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
 
 
 def _check_torchrun_within_slurm(environ: Mapping[str, str]) -> None:
-    """One torchrun per node that know of each other are fine; several that don't would train the same run several times."""
+    """One torchrun per node that know of each other are fine; several that don't would train the same run several
+    times."""
     tasks, agents = _number(environ, "SLURM_NTASKS", "srun"), _number(environ, "GROUP_WORLD_SIZE", "torchrun")
     if tasks > 1 and agents == 1:
         raise ConfigError(
@@ -173,4 +186,6 @@ def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"started by {launcher}, but the environment variable {name} is {text!r}, not a number") from None
+        raise ConfigError(
+            f"started by {launcher}, but the environment variable {name} is {text!r}, not a number"
+        ) from None

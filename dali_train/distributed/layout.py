@@ -60,8 +60,8 @@ class Layout:
         shard = parallel.shard_ranks or layout.data_size
         if layout.data_size % shard:
             raise ConfigError(
-                f"parallel.shard_ranks {shard} does not divide the {layout.data_size} data-parallel ranks ({layout.describe()}): "
-                f"use a divisor of {layout.data_size}, or leave it out"
+                f"parallel.shard_ranks {shard} does not divide the {layout.data_size} data-parallel ranks "
+                f"({layout.describe()}): use a divisor of {layout.data_size}, or leave it out"
             )
         return replace(layout, shard=shard, replicas=layout.data_size // shard)
 

@@ -34,13 +34,15 @@ class WorkerError(RunError):
     """A rank failed; the message holds its number and its traceback, or what killed it."""
 
 
-def launch_locally(function: Callable[..., Result], *arguments: Any, num_processes: int | Literal["auto"]) -> dict[int, Result]:
+def launch_locally(
+    function: Callable[..., Result], *arguments: Any, num_processes: int | Literal["auto"]
+) -> dict[int, Result]:
     """Call ``function(*arguments)`` in each of several new processes, which find each other as under torchrun.
 
-    The processes are started afresh, not forked, so this may be called where CUDA is in use already; `function`, `arguments`
-    and results must be picklable. No process outlives this one. What they print appears where this process prints, for example
-    in the cell of a notebook. From the main thread, SIGINT (Ctrl-C, a notebook's interrupt), TERM and USR1 are handed to one
-    of them, and it is for `function` to end on all; a second SIGINT kills them.
+    The processes are started afresh, not forked, so this may be called where CUDA is in use already; `function`,
+    `arguments` and results must be picklable. No process outlives this one. What they print appears where this process
+    prints, for example in the cell of a notebook. From the main thread, SIGINT (Ctrl-C, a notebook's interrupt), TERM
+    and USR1 are handed to one of them, and it is for `function` to end on all; a second SIGINT kills them.
 
     Args:
         num_processes: auto: one for each GPU, one where there is none.
@@ -58,14 +60,21 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
         raise ConfigError(f"num_processes is {count}: use at least 1, or auto for one for each GPU")
     with TemporaryDirectory(prefix="dali-train-") as logs, ThreadPoolExecutor(1, "agent") as thread, _quiet_agent():
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d", rdzv_endpoint="localhost:0",  # port 0: one that is free
-            max_restarts=0, start_method="spawn", monitor_interval=_POLL_S,
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # port 0: one that is free
+            max_restarts=0,
+            start_method="spawn",
+            monitor_interval=_POLL_S,
             logs_specs=DefaultLogsSpecs(logs, tee=Std.NONE if _inherit_output() else Std.ALL),
             log_line_prefix_template=" ",  # an empty one would become "[default0]:"
-        )  # fmt: skip
+        )
         with _Ranks(count) as ranks:
-            # In the main thread the agent would take signals over, end all ranks at the first, and never give them back.
+            # In the main thread the agent would take signals over, end all ranks at the first, and never give them
+            # back.
             launched = thread.submit(elastic_launch(config, _work), function, *arguments)
             ranks.supervise(launched)
         try:
@@ -78,7 +87,8 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
 
 
 def _work(function: Callable[..., Result], *arguments: Any) -> Result:
-    os.setsid()  # a terminal and a notebook send SIGINT to the process group: it is for the parent alone, which hands it on
+    # a terminal and a notebook send SIGINT to the process group: it is for the parent alone, which hands it on
+    os.setsid()
     end_with_launcher()
     try:
         return function(*arguments)
@@ -131,11 +141,15 @@ class _Ranks:
         """What the first failed rank says; or which rank was killed, since then the others only miss its answers."""
         killed = [r for r in self._first_ended if self._processes[r].exitcode == -signal.SIGKILL]
         if killed:
-            return f"rank {killed[0]} of {self._count} was killed (SIGKILL), perhaps for lack of memory: start again to resume"
+            return (
+                f"rank {killed[0]} of {self._count} was killed (SIGKILL), perhaps for lack of memory: start again to "
+                "resume"
+            )
         message: Any = failure.message  # torch declares it as text
         if isinstance(message, str):  # the rank had no time to say anything
             return (
-                f"rank {rank} of {self._count} ended with exit status {failure.exitcode} and no Python error: see what it printed"
+                f"rank {rank} of {self._count} ended with exit status {failure.exitcode} and no Python error: see "
+                "what it printed"
             )
         said, trace = str(message["message"]), str(message["extraInfo"]["py_callstack"])
         text = said.removeprefix("RunError: ") if said.startswith("RunError: ") else trace.strip()
@@ -143,7 +157,8 @@ class _Ranks:
 
 
 def _inherit_output() -> bool:
-    """Whether what new processes print goes where this one's goes; not in a notebook, which has put something else there."""
+    """Whether what new processes print goes where this one's goes; not in a notebook, which has put something else
+    there."""
     try:
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     except (AttributeError, OSError):

@@ -29,7 +29,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def laid_out_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, complete on every rank, in the memory format, on the device and in the shards of `target`, if it has its shape.
+    """`value`, complete on every rank, in the memory format, on the device and in the shards of `target`, if it has its
+    shape.
 
     A norm's last bits depend on the order of its summands, and so on the memory format.
     """
@@ -41,8 +42,8 @@ def laid_out_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def total_norm(gradients: Sequence[torch.Tensor], layout: Layout, device: torch.device) -> torch.Tensor:
-    """The 2-norm of the gradients of all stages, wherever their parts are: 0-dimensional, on `device`, the same bits on every
-    rank. All ranks call this together."""
+    """The 2-norm of the gradients of all stages, wherever their parts are: 0-dimensional, on `device`, the same bits on
+    every rank. All ranks call this together."""
     ranks_per_stage = layout.world_size // layout.pipeline
     by_parts: dict[int, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:

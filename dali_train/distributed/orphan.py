@@ -1,4 +1,5 @@
-"""A rank ends with its launcher: torchrun that is killed leaves its workers behind, and they would still train beside a new run."""
+"""A rank ends with its launcher: torchrun that is killed leaves its workers behind, and they would still train beside a
+new run."""
 
 import os
 import sys
@@ -23,7 +24,9 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(CHECK_S)
     print(
-        f"rank {os.environ.get('RANK', '?')}: the launcher (pid {parent}) is gone, so this rank ends; start again to resume",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        f"rank {os.environ.get('RANK', '?')}: the launcher (pid {parent}) is gone, so this rank ends; start again to "
+        "resume",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(1)

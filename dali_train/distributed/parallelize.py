@@ -56,7 +56,8 @@ class Parallel:
             prepare_backward(part, self.level, last=last)
 
     def finish_gradients(self) -> None:
-        """After the last backward pass of a step: gradients become the mean over the data-parallel ranks, if they are not yet."""
+        """After the last backward pass of a step: gradients become the mean over the data-parallel ranks, if they are
+        not yet."""
         if self.mesh is not None and self.level is None and self.layout.data_size > 1:
             average_gradients(self.model.parameters(), self.mesh["replicas"].get_group())
 
@@ -91,9 +92,12 @@ def parallelize(
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             # Buffers are not broadcast: rank 0's would win over the others'. RunningStatistics keeps them equal.
             model = DistributedDataParallel(
-                model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=config.bucket_mb,
+                model,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=config.bucket_mb,
                 static_graph=config.static_graph,
-            )  # fmt: skip
+            )
         if config.exchange_dtype == "bf16":
             model.register_comm_hook(None, bf16_compress_hook)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -101,9 +105,14 @@ def parallelize(
 
 
 def _divide(
-    model: nn.Module, layout: Layout, config: ParallelConfig, device: torch.device, blocks: Sequence[nn.Module],
-    stream: Stream | None, prepare: Prepare | None,
-) -> Parallel:  # fmt: skip
+    model: nn.Module,
+    layout: Layout,
+    config: ParallelConfig,
+    device: torch.device,
+    blocks: Sequence[nn.Module],
+    stream: Stream | None,
+    prepare: Prepare | None,
+) -> Parallel:
     mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     stages: Sequence[Stage] = ()
@@ -126,9 +135,17 @@ def _divide(
             part.to(device)
     whole = joined(parts)
     return Parallel(
-        whole, layout, num_parameters, mesh=mesh, level=level, stages=stages, parts=parts, stream=stream, shapes=shapes,
+        whole,
+        layout,
+        num_parameters,
+        mesh=mesh,
+        level=level,
+        stages=stages,
+        parts=parts,
+        stream=stream,
+        shapes=shapes,
         order=TimmOrder(whole) if layout.tensor > 1 else None,
-    )  # fmt: skip
+    )
 
 
 def warm_up(
@@ -138,8 +155,8 @@ def warm_up(
 
     DDP orders its gradient buckets anew after the first backward pass, and with three or more ranks the order of a
     sum depends on a gradient's place in its bucket. Without this pass a resumed run would sum its first step
-    differently from a run that was never stopped. With a static graph DDP looks for it in the first pass, which must not
-    accumulate (pytorch/pytorch#187732), and orders its buckets only in the second, so then there are two.
+    differently from a run that was never stopped. With a static graph DDP looks for it in the first pass, which must
+    not accumulate (pytorch/pytorch#187732), and orders its buckets only in the second, so then there are two.
 
     Args:
         images: blank, in the form in which the loader gives them, so that a compiled model is compiled for it.
@@ -149,7 +166,8 @@ def warm_up(
         The parameters in the order in which the last backward pass reached them.
 
     Raises:
-        ConfigError: the model has parameters without a gradient, or buffers whose values would depend on the number of ranks.
+        ConfigError: the model has parameters without a gradient, or buffers whose values would depend on the number of
+            ranks.
     """
     model = parallel.model
     if keep_gradients:
@@ -158,7 +176,9 @@ def warm_up(
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     order: list[nn.Parameter] = []
     handles = [
-        parameter.register_post_accumulate_grad_hook(order.append) for parameter in model.parameters() if parameter.requires_grad
+        parameter.register_post_accumulate_grad_hook(order.append)
+        for parameter in model.parameters()
+        if parameter.requires_grad
     ]
     for _ in range(2 if parallel.static_graph else 1):
         order.clear()
@@ -184,8 +204,8 @@ def _refuse_unused_parameters(model: nn.Module, reached: list[nn.Parameter]) -> 
     unused = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]
     if unused:
         raise ConfigError(
-            f"the model does not use {_names(unused)}: they get no gradient, and data parallelism waits for all of them. "
-            "Leave them out with model.kwargs, or choose another model.name"
+            f"the model does not use {_names(unused)}: they get no gradient, and data parallelism waits for all of "
+            "them. Leave them out with model.kwargs, or choose another model.name"
         )
 
 
@@ -198,12 +218,15 @@ def _refuse_foreign_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -
         for buffer in layer.buffers(recurse=False)
     }
     changed = [
-        name for name, buffer in model.named_buffers() if id(buffer) not in handled and not torch.equal(buffer, before[name])
+        name
+        for name, buffer in model.named_buffers()
+        if id(buffer) not in handled and not torch.equal(buffer, before[name])
     ]
     if changed:
         raise ConfigError(
-            f"a forward pass changes the model's {_names(changed)}, which would depend on the number of ranks: only the running "
-            "statistics of BatchNorm layers with a momentum are handled. Choose other layers (model.kwargs) or another model.name"
+            f"a forward pass changes the model's {_names(changed)}, which would depend on the number of ranks: only "
+            "the running statistics of BatchNorm layers with a momentum are handled. Choose other layers "
+            "(model.kwargs) or another model.name"
         )
 
 

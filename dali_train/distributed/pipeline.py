@@ -1,7 +1,7 @@
 """Which part of a vision transformer each stage of a pipeline computes.
 
-A stage is the timm model itself without the parts of other stages, so its weights keep their names: checkpoints, hooks and
-optimizers need not know of stages. The first stage also has the embedding of patches, the last one the head.
+A stage is the timm model itself without the parts of other stages, so its weights keep their names: checkpoints, hooks
+and optimizers need not know of stages. The first stage also has the embedding of patches, the last one the head.
 """
 
 import copy
@@ -49,24 +49,28 @@ def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
     Raises:
         ConfigError: the model is no vision transformer that can be cut, or has other blocks than `parallel` says.
     """
-    if not isinstance(model, VisionTransformer) or type(model).forward_features is not VisionTransformer.forward_features:
+    if (
+        not isinstance(model, VisionTransformer)
+        or type(model).forward_features is not VisionTransformer.forward_features
+    ):
         raise ConfigError(
-            f"parallel.pipeline is {parallel.pipeline}, but the model is timm's {type(model).__name__}, which cannot be cut "
-            "between blocks here: choose a VisionTransformer, such as vit_base_patch16_224, or set parallel.pipeline 1"
+            f"parallel.pipeline is {parallel.pipeline}, but the model is timm's {type(model).__name__}, which cannot "
+            "be cut between blocks here: choose a VisionTransformer, such as vit_base_patch16_224, or set "
+            "parallel.pipeline 1"
         )
     num_blocks, num_stages = len(model.blocks), parallel.num_stages
     if num_stages > num_blocks:
         raise ConfigError(
-            f"parallel.pipeline {parallel.pipeline} x parallel.num_chunks {parallel.num_chunks} = {num_stages} stages, but the "
-            f"model has {num_blocks} blocks: use at most {num_blocks} stages"
+            f"parallel.pipeline {parallel.pipeline} x parallel.num_chunks {parallel.num_chunks} = {num_stages} "
+            f"stages, but the model has {num_blocks} blocks: use at most {num_blocks} stages"
         )
     sizes = parallel.blocks_per_stage or tuple(
         num_blocks // num_stages + (index < num_blocks % num_stages) for index in range(num_stages)
     )
     if sum(sizes) != num_blocks:
         raise ConfigError(
-            f"parallel.blocks_per_stage {sizes} are {sum(sizes)} blocks, but the model has {num_blocks}: let them add up to "
-            f"{num_blocks}"
+            f"parallel.blocks_per_stage {sizes} are {sum(sizes)} blocks, but the model has {num_blocks}: let them "
+            f"add up to {num_blocks}"
         )
     starts = [sum(sizes[:index]) for index in range(num_stages)]
     return [
@@ -83,26 +87,28 @@ def stages_of_rank(stages: Sequence[Stage], pipeline_rank: int, parallel: Parall
 def check_micro_batches(parallel: ParallelConfig, grad_accum_steps: int) -> None:
     """
     Raises:
-        ConfigError: too few micro-batches per rank and step for the pipeline, or a number that its schedule cannot divide.
+        ConfigError: too few micro-batches per rank and step for the pipeline, or a number that its schedule cannot
+            divide.
     """
     pipeline = parallel.pipeline
     if grad_accum_steps < pipeline:
         raise ConfigError(
-            f"parallel.pipeline is {pipeline}, but a step has {plural(grad_accum_steps, 'micro-batch')} per data-parallel "
-            f"rank, fewer than the pipeline has ranks: use at least {pipeline}, by a larger batch.global_batch, a "
-            "smaller batch.micro_batch or fewer ranks"
+            f"parallel.pipeline is {pipeline}, but a step has {plural(grad_accum_steps, 'micro-batch')} per "
+            f"data-parallel rank, fewer than the pipeline has ranks: use at least {pipeline}, by a larger "
+            "batch.global_batch, a smaller batch.micro_batch or fewer ranks"
         )
     rounds = max(1, grad_accum_steps // pipeline)
     if parallel.schedule == "interleaved" and grad_accum_steps % rounds:
         raise ConfigError(
-            f"parallel.schedule is interleaved, but the {grad_accum_steps} micro-batches of a step per data-parallel rank do not "
-            f"divide into {rounds} rounds of the {pipeline} ranks in the pipeline: use a multiple of {pipeline}, such as "
-            f"{rounds * pipeline}, or parallel.schedule 1f1b"
+            f"parallel.schedule is interleaved, but the {grad_accum_steps} micro-batches of a step per data-parallel "
+            f"rank do not divide into {rounds} rounds of the {pipeline} ranks in the pipeline: use a multiple of "
+            f"{pipeline}, such as {rounds * pipeline}, or parallel.schedule 1f1b"
         )
 
 
 def bubble(parallel: ParallelConfig, grad_accum_steps: int) -> float:
-    """The share of a step in which a rank waits for others, if all stages take equally long and sending takes no time."""
+    """The share of a step in which a rank waits for others, if all stages take equally long and sending takes no
+    time."""
     waiting = parallel.pipeline - 1
     return waiting / (grad_accum_steps * parallel.num_chunks + waiting)
 
@@ -118,7 +124,8 @@ def in_flight(parallel: ParallelConfig, pipeline_rank: int, grad_accum_steps: in
 def cut(model: nn.Module, stage: Stage, dtype: torch.dtype) -> nn.Module:
     """A model that shares its parts with `model`, has only those of `stage`, and computes only them.
 
-    It maps images, or the tokens (n, tokens, width) of the stage before, to tokens of `dtype`, or in the last stage to logits.
+    It maps images, or the tokens (n, tokens, width) of the stage before, to tokens of `dtype`, or in the last stage to
+    logits.
     """
     part: Any = _copy(model)
     for store in ("_modules", "_parameters", "_buffers"):
@@ -134,8 +141,8 @@ def cut(model: nn.Module, stage: Stage, dtype: torch.dtype) -> nn.Module:
     part.__class__ = type(f"{type(model).__name__}Part", (_Part, type(model)), {"stage": stage, "stream_dtype": dtype})
     if not any(parameter.requires_grad for parameter in part.parameters()):
         raise ConfigError(
-            f"model.freeze leaves nothing to train in stage {stage.index} of {stage.num_stages} ({stage.describe()}): freeze fewer "
-            "weights, or use fewer stages"
+            f"model.freeze leaves nothing to train in stage {stage.index} of {stage.num_stages} "
+            f"({stage.describe()}): freeze fewer weights, or use fewer stages"
         )
     result: nn.Module = part
     return result
@@ -167,13 +174,16 @@ def embed(model: Any, images: torch.Tensor) -> torch.Tensor:
 
 
 def joined(parts: Sequence[nn.Module]) -> nn.Module:
-    """All `parts` of a rank as one model, for whoever asks for names and weights: it shares them and is never called."""
+    """All `parts` of a rank as one model, for whoever asks for names and weights: it shares them and is never
+    called."""
     if len(parts) == 1:
         return parts[0]
     whole: Any = _copy(parts[0])
     for store in ("_modules", "_parameters", "_buffers"):
         names = getattr(parts[0], store)
-        kept = {name: next((v for part in parts if (v := getattr(part, store)[name]) is not None), None) for name in names}
+        kept = {
+            name: next((v for part in parts if (v := getattr(part, store)[name]) is not None), None) for name in names
+        }
         object.__setattr__(whole, store, kept)
     whole.blocks = nn.Sequential()
     for part in parts:
@@ -208,7 +218,9 @@ class Stream:
 @torch.no_grad()
 def _token_shape(model: nn.Module, image_size: int) -> tuple[int, int]:
     parameter = next(model.parameters())
-    _, tokens, width = embed(model, torch.zeros(1, 3, image_size, image_size, device=parameter.device, dtype=parameter.dtype)).shape
+    _, tokens, width = embed(
+        model, torch.zeros(1, 3, image_size, image_size, device=parameter.device, dtype=parameter.dtype)
+    ).shape
     return tokens, width
 
 

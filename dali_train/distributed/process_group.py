@@ -30,7 +30,9 @@ class LaunchError(RunError):
 
 
 @contextmanager
-def process_group(launch: Launch, device: torch.device, backend: str = "auto", timeout_s: float = 600) -> Iterator[Launch]:
+def process_group(
+    launch: Launch, device: torch.device, backend: str = "auto", timeout_s: float = 600
+) -> Iterator[Launch]:
     """The default process group, up and down. A single process has none.
 
     Gives the launch back, with the port of the store that the ranks share.
@@ -43,18 +45,23 @@ def process_group(launch: Launch, device: torch.device, backend: str = "auto", t
         LaunchError: the other ranks were not reached within a minute.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL starts: its object collectives use the current device, else all of them cuda:0
+        torch.cuda.set_device(
+            device
+        )  # before NCCL starts: its object collectives use the current device, else all of them cuda:0
     if launch.world_size == 1:
         yield launch
         return
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     os.environ.update(
-        RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank),
-        MASTER_ADDR=launch.host, MASTER_PORT=str(launch.port),
-    )  # fmt: skip
-    # torch (2.15) waits without end for what listens on the port and never answers: another program. Its own limit comes first
-    # in all other cases, though some seconds late.
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world_size),
+        LOCAL_RANK=str(launch.local_rank),
+        MASTER_ADDR=launch.host,
+        MASTER_PORT=str(launch.port),
+    )
+    # torch (2.15) waits without end for what listens on the port and never answers: another program. Its own limit
+    # comes first in all other cases, though some seconds late.
     silence = threading.Timer(MEETING_TIMEOUT.total_seconds() + _SILENCE_S, _give_up, (launch,))
     silence.daemon = True
     silence.start()
@@ -63,15 +70,18 @@ def process_group(launch: Launch, device: torch.device, backend: str = "auto", t
         store, port = _meet(launch)
         store.set_timeout(MEETING_TIMEOUT)
         dist.init_process_group(
-            backend, store=dist.PrefixStore("default_pg", store), rank=launch.rank, world_size=launch.world_size,
+            backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s) + _AFTER_WATCHDOG,
             device_id=device if backend == "nccl" else None,
-        )  # fmt: skip
+        )
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
-            f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({error}): check that every rank was started "
-            "and that the address is reachable from each host"
+            f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({error}): check that every rank was "
+            "started and that the address is reachable from each host"
         ) from error
     finally:
         silence.cancel()
@@ -81,10 +91,11 @@ def process_group(launch: Launch, device: torch.device, backend: str = "auto", t
 
 def _give_up(launch: Launch) -> None:
     print(
-        f"rank {launch.rank} of {launch.world_size} ({launch.launcher}): what listens on {launch.host}:{launch.port} gave no "
-        f"answer within {MEETING_TIMEOUT.seconds} s, so it is not rank 0 of this run: choose another port",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        f"rank {launch.rank} of {launch.world_size} ({launch.launcher}): what listens on {launch.host}:{launch.port} "
+        f"gave no answer within {MEETING_TIMEOUT.seconds} s, so it is not rank 0 of this run: choose another port",
+        file=sys.stderr,
+        flush=True,
+    )
     os._exit(1)
 
 
@@ -117,13 +128,16 @@ def _meet(launch: Launch) -> tuple[dist.Store, int]:
 
 
 def host_group(launch: Launch, config: Config, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A new group of all ranks for communication between hosts, apart from what devices exchange; None for a single process.
+    """A new group of all ranks for communication between hosts, apart from what devices exchange; None for a single
+    process.
 
     Its collectives give up after `timeout`, by default when the watchdog would have ended this rank.
     """
     if launch.world_size == 1:
         return None
-    group = dist.new_group(backend="gloo", timeout=timeout or timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG)
+    group = dist.new_group(
+        backend="gloo", timeout=timeout or timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG
+    )
     assert isinstance(group, dist.ProcessGroup)  # a rank that is not in the group would get a number
     return group
 

@@ -1,9 +1,10 @@
-"""One run directory, one run at a time: ``run.lock`` names who trains there, and its modification time is a sign of life.
+"""One run directory, one run at a time: ``run.lock`` names who trains there, and its modification time is a sign of
+life.
 
 No lock of the operating system is used: those are unreliable on shared file systems, and what counts is whether the
 *run* lives, not its host. On the holder's own machine its process is looked up; from elsewhere the file's modification
-time decides. A holder that finds another's name in the file (it was frozen for so long that it was taken for dead) ends.
-Nothing here needs torch.
+time decides. A holder that finds another's name in the file (it was frozen for so long that it was taken for dead)
+ends. Nothing here needs torch.
 """
 
 import json
@@ -43,10 +44,14 @@ class Holder:
     def this_process(cls, environ: Mapping[str, str] = os.environ) -> "Holder":
         restarts = environ.get("SLURM_RESTART_COUNT", "0")
         return cls(
-            token=uuid.uuid4().hex, host=platform.node(), machine=_machine(),
-            pid=os.getpid(), pid_start=_pid_start(os.getpid()) or 0,
-            job=environ.get("SLURM_JOB_ID", ""), job_restarts=int(restarts) if restarts.isdigit() else 0,
-        )  # fmt: skip
+            token=uuid.uuid4().hex,
+            host=platform.node(),
+            machine=_machine(),
+            pid=os.getpid(),
+            pid_start=_pid_start(os.getpid()) or 0,
+            job=environ.get("SLURM_JOB_ID", ""),
+            job_restarts=int(restarts) if restarts.isdigit() else 0,
+        )
 
     def describe(self) -> str:
         return f"pid {self.pid} on {self.host}" + (f", Slurm job {self.job}" if self.job else "")
@@ -111,7 +116,8 @@ class RunLock:
             waited_s = time.monotonic() - start
             if first[0] != who or (beat != first[1] and gone is None) or (gone is False and waited_s >= _GRACE_S):
                 raise ConfigError(
-                    f"run.dir {self._path.parent} is in use: {who} trains there. Wait for it, end it, or choose another run.dir"
+                    f"run.dir {self._path.parent} is in use: {who} trains there. Wait for it, end it, or choose "
+                    "another run.dir"
                 )
             if gone is None and not said:
                 said = True
@@ -150,10 +156,11 @@ class RunLock:
                     _create(self._path, self.holder)
                 elif found[0] is not None and found[0].token != self.holder.token:
                     print(
-                        f"{self._path.parent} was taken over by {found[0].describe()}, since this process gave no sign of life for "
-                        "long: it ends, so that not two train there",
-                        file=sys.stderr, flush=True,
-                    )  # fmt: skip
+                        f"{self._path.parent} was taken over by {found[0].describe()}, since this process gave no "
+                        "sign of life for long: it ends, so that not two train there",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                     os._exit(1)
                 else:
                     os.utime(self._path)
@@ -162,7 +169,8 @@ class RunLock:
 
 
 def find_holder(directory: Path) -> Holder | None:
-    """Who trains in `directory` now; None: nobody. A holder on another machine counts if it gave a sign of life lately."""
+    """Who trains in `directory` now; None: nobody. A holder on another machine counts if it gave a sign of life
+    lately."""
     holder, beat = _read(directory / FILE) or (None, 0.0)
     if holder is None:
         return None
@@ -207,7 +215,8 @@ def _machine() -> str:
 
 
 def _pid_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None: there is none, or it has ended and nobody has reaped it."""
+    """When a process started, in clock ticks since boot; None: there is none, or it has ended and nobody has reaped
+    it."""
     try:
         # After the name, which may hold spaces and parentheses: state, parent, ...; the start is the 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

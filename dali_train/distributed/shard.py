@@ -1,7 +1,8 @@
-"""Sharded data parallelism (ZeRO 1 to 3) by torch's FSDP2: each rank keeps a part of the weights and of the optimizer's state.
+"""Sharded data parallelism (ZeRO 1 to 3) by torch's FSDP2: each rank keeps a part of the weights and of the optimizer's
+state.
 
-A block's weights are gathered before they are needed, and gradients are scattered as they are summed. Between steps every
-parameter is a DTensor under the name that it always had.
+A block's weights are gathered before they are needed, and gradients are scattered as they are summed. Between steps
+every parameter is a DTensor under the name that it always had.
 """
 
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ Level = Literal["optimizer", "gradients", "full"]
 
 
 def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, level: Level) -> None:
-    """Divide the parameters of `model` among the ranks of the mesh's dimension "shard", in place. Those on the host move to the
-    mesh's device block by block, so that no device ever holds all of them."""
+    """Divide the parameters of `model` among the ranks of the mesh's dimension "shard", in place. Those on the host
+    move to the mesh's device block by block, so that no device ever holds all of them."""
     data = mesh["replicas", "shard"] if mesh["replicas"].size() > 1 else mesh["shard"]
     place = partial(_placement, num_parts=mesh["shard"].size())
     for module in (*blocks, model):
@@ -26,8 +27,8 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh,
 
 
 def _placement(parameter: nn.Parameter, num_parts: int) -> Shard | None:
-    """The first dimension that divides evenly; by default, where there is none, the first one, with parts of different sizes.
-    Of position embeddings, (1, tokens, width), a single rank would have all."""
+    """The first dimension that divides evenly; by default, where there is none, the first one, with parts of different
+    sizes. Of position embeddings, (1, tokens, width), a single rank would have all."""
     if isinstance(parameter, DTensor):
         return None
     return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_parts == 0), None)

@@ -25,7 +25,9 @@ _FILE, _LARGEST_FILE = "status.json", 100_000
 class RunStatus:
     """How far the last attempt came."""
 
-    state: Literal["running", "stopped", "finished", "failed", "killed"]  # "killed" is never written: there was no time to
+    state: Literal[
+        "running", "stopped", "finished", "failed", "killed"
+    ]  # "killed" is never written: there was no time to
     step: int  # optimizer steps done
     reason: str = ""  # why it was stopped or failed
     total_steps: int | None = None  # at which the run ends
@@ -48,7 +50,9 @@ def read_status(run_directory: Path) -> RunStatus | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is not the status of a run ({error}): move it away, checkpoints do not need it") from error
+        raise ConfigError(
+            f"{path} is not the status of a run ({error}): move it away, checkpoints do not need it"
+        ) from error
     if status.state == "running" and find_holder(run_directory) is None:
         return replace(status, state="killed", reason="it ended without a word, as after SIGKILL or a power failure")
     return status
@@ -115,5 +119,9 @@ def stopped_before_restart(run_directory: Path, environ: Mapping[str, str] = os.
 
 def newest_step(run_directory: Path) -> int | None:
     """Step of the newest checkpoint, None without one. Its content is not looked at."""
-    names = (path.name for path in (run_directory / "checkpoints").glob("step-*") if path.is_dir() and not path.is_symlink())
-    return max((int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdecimal()), default=None)
+    names = (
+        path.name for path in (run_directory / "checkpoints").glob("step-*") if path.is_dir() and not path.is_symlink()
+    )
+    return max(
+        (int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdecimal()), default=None
+    )

@@ -77,14 +77,19 @@ class StopRequests:
     def _hear(self) -> None:
         if self._signal != StopReason.INTERRUPT:
             self._signal = StopReason.INTERRUPT
-            os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")  # print may be in use right now
+            os.write(
+                2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n"
+            )  # print may be in use right now
 
     def _listen(self) -> None:
-        """Hear Ctrl-C also while the main thread is busy outside Python: the C handler writes each signal's number into a pipe."""
+        """Hear Ctrl-C also while the main thread is busy outside Python: the C handler writes each signal's number into
+        a pipe."""
         heard, written = os.pipe()
         os.set_blocking(written, False)
         before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        if before != -1:  # an event loop's, as in a notebook: it stays, and Ctrl-C is heard between Python's instructions
+        if (
+            before != -1
+        ):  # an event loop's, as in a notebook: it stays, and Ctrl-C is heard between Python's instructions
             signal.set_wakeup_fd(before)
             os.close(heard)
             os.close(written)
@@ -108,7 +113,8 @@ class StopRequests:
                 os._exit(128 + signal.SIGINT)
 
     def ignore_further(self) -> None:
-        """The run is saved. Python takes its handlers down before the process ends, and a late signal would change its status."""
+        """The run is saved. Python takes its handlers down before the process ends, and a late signal would change its
+        status."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

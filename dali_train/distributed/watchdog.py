@@ -1,8 +1,10 @@
-"""Who is missing: every rank reports where it is, and when something hangs or dies the log says which rank, where, in which phase.
+"""Who is missing: every rank reports where it is, and when something hangs or dies the log says which rank, where, in
+which phase.
 
-A thread on each rank sends one heartbeat per second to the store through which the ranks met, which rank 0's process holds.
-Rank 0 compares all beats and names those that others wait for; the others notice when rank 0 no longer answers. A rank
-that does not move for long writes phase, step and Python stacks to ``hang/rank{r}.txt`` in the run directory. Beats, not
+A thread on each rank sends one heartbeat per second to the store through which the ranks met, which rank 0's process
+holds. Rank 0 compares all beats and names those that others wait for; the others notice when rank 0 no longer answers.
+A rank that does not move for long writes phase, step and Python stacks to ``hang/rank{r}.txt`` in the run directory.
+Beats, not
 collectives: what hangs are collectives.
 """
 
@@ -28,7 +30,8 @@ LATE_S = 30.0  # without progress: rank 0 says whom it waits for
 BEAT_S = 1.0
 SILENT_S = 4.0  # without a beat: dead, stopped or unreachable
 _ASK_RANK_0_BEATS = 3  # the others ask it for an answer only so often: it has many to answer
-# Ranks take their time in these phases, so that alone is no fault, and what is too long the process group's timeout decides.
+# Ranks take their time in these phases, so that alone is no fault, and what is too long the process group's timeout
+# decides.
 _LONG_PHASES = {"start", "evaluation", "checkpoint"}
 _PROGRESS = {"start": 0, "data": 1}  # within a step; ranks wait for one another in all phases after these
 _MISSING = "Missing or late: "
@@ -106,7 +109,8 @@ class Watchdog:
             thread.start()
 
     def watch(self, clock: Position, data_source: str) -> None:
-        """From here on the training loop's `clock` says where this rank is. `data_source` is named when images do not come."""
+        """From here on the training loop's `clock` says where this rank is. `data_source` is named when images do not
+        come."""
         self._data_source = data_source
         self._clock = clock
 
@@ -126,11 +130,15 @@ class Watchdog:
         if error is None or self._store is None:
             return
         lost_peer = (
-            isinstance(error, RuntimeError) and not isinstance(error, RunError) and _LOST_PEER.search(str(error)) is not None
+            isinstance(error, RuntimeError)
+            and not isinstance(error, RunError)
+            and _LOST_PEER.search(str(error)) is not None
         )
         first_line = next(iter(str(error).splitlines()), "")
         if not self._send_last(f"{type(error).__name__}: {first_line}", lost_peer=lost_peer):
-            self._say(f"the store of rank 0 on {self._launch.host}:{self._launch.port} does not answer: rank 0 ended first")
+            self._say(
+                f"the store of rank 0 on {self._launch.host}:{self._launch.port} does not answer: rank 0 ended first"
+            )
         if not lost_peer:
             return
         self._write_report(f"lost touch with the other ranks: {first_line}")
@@ -158,7 +166,9 @@ class Watchdog:
         beats = 0
         while True:
             sent = self._send()
-            asking = self._is_late(BEAT_S) if self._launch.rank == 0 else not self._beats or beats % _ASK_RANK_0_BEATS == 0
+            asking = (
+                self._is_late(BEAT_S) if self._launch.rank == 0 else not self._beats or beats % _ASK_RANK_0_BEATS == 0
+            )
             if sent and (not asking or self._ask()) and (asking or self._launch.rank == 0):
                 self._answered = time.monotonic()
             beats += 1
@@ -187,7 +197,8 @@ class Watchdog:
                     self._end(age)
 
     def _watch_rank_0(self) -> None:
-        """It cannot report its own silence, so the others do: one on each host, and rank 1 where rank 0's host has more."""
+        """It cannot report its own silence, so the others do: one on each host, and rank 1 where rank 0's host has
+        more."""
         silent_s = time.monotonic() - self._answered
         if silent_s < self._late_s:
             self._named.discard(0)
@@ -209,11 +220,15 @@ class Watchdog:
 
     def _warn(self, age: float) -> None:
         if self._clock.phase == "data":
-            self._say(f"data stall: waiting for images of step {self._clock.step} from {self._data_source} for {age:.0f} s")
+            self._say(
+                f"data stall: waiting for images of step {self._clock.step} from {self._data_source} for {age:.0f} s"
+            )
         if self._launch.rank == 0 and self._store is not None:
             missing = name_missing(self._silences(), self._launch.world_size)
             if self._clock.phase not in _LONG_PHASES or missing.startswith(_MISSING):
-                self._say(f"no progress for {age:.0f} s in phase {self._clock.phase} of step {self._clock.step}. {missing}")
+                self._say(
+                    f"no progress for {age:.0f} s in phase {self._clock.phase} of step {self._clock.step}. {missing}"
+                )
 
     def _end(self, age: float) -> None:
         """End the process: its main thread may never come back."""
@@ -231,9 +246,16 @@ class Watchdog:
         self._count += 1
         clock = self._clock
         beat = Beat(
-            rank=self._launch.rank, host=platform.node(), pid=os.getpid(), step=clock.step, phase=clock.phase,
-            age_s=time.monotonic() - clock.phase_start, count=self._count, ended=ended, lost_peer=lost_peer,
-        )  # fmt: skip
+            rank=self._launch.rank,
+            host=platform.node(),
+            pid=os.getpid(),
+            step=clock.step,
+            phase=clock.phase,
+            age_s=time.monotonic() - clock.phase_start,
+            count=self._count,
+            ended=ended,
+            lost_peer=lost_peer,
+        )
         try:
             self._store.set(self._keys[self._launch.rank], json.dumps(asdict(beat)))
         except RuntimeError:
@@ -266,13 +288,18 @@ class Watchdog:
     def _silences(self) -> list[tuple[Beat, float]]:
         """The last beat of every rank that sent one, and for how many seconds it has been silent since."""
         now = time.monotonic()
-        return [(beat, now - seen) for beat, seen in sorted(self._beats.copy().values(), key=lambda entry: entry[0].rank)]
+        return [
+            (beat, now - seen) for beat, seen in sorted(self._beats.copy().values(), key=lambda entry: entry[0].rank)
+        ]
 
     def _write_report(self, reason: str) -> None:
         path = self._directory / "hang" / f"rank{self._launch.rank}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
-            print(f"rank {self._launch.rank} of {self._launch.world_size} on {platform.node()}, pid {os.getpid()}", file=file)
+            print(
+                f"rank {self._launch.rank} of {self._launch.world_size} on {platform.node()}, pid {os.getpid()}",
+                file=file,
+            )
             print(f"phase {self._clock.phase}, step {self._clock.step}", file=file)
             print(reason, file=file)
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, Python stacks of all threads:", file=file, flush=True)
@@ -295,7 +322,9 @@ def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:
     if named:
         return _MISSING + "; ".join(named)
     if alive and furthest[1] == _PROGRESS["data"]:
-        return "All ranks wait for images, a data stall: " + "; ".join(beat.describe(silent_s) for beat, silent_s in alive)
+        return "All ranks wait for images, a data stall: " + "; ".join(
+            beat.describe(silent_s) for beat, silent_s in alive
+        )
     return "All ranks have come equally far: " + "; ".join(beat.describe(silent_s) for beat, silent_s in alive)
 
 
@@ -305,5 +334,7 @@ def _progress(beat: Beat) -> tuple[int, int]:
 
 def _connect(launch: Launch) -> dist.Store:
     """A connection of our own: the process group's is busy while the main thread waits in it."""
-    store = dist.TCPStore(launch.host, launch.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    store = dist.TCPStore(
+        launch.host, launch.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
     return dist.PrefixStore("dali_train/beat", store)

@@ -62,10 +62,11 @@ class TrainRecord(TrainingSums, StepTimes):
 class StepRecord:
     step: int  # optimizer steps done, this one included
     epoch: float  # passes over the data done
-    # This rank's; they count steps from 0, so their `step` is one less. Each is a MicroBatch unless data.reader is stream.
+    # This rank's; they count steps from 0, so their `step` is one less. Each is a MicroBatch unless data.reader is
+    # stream.
     micro_batches: tuple[MicroBatchDraws, ...]
-    # The last of them with its pixels, on the device; its memory is used again, so copy what you keep. Without pixels on later
-    # stages of a pipeline.
+    # The last of them with its pixels, on the device; its memory is used again, so copy what you keep. Without pixels
+    # on later stages of a pipeline.
     batch: Batch
     train: TrainRecord | None  # on logging steps
 
@@ -79,8 +80,13 @@ class EvaluationRecord:
     ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
 
     def scalars(self) -> dict[str, float]:
-        """Everything by name, as it goes into files and trackers; the moving average's as ema_loss, ema_top1, ema_top5."""
-        average = {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5")} if self.ema is not None else {}
+        """Everything by name, as it goes into files and trackers; the moving average's as ema_loss, ema_top1,
+        ema_top5."""
+        average = (
+            {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5")}
+            if self.ema is not None
+            else {}
+        )
         return {**vars(self.result), **average}
 
 
@@ -105,9 +111,9 @@ class Hook:
 
         config = Config(..., hooks=HooksConfig(user=(ModelNorm,)))
 
-    A hook that raises is reported and does not end the run, unless it is `required`. The same holds for callbacks that `start`
-    registers with torch, on modules, tensors and optimizers. Those that are registered later, or through functions of torch
-    for all modules, torch calls directly: what they raise ends the run.
+    A hook that raises is reported and does not end the run, unless it is `required`. The same holds for callbacks that
+    `start` registers with torch, on modules, tensors and optimizers. Those that are registered later, or through
+    functions of torch for all modules, torch calls directly: what they raise ends the run.
     """
 
     required: ClassVar[bool] = False

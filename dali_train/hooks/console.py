@@ -1,4 +1,5 @@
-"""A run as it progresses: the plan at the start, a line per logging interval, a line per epoch, the result at the end."""
+"""A run as it progresses: the plan at the start, a line per logging interval, a line per epoch, the result at the
+end."""
 
 import logging
 import math
@@ -20,7 +21,8 @@ _BAR_WIDTH = len("100 % |            | ")
 
 
 class Console(Hook):
-    """A progress bar on rank 0's terminal; in a file or under Slurm plain lines. Other ranks write to their log files."""
+    """A progress bar on rank 0's terminal; in a file or under Slurm plain lines. Other ranks write to their log
+    files."""
 
     _announced = False
 
@@ -35,7 +37,9 @@ class Console(Hook):
         if not self._announced:
             self._show_plan(record)
         resumed = f", resuming from step {record.start_step}" if record.start_step else ""
-        size = f"{record.num_parameters / 1e6:.1f} M" if record.num_parameters >= 100_000 else f"{record.num_parameters:,}"
+        size = (
+            f"{record.num_parameters / 1e6:.1f} M" if record.num_parameters >= 100_000 else f"{record.num_parameters:,}"
+        )
         logger.info(f"ready      {size} parameters, after {duration(record.startup_s)}{resumed}")
         self._directory = record.directory
         self._total = record.total_steps
@@ -48,9 +52,12 @@ class Console(Hook):
         self._last_logged = record.start_step
         # Control characters have no place in a file, and srun's output is one even where srun has a terminal.
         self._bar = tqdm(
-            total=record.total_steps, initial=record.start_step, dynamic_ncols=True, bar_format=_BAR_FORMAT,
+            total=record.total_steps,
+            initial=record.start_step,
+            dynamic_ncols=True,
+            bar_format=_BAR_FORMAT,
             disable=record.launch.rank != 0 or not sys.stderr.isatty() or record.launch.launcher == "srun",
-        )  # fmt: skip
+        )
 
     def step(self, record: StepRecord) -> None:
         self._finish_epoch()  # the one before, whose evaluation is known by now
@@ -62,7 +69,10 @@ class Console(Hook):
             parts = self._parts(record.step, record.epoch, record.train)
             self._bar.set_description_str(fitting(parts, _terminal_width() - _BAR_WIDTH), refresh=False)
             logger.info("  ".join([*parts[1:], parts[0]]), extra={"file_only": not self._bar.disable})
-        if int(record.epoch + 1e-9) > int(record.epoch - 1 / self._steps_per_epoch + 1e-9) or record.step == self._total:
+        if (
+            int(record.epoch + 1e-9) > int(record.epoch - 1 / self._steps_per_epoch + 1e-9)
+            or record.step == self._total
+        ):
             self._finished_epoch = max(1, int(record.epoch + 1e-9))
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -92,14 +102,16 @@ class Console(Hook):
             ranks = f"{layout.data_size} data-parallel of {layout.describe()} ({record.launch.launcher})"
         micro_batch = plural(batch.micro_batch, "image")
         logger.info(
-            f"model      {config.model.name}, {config.precision.dtype} on {record.device}\n"
-            f"data       {config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}\n"
-            f"batch      {batch.global_batch} = {micro_batch} x {record.grad_accum_steps} accumulated x {ranks}\n"
-            f"steps      {record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch\n"
-            f"directory  {config.run.dir}"
+            f"model      {config.model.name}, {config.precision.dtype} on {record.device}\ndata       "
+            f"{config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}\nbatch "
+            f"     {batch.global_batch} = {micro_batch} x {record.grad_accum_steps} accumulated x {ranks}\nsteps     "
+            f" {record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch\ndirectory  "
+            f"{config.run.dir}"
         )
         if config.precision.dtype == "fp16" and record.device.startswith("CPU"):
-            logger.warning("precision.dtype is fp16, which a CPU computes many times slower than fp32: use bf16 or fp32")
+            logger.warning(
+                "precision.dtype is fp16, which a CPU computes many times slower than fp32: use bf16 or fp32"
+            )
 
     def _parts(self, step: int, epoch: float, train: TrainRecord) -> list[str]:
         """What a line says, the most important first."""
@@ -150,7 +162,8 @@ class _Mean:
 
 
 def fitting(parts: list[str], width: int) -> str:
-    """As many of the first `parts` as fit into `width` characters, the first in any case: tqdm would cut in the middle."""
+    """As many of the first `parts` as fit into `width` characters, the first in any case: tqdm would cut in the
+    middle."""
     text = parts[0]
     for part in parts[1:]:
         if len(text) + 2 + len(part) > width:
@@ -167,7 +180,8 @@ def _terminal_width() -> int:
 
 
 def _best_before(record: RunStart) -> Event | None:
-    """The evaluation with the best top-1 of the steps that are resumed from; of equal ones the latest, as with checkpoints."""
+    """The evaluation with the best top-1 of the steps that are resumed from; of equal ones the latest, as with
+    checkpoints."""
     evaluations = [
         {"step": event["step"], "top1": event.get("ema_top1", event["top1"])}
         for event in read_events(Path(record.directory) / "metrics.jsonl")

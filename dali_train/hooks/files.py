@@ -16,8 +16,8 @@ logger = logging.getLogger("dali_train")
 
 
 class JsonLines:
-    """A JSON-lines file for appending, without its lines of steps after `last_step` and those that a killed run left half.
-    Lines of other programs, which name no step, stay.
+    """A JSON-lines file for appending, without its lines of steps after `last_step` and those that a killed run left
+    half. Lines of other programs, which name no step, stay.
 
     Lines are handed to the operating system at once: a killed run keeps them. One that did not fit on a full disk
     leaves a torn line at most; the next one begins on a line of its own. If the file is deleted meanwhile, a warning
@@ -34,9 +34,11 @@ class JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         if not self._is_there():
             logger.warning(
-                "%s is gone: was %s deleted or moved while the run uses it? What was recorded there is lost; a new file is started",
-                self._path, self._path.parent,
-            )  # fmt: skip
+                "%s is gone: was %s deleted or moved while the run uses it? What was recorded there is lost; a new "
+                "file is started",
+                self._path,
+                self._path.parent,
+            )
             self._file.close()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("ab", buffering=0)
@@ -90,7 +92,9 @@ class MetricsFile(Hook):
 
     def end(self, record: RunEnd) -> None:
         error = None if record.error is None else f"{type(record.error).__name__}: {record.error}"
-        self._file.write({"event": "end", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, "error": error})
+        self._file.write(
+            {"event": "end", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, "error": error}
+        )
         self._file.close()
 
 

@@ -16,7 +16,8 @@ SKIPPED_SHARE = 0.05
 SEARCH_STEPS = 50
 """At the start of a process the scaler searches for its scale, from 65,536 down, and skips a step for each halving."""
 TRUST_RATIO_MAX = 100.0
-"""Our judgement: ratios of healthy layers are far smaller; a larger one means that the layer gets almost no gradient."""
+"""Our judgement: ratios of healthy layers are far smaller; a larger one means that the layer gets almost no
+gradient."""
 
 
 class Health(Hook):
@@ -31,22 +32,26 @@ class Health(Hook):
         train = record.train
         if train is None:
             return
-        if len(self._grad_norms) == HISTORY and train.grad_norm > GRAD_NORM_FACTOR * (usual := statistics.median(self._grad_norms)):
+        if len(self._grad_norms) == HISTORY and train.grad_norm > GRAD_NORM_FACTOR * (
+            usual := statistics.median(self._grad_norms)
+        ):
             logger.warning(
-                f"gradient norm {train.grad_norm:.3g} at step {record.step}, usually {usual:.3g}: if the loss does not "
-                "recover, resume from an earlier checkpoint with a lower optimizer.lr or a longer schedule.warmup_epochs"
+                f"gradient norm {train.grad_norm:.3g} at step {record.step}, usually {usual:.3g}: if the loss does "
+                "not recover, resume from an earlier checkpoint with a lower optimizer.lr or a longer "
+                "schedule.warmup_epochs"
             )
         self._grad_norms.append(train.grad_norm)
         self._check_overflows(record.step, train.skipped_steps)
         if train.loss_scale < 1:
             logger.warning(
-                f"loss scale {train.loss_scale:.3g} at step {record.step}: below 1, float16 loses small gradients instead of "
-                "preserving them: lower optimizer.lr if the gradients diverge, or use precision.dtype bf16"
+                f"loss scale {train.loss_scale:.3g} at step {record.step}: below 1, float16 loses small gradients "
+                "instead of preserving them: lower optimizer.lr if the gradients diverge, or use precision.dtype "
+                "bf16"
             )
         if (largest := train.measured.get("trust_ratio_max", 0.0)) > TRUST_RATIO_MAX:
             logger.warning(
-                f"largest trust ratio {largest:.3g} at step {record.step}: a layer whose gradient is nearly zero is moved at full "
-                f"rate; lamb.jsonl names it. {self._remedy()}"
+                f"largest trust ratio {largest:.3g} at step {record.step}: a layer whose gradient is nearly zero is "
+                f"moved at full rate; lamb.jsonl names it. {self._remedy()}"
             )
 
     def _remedy(self) -> str:
@@ -66,6 +71,6 @@ class Health(Hook):
         self._skipped.append((step, skipped))
         if step > first_step and (share := (skipped - first_skipped) / (step - first_step)) > SKIPPED_SHARE:
             logger.warning(
-                f"{share:.0%} of the last {step - first_step} steps were skipped for gradients that were not finite (step {step}): "
-                "lower optimizer.lr, lengthen schedule.warmup_epochs, or use precision.dtype bf16"
+                f"{share:.0%} of the last {step - first_step} steps were skipped for gradients that were not finite "
+                f"(step {step}): lower optimizer.lr, lengthen schedule.warmup_epochs, or use precision.dtype bf16"
             )

@@ -17,14 +17,15 @@ from dali_train.hooks.files import JsonLines
 
 
 class LambView(Hook):
-    """Trust ratios, weight norms and update norms, every hooks.detail_every_steps steps, computed just before LAMB steps.
+    """Trust ratios, weight norms and update norms, every hooks.detail_every_steps steps, computed just before LAMB
+    steps.
 
     LAMB moves a weight w by lr * |w| / |r| * r, with r = m / (sqrt(v) + eps) + weight_decay * w; |w| / |r| is the trust
     ratio. It keeps neither, so r is worked out from the gradient and the moments as they are before the step, layer by
     layer, without a copy of the weights. Nothing here waits for the device: `measure` reads when the loop has waited.
-    Every layer goes into ``lamb.jsonl``; the scalars get minimum, median and maximum over the layers that a gradient reaches.
-    Where there is none, as behind the zero gammas that timm's ResNets begin with, the ratio is 1 / weight_decay and says nothing.
-    Other optimizers have no trust ratio: then the hook does nothing.
+    Every layer goes into ``lamb.jsonl``; the scalars get minimum, median and maximum over the layers that a gradient
+    reaches. Where there is none, as behind the zero gammas that timm's ResNets begin with, the ratio is 1 /
+    weight_decay and says nothing. Other optimizers have no trust ratio: then the hook does nothing.
     """
 
     def __init__(self, every_steps: int, layout: Layout) -> None:

@@ -79,8 +79,9 @@ class _RankFile(logging.FileHandler):
             self._failed = True  # before the warning, which comes here too
             logger.warning(
                 "%s cannot be written (%s). Training continues; make room there, what is logged until then is lost",
-                self.baseFilename, sys.exc_info()[1],
-            )  # fmt: skip
+                self.baseFilename,
+                sys.exc_info()[1],
+            )
 
 
 class _Terminal(logging.Handler):

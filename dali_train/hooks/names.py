@@ -9,7 +9,8 @@ from dali_train.hooks.base import RunStart
 
 
 def class_names(record: RunStart) -> tuple[str, ...]:
-    """One different name per class: the dataset's, in words where those are WordNet's numbers; without any, the labels."""
+    """One different name per class: the dataset's, in words where those are WordNet's numbers; without any, the
+    labels."""
     names = record.class_names or tuple(str(number) for number in range(record.num_classes))
     return _in_words(names) if all(re.fullmatch(r"n\d{8}", name) for name in names) else names
 

@@ -21,12 +21,15 @@ logger = logging.getLogger("dali_train")
 
 _REGISTRATIONS: dict[type, tuple[str, ...]] = {
     nn.Module: (
-        "register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook", "register_full_backward_hook",
+        "register_forward_pre_hook",
+        "register_forward_hook",
+        "register_full_backward_pre_hook",
+        "register_full_backward_hook",
         "register_backward_hook",
     ),
     torch.Tensor: ("register_hook", "register_post_accumulate_grad_hook"),
     Optimizer: ("register_step_pre_hook", "register_step_post_hook"),
-}  # fmt: skip
+}
 """Through which methods torch takes callbacks that it calls while training."""
 
 

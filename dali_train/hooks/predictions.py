@@ -52,9 +52,19 @@ class ClassTables:
 def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
     """(columns, rows): image number, truth, guess, and one score per class, or those of guess and truth."""
     all_scores = len(names) <= MAX_SCORES
-    columns = ["image", "truth", "guess", *([f"score {name}" for name in names] if all_scores else ["score", "score of truth"])]
+    columns = [
+        "image",
+        "truth",
+        "guess",
+        *([f"score {name}" for name in names] if all_scores else ["score", "score of truth"]),
+    ]
     rows = [
-        [int(number), names[details.labels[number]], names[details.guesses[number]], *(round(float(s), 5) for s in scores)]
+        [
+            int(number),
+            names[details.labels[number]],
+            names[details.guesses[number]],
+            *(round(float(s), 5) for s in scores),
+        ]
         for number, scores in zip(details.shown, details.scores, strict=True)
     ]
     return columns, rows
@@ -92,7 +102,9 @@ class Predictions(Hook):
             named = ([name, *row] for name, row in zip(self._names, tables.confusion.tolist(), strict=True))
             _write(directory / "confusion.csv", ["truth", *self._names], named)
         else:
-            pairs = ((self._names[truth], self._names[guess], images) for truth, guess, images in tables.most_confused())
+            pairs = (
+                (self._names[truth], self._names[guess], images) for truth, guess, images in tables.most_confused()
+            )
             _write(directory / "confused_pairs.csv", ["truth", "guess", "images"], pairs)
 
     def _save_images(self, shown: NDArray[np.int64]) -> None:

@@ -25,7 +25,9 @@ class Profile(Hook):
         self._start = record
         asked = f"hooks.profile is {self._first} {self._last}, but"
         if self._first > record.total_steps:
-            logger.warning(f"{asked} the run ends after step {record.total_steps}: no trace is written; choose earlier steps")
+            logger.warning(
+                f"{asked} the run ends after step {record.total_steps}: no trace is written; choose earlier steps"
+            )
         elif self._first <= record.start_step:
             logger.warning(f"{asked} step {record.start_step} is done already: no trace is written; choose later steps")
         elif self._last > record.total_steps:

@@ -14,7 +14,9 @@ from dali_train.text import printable
 _TILE = 224  # pixels
 
 
-def sample_images(batch: Batch, data: DataConfig, names: tuple[str, ...], count: int) -> list[tuple[NDArray[np.uint8], str]]:
+def sample_images(
+    batch: Batch, data: DataConfig, names: tuple[str, ...], count: int
+) -> list[tuple[NDArray[np.uint8], str]]:
     """The first `count` images of a batch, (height, width, 3) with the normalisation undone, and what they are."""
     pixels = batch.images[:count].float().permute(0, 2, 3, 1).cpu().numpy() * np.array(data.std) + np.array(data.mean)
     targets, lambdas = batch.targets[:count].tolist(), batch.lambdas[:count].tolist()

@@ -13,12 +13,16 @@ def what_bounds(run: Run) -> str:
     if not step or run.median("forward_s") is None:
         return "The run has logged no phases yet."
     if all(event.get("first_step_s") == event["step_s"] for event in run.train):
-        return "Only the process's first step is logged, in which caches fill: what bounds the run shows in later steps."
+        return (
+            "Only the process's first step is logged, in which caches fill: what bounds the run shows in later steps."
+        )
 
     def share(phase: str) -> float:
         return (run.median(phase) or 0.0) / step
 
-    data, exchange, optimizer, logging = (share(f"{name}_s") for name in ("data_wait", "exchange", "optimizer", "logging"))
+    data, exchange, optimizer, logging = (
+        share(f"{name}_s") for name in ("data_wait", "exchange", "optimizer", "logging")
+    )
     excess = {
         "data": data / DATA_SHARE,
         "exchange": exchange / EXCHANGE_SHARE,
@@ -28,17 +32,23 @@ def what_bounds(run: Run) -> str:
     worst = max(excess, key=lambda name: excess[name])
     if excess[worst] < 1:
         computing = share("forward_s") + share("backward_s")
-        return f"Computing bounds the run: forward and backward take {computing:.0%} of the step, waiting for data {data:.0%}."
+        return (
+            f"Computing bounds the run: forward and backward take {computing:.0%} of the step, waiting for data "
+            f"{data:.0%}."
+        )
     if worst == "data":
         return f"Waiting for data takes {data:.0%} of the step: {_decoding(run)}"
     if worst == "exchange":
         return (
-            f"The exchange of gradients takes {exchange:.0%} of the step beyond what the backward pass hides: accumulate more "
-            "(larger batch.global_batch), or look for a rank that is slower than the others in logs/rank*.log."
+            f"The exchange of gradients takes {exchange:.0%} of the step beyond what the backward pass hides: "
+            "accumulate more (larger batch.global_batch), or look for a rank that is slower than the others in "
+            "logs/rank*.log."
         )
     if worst == "optimizer":
         return f"The optimizer takes {optimizer:.0%} of the step: a larger batch.global_batch makes it rarer."
-    return f"Logging takes {logging:.0%} of the step: raise hooks.log_every_steps, or turn off hooks that are not needed."
+    return (
+        f"Logging takes {logging:.0%} of the step: raise hooks.log_every_steps, or turn off hooks that are not needed."
+    )
 
 
 def _decoding(run: Run) -> str:

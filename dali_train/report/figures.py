@@ -1,4 +1,5 @@
-"""The pictures of a report: pure functions from runs to matplotlib figures, drawn to be read at half a screen's width."""
+"""The pictures of a report: pure functions from runs to matplotlib figures, drawn to be read at half a screen's
+width."""
 
 import io
 import warnings
@@ -21,7 +22,14 @@ _PHASE_COLOURS = ("#D55E00", "#0072B2", "#56B4E9", "#CC79A7", "#009E73", "#99999
 STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), (*STEP_PHASES.values(), *OUTSIDE_PHASES.values())
 PHASE_COLOURS = dict(zip(ALL_FIELDS, _PHASE_COLOURS, strict=True))
 SIZE = (5.4, 3.3)  # inches: 10 pt is read well at 360 px and at 640 px of width
-_FONTS = ("DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Noto Sans Devanagari", "Noto Sans Thai")
+_FONTS = (
+    "DejaVu Sans",
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "WenQuanYi Zen Hei",
+    "Noto Sans Devanagari",
+    "Noto Sans Thai",
+)
 _TITLE, _LEGEND, _CLASS = 58, 30, 26  # characters that fit in a title, an entry of a legend, beside an axis
 STYLE = {
     "font.size": 10,
@@ -90,7 +98,9 @@ def axes(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figur
     return figure, ax
 
 
-def curves(runs: list[Run], field: str, title: str, unit: str, *, log: bool = False, from_zero: bool = False) -> Figure | None:
+def curves(
+    runs: list[Run], field: str, title: str, unit: str, *, log: bool = False, from_zero: bool = False
+) -> Figure | None:
     """One line per run over the epochs."""
     if not any(field in event for run in runs for event in run.train):
         return None
@@ -116,8 +126,15 @@ def accuracy(runs: list[Run]) -> Figure | None:
     published = {run.config.get("run", {}).get("published_top1") for run in runs} - {None}
     for value in published:
         ax.axhline(value, color="#666666", linewidth=1, linestyle=":")
-        ax.annotate(f"published top-1 {value:.1%}", (0.01, value), xycoords=("axes fraction", "data"), ha="left", va="bottom",
-                    fontsize=9, color="#444444")  # fmt: skip
+        ax.annotate(
+            f"published top-1 {value:.1%}",
+            (0.01, value),
+            xycoords=("axes fraction", "data"),
+            ha="left",
+            va="bottom",
+            fontsize=9,
+            color="#444444",
+        )
     ax.set_ylim(0, 1.02)
     ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _finish(ax, runs, legend=True)
@@ -130,7 +147,9 @@ def loss(runs: list[Run]) -> Figure | None:
     figure, ax = axes("Training loss" + (" (dashed: evaluation)" if len(runs) > 1 else ""), "cross-entropy")
     for run, colour in zip(runs, _colours(runs), strict=True):
         _line(ax, run.train, "loss", colour, _entry(runs, run, "training"))
-        _line(ax, run.evaluations, "loss", colour, _entry(runs, run, "evaluation", main=False), dashed=True, marker=True)
+        _line(
+            ax, run.evaluations, "loss", colour, _entry(runs, run, "evaluation", main=False), dashed=True, marker=True
+        )
     _finish(ax, runs, legend=True)
     return figure
 
@@ -144,13 +163,20 @@ def step_time(runs: list[Run]) -> Figure | None:
     events = [event for event in runs[0].train if "forward_s" in event]
     if len(runs) > 1 or len(events) == 1:
         return _bars(
-            runs, "Where a step's time goes (median)", STEP_FIELDS, lambda run, phase: factor * (run.median(phase) or 0), unit
+            runs,
+            "Where a step's time goes (median)",
+            STEP_FIELDS,
+            lambda run, phase: factor * (run.median(phase) or 0),
+            unit,
         )
     figure, ax = axes("Where a step's time goes", unit)
     epochs = [event["epoch"] for event in events]
     heights = [[factor * event.get(phase, 0.0) for event in events] for phase in STEP_FIELDS]
     ax.stackplot(
-        epochs, heights, colors=[PHASE_COLOURS[phase] for phase in STEP_FIELDS], labels=[phase_name(p) for p in STEP_FIELDS]
+        epochs,
+        heights,
+        colors=[PHASE_COLOURS[phase] for phase in STEP_FIELDS],
+        labels=[phase_name(p) for p in STEP_FIELDS],
     )
     ax.set_ylim(bottom=0)
     ax.margins(x=0)
@@ -163,7 +189,9 @@ def run_time(runs: list[Run]) -> Figure | None:
         return None
     totals = {run: run.phase_seconds() for run in runs}
     unit, divisor = _time_unit(max(sum(seconds.values()) for seconds in totals.values()))
-    return _bars(runs, "Where the complete run's time goes", ALL_FIELDS, lambda run, phase: totals[run][phase] / divisor, unit)
+    return _bars(
+        runs, "Where the complete run's time goes", ALL_FIELDS, lambda run, phase: totals[run][phase] / divisor, unit
+    )
 
 
 def loss_scale(runs: list[Run]) -> Figure | None:
@@ -182,7 +210,9 @@ def trust_ratio(runs: list[Run]) -> Figure | None:
         epochs = [event["epoch"] for event in events]
         low, high = ([event[f"trust_ratio_{end}"] for event in events] for end in ("min", "max"))
         if len(runs) == 1:  # those of several runs would lie over one another
-            ax.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0 if len(events) > 1 else 4, label="min to max")
+            ax.fill_between(
+                epochs, low, high, color=colour, alpha=0.15, linewidth=0 if len(events) > 1 else 4, label="min to max"
+            )
         _line(ax, events, "trust_ratio_median", colour, _entry(runs, run, "median"), marker=len(events) < 20)
     ax.set_yscale("log")
     _plain_log_labels(ax)
@@ -191,7 +221,11 @@ def trust_ratio(runs: list[Run]) -> Figure | None:
 
 
 def memory(runs: list[Run]) -> Figure | None:
-    fields = {"gpu_memory_gb": "GPU, peak", "gpu_memory_reserved_gb": "GPU, reserved", "process_memory_gb": "process on the host"}
+    fields = {
+        "gpu_memory_gb": "GPU, peak",
+        "gpu_memory_reserved_gb": "GPU, reserved",
+        "process_memory_gb": "process on the host",
+    }
     title = "Memory of rank 0" + (" (dashed: reserved, on the host)" if len(runs) > 1 else "")
     return _several(runs, fields, title, "GB")
 
@@ -292,9 +326,14 @@ def _line(
     points = events[::stride]
     marked = len(points) == 1 or (marker and len(points) <= 40)
     ax.plot(
-        [event["epoch"] for event in points], [event[field] for event in points], color=colour, label=entry,
-        linestyle="--" if dashed else "-", marker="o" if marked else None, markersize=3.5,
-    )  # fmt: skip
+        [event["epoch"] for event in points],
+        [event[field] for event in points],
+        color=colour,
+        label=entry,
+        linestyle="--" if dashed else "-",
+        marker="o" if marked else None,
+        markersize=3.5,
+    )
 
 
 def _finish(ax: Axes, runs: list[Run], *, legend: bool = False) -> None:

@@ -23,10 +23,13 @@ _SECTIONS = {
     "Classes": ("confusion", "classes"),
 }
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; max-width: 1280px; padding: 1rem; }
-h1 { font-size: 1.6rem; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; border-bottom: 1px solid #ddd; }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; max-width: 1280px;
+       padding: 1rem; }
+h1 { font-size: 1.6rem; margin: .5rem 0; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; border-bottom: 1px solid #ddd; }
 .bound { background: #f2f6fa; border-left: 4px solid #0072B2; padding: .6rem .9rem; margin: .6rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 1.2rem; align-items: start; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 1.2rem;
+           align-items: start; }
 .figures img { width: 100%; max-width: 640px; } .samples { width: 100%; max-width: 946px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; }
 th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #eee; vertical-align: top; }
@@ -34,7 +37,8 @@ tbody th { font-weight: normal; color: #555; white-space: nowrap; }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; } thead + tbody td { min-width: 9rem; }
 .wrong { display: grid; grid-template-columns: repeat(auto-fill, minmax(104px, 1fr)); gap: .8rem;
   font-size: .8rem; line-height: 1.3; }
-.wrong img { width: 96px; height: 96px; object-fit: contain; image-rendering: auto; background: #f6f6f6; display: block; }
+.wrong img { width: 96px; height: 96px; object-fit: contain; image-rendering: auto; background: #f6f6f6;
+             display: block; }
 .pixels img { image-rendering: pixelated; } pre { font-size: .8rem; overflow-x: auto; } details { margin: 1rem 0; }
 footer { color: #777; font-size: .85rem; margin: 2rem 0; }
 """
@@ -81,7 +85,9 @@ def _page(runs: list[Run], pictures: dict[str, str]) -> str:
             f"<details><summary>Config and environment of {_escape(run.name)}</summary>"
             f"<pre>{config}</pre><pre>{environment}</pre></details>"
         )
-    parts.append("<footer>Written by <code>dali-train report</code>. Dotted vertical lines: the run was resumed.</footer>")
+    parts.append(
+        "<footer>Written by <code>dali-train report</code>. Dotted vertical lines: the run was resumed.</footer>"
+    )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
@@ -105,7 +111,10 @@ def _facts(run: Run) -> dict[str, str]:
         "state": f"{run.state} at epoch {last['epoch']:.2f} of {epochs:g} (step {last['step']:,})",
         "best top-1": "no evaluation yet"
         if best is None
-        else f"{best['top1']:.2%} (top-5 {best['top5']:.2%}) at epoch {best['epoch']:.2f}, {plural(best['num_images'], 'image')}"
+        else (
+            f"{best['top1']:.2%} (top-5 {best['top5']:.2%}) at epoch {best['epoch']:.2f}, "
+            f"{plural(best['num_images'], 'image')}"
+        )
         + (f"; published {published:.2%}" if published is not None else ""),
         "last training loss": f"{run.train[-1]['loss']:.4f}" if run.train else "none yet",
         "throughput": "none yet"
@@ -118,7 +127,9 @@ def _facts(run: Run) -> dict[str, str]:
         "batch": f"{batch.get('global_batch', '?')} images, micro-batches of {batch.get('micro_batch', '?')}",
         "data": str(config.get("data", {}).get("root", "?")),
         "hardware": f"{environment.get('world_size', 1)} x {environment.get('device', '?')}",
-        "versions": ", ".join(f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment),
+        "versions": ", ".join(
+            f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment
+        ),
     }
 
 
@@ -156,11 +167,16 @@ def _wrong_answers(run: Run, suffix: str) -> list[str]:
     tiles = []
     for row in wrong[:NUM_WRONG]:
         path = run.directory / "predictions" / "images" / f"{row['image']}.png"
-        image = f'<img src="{_inline(path.read_bytes())}" alt="validation image {row["image"]}">' if path.is_file() else ""
+        image = (
+            f'<img src="{_inline(path.read_bytes())}" alt="validation image {row["image"]}">' if path.is_file() else ""
+        )
         score = float(row.get("score") or row.get(f"score {row['guess']}") or 0)
         truth, guess = _escape(row["truth"]), _escape(row["guess"])
         tiles.append(f"<div>{image}<b>{truth}</b>, guessed {guess} ({score:.0%})</div>")
-    heading = f"<h2>Wrong answers{suffix}</h2><p>{len(wrong)} of {plural(len(rows), 'image')} in the table of predictions.</p>"
+    heading = (
+        f"<h2>Wrong answers{suffix}</h2><p>{len(wrong)} of {plural(len(rows), 'image')} in the table of "
+        "predictions.</p>"
+    )
     small = " pixels" if run.is_small() else ""
     return [heading, f'<div class="wrong{small}">{"".join(tiles)}</div>']
 
@@ -170,7 +186,10 @@ def _samples(run: Run, suffix: str) -> list[str]:
     if not path.is_file():
         return []
     heading = f"<h2>Training images as the network sees them{suffix}</h2>"
-    return [heading, f'<img class="samples" src="{_inline(path.read_bytes())}" alt="training images after augmentation">']
+    return [
+        heading,
+        f'<img class="samples" src="{_inline(path.read_bytes())}" alt="training images after augmentation">',
+    ]
 
 
 def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> str:

@@ -1,9 +1,10 @@
 """Dropout masks as a pure function of the micro-batch and the block, whoever computes the block, and however often.
 
-The trainer seeds torch's generators once per micro-batch. That alone lets the masks of a block depend on what its process
-has drawn before, so a pipeline stage without the first blocks would draw others. Here every block seeds the generator anew
-when it is entered, by `block_seed`. What that needs to know of the micro-batch stands in the generator's own seed, which
-activation checkpointing restores: recomputing a block of an earlier micro-batch draws the masks of that micro-batch.
+The trainer seeds torch's generators once per micro-batch. That alone lets the masks of a block depend on what its
+process has drawn before, so a pipeline stage without the first blocks would draw others. Here every block seeds the
+generator anew when it is entered, by `block_seed`. What that needs to know of the micro-batch stands in the generator's
+own seed, which activation checkpointing restores: recomputing a block of an earlier micro-batch draws the masks of that
+micro-batch.
 """
 
 from typing import Any, Literal
@@ -24,8 +25,8 @@ def choose_seeding(config: ModelConfig, saved: str | None) -> DropoutSeeding:
     """How a run seeds its dropout.
 
     Args:
-        saved: what the checkpoint says from which it resumes, None for a new run. Checkpoints of versions that seeded each
-            micro-batch alone say nothing: pass "micro-batch" for them.
+        saved: what the checkpoint says from which it resumes, None for a new run. Checkpoints of versions that seeded
+            each micro-batch alone say nothing: pass "micro-batch" for them.
 
     A model that is compiled in one piece has no place between its blocks, so there it stays one seed per micro-batch.
     """
@@ -33,10 +34,11 @@ def choose_seeding(config: ModelConfig, saved: str | None) -> DropoutSeeding:
 
 
 def seed_each_block(model: nn.Module, device: torch.device) -> None:
-    """Let every repeated block of `model`, and every dropout layer outside them, seed the generator of `device` when entered.
+    """Let every repeated block of `model`, and every dropout layer outside them, seed the generator of `device` when
+    entered.
 
-    Call it for the complete model, before stages of a pipeline are cut out of it: a block keeps its number. A model that
-    drops nothing is left as it is.
+    Call it for the complete model, before stages of a pipeline are cut out of it: a block keeps its number. A model
+    that drops nothing is left as it is.
 
     Args:
         device: where the model will run; it may still be on the meta device.
@@ -53,8 +55,8 @@ def seed_each_block(model: nn.Module, device: torch.device) -> None:
 def seed_micro_batch(seed: int, device: torch.device) -> None:
     """Seed the generators of the host and of `device`, as ``torch.manual_seed`` would.
 
-    That one notes its caller's stack for each kind of device which is not there: 0.5 ms per call without a GPU (torch 2.15),
-    this takes a microsecond.
+    That one notes its caller's stack for each kind of device which is not there: 0.5 ms per call without a GPU (torch
+    2.15), this takes a microsecond.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -74,8 +76,8 @@ def _drops(module: nn.Module) -> bool:
 def block_seed(seed: int, number: int) -> int:
     """The seed of block `number` (from 1), from its micro-batch's `seed` or that of any of the micro-batch's blocks.
 
-    The upper 32 bits are the micro-batch's. The lower 32 depend on them and on the block: torch's generator on CPUs uses no
-    others.
+    The upper 32 bits are the micro-batch's. The lower 32 depend on them and on the block: torch's generator on CPUs
+    uses no others.
     """
     upper = seed >> 32
     return upper << 32 | (upper * 0x9E3779B1 + number * 0x85EBCA77) & 0xFFFFFFFF  # odd, so each bit of both counts

@@ -1,7 +1,8 @@
-"""A moving average of the weights, beside the model: tensors by name, laid out as the model's, with any kind of parallelism.
+"""A moving average of the weights, beside the model: tensors by name, laid out as the model's, with any kind of
+parallelism.
 
-It is a function of the steps done and of tensors that checkpoints hold. The rule is that of timm's ModelEmaV3, which keeps
-a copy of the module instead.
+It is a function of the steps done and of tensors that checkpoints hold. The rule is that of timm's ModelEmaV3, which
+keeps a copy of the module instead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,9 +39,15 @@ class Ema:
         self._averages = {name: tensor.detach().clone() for name, tensor in live.items()}
         floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
         others = [name for name in live if name not in set(floats)]
-        self._live_floats, self._live_others = [local(live[name]) for name in floats], [local(live[name]) for name in others]
+        self._live_floats, self._live_others = (
+            [local(live[name]) for name in floats],
+            [local(live[name]) for name in others],
+        )
         averages = self._averages
-        self._floats, self._others = [local(averages[name]) for name in floats], [local(averages[name]) for name in others]
+        self._floats, self._others = (
+            [local(averages[name]) for name in floats],
+            [local(averages[name]) for name in others],
+        )
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -51,7 +58,8 @@ class Ema:
 
     @contextmanager
     def weights_in(self, model: nn.Module) -> Iterator[None]:
-        """Within, `model` has the averages, in the memory of its own weights: compiled code and CUDA graphs stay valid."""
+        """Within, `model` has the averages, in the memory of its own weights: compiled code and CUDA graphs stay
+        valid."""
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         _copy(self._averages, model)
         try:

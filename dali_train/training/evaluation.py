@@ -1,8 +1,8 @@
 """Exact evaluation: every image once, on any number of ranks.
 
 The split is cut into batches once; coordinate r of W takes batches r, r + W, ... A rank may have one batch less than
-another, or none: ranks meet only in the sum at the end. Where the model is divided among them they meet in every forward
-pass, and a rank without a batch passes a blank image through it.
+another, or none: ranks meet only in the sum at the end. Where the model is divided among them they meet in every
+forward pass, and a rank without a batch passes a blank image through it.
 """
 
 import time
@@ -43,7 +43,9 @@ class EvaluationDetails:
     labels: NDArray[np.int64]
     guesses: NDArray[np.int64]
     shown: NDArray[np.int64]  # numbers of a few images, spread evenly over the split, the same at every evaluation
-    scores: NDArray[np.float32]  # (shown, classes): probabilities; with over MAX_SCORES classes (shown, 2): guess and truth
+    scores: NDArray[
+        np.float32
+    ]  # (shown, classes): probabilities; with over MAX_SCORES classes (shown, 2): guess and truth
 
 
 class Evaluator:
@@ -57,10 +59,19 @@ class Evaluator:
     """
 
     def __init__(
-        self, split: Split, config: Config, device: torch.device, *,
-        dp_rank: int, dp_size: int, num_threads: int, num_shown: int = 0, together: bool = False, decodes: bool = True,
+        self,
+        split: Split,
+        config: Config,
+        device: torch.device,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        num_threads: int,
+        num_shown: int = 0,
+        together: bool = False,
+        decodes: bool = True,
         counts: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         size = config.batch.micro_batch
         starts = range(dp_rank * size, len(split), dp_size * size)
         self._batches = [np.arange(start, min(start + size, len(split))) for start in starts]
@@ -82,7 +93,8 @@ class Evaluator:
 
     @torch.no_grad()  # not inference_mode: the buffers of gathered weights are used in training again
     def run(self, model: nn.Module, autocast: AbstractContextManager[None]) -> EvaluationResult:
-        """Evaluate `model` (not wrapped for parallelism), in eval mode for the time of the call. All ranks call this together."""
+        """Evaluate `model` (not wrapped for parallelism), in eval mode for the time of the call. All ranks call this
+        together."""
         start = time.perf_counter()
         training = model.training
         model.eval()
@@ -90,7 +102,10 @@ class Evaluator:
         answers = _Answers(self._num_images, self._shown, self._num_classes, self._device)
         for numbers in self._batches:
             images, labels = self._next(numbers)
-            images, labels = images.to(self._device, self._dtype, non_blocking=True), labels.to(self._device, non_blocking=True)
+            images, labels = (
+                images.to(self._device, self._dtype, non_blocking=True),
+                labels.to(self._device, non_blocking=True),
+            )
             with autocast:
                 logits = model(images)
             if not self._counts:
@@ -119,7 +134,11 @@ class Evaluator:
         loss, top1, top5, count = sums.tolist()
         assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
         return EvaluationResult(
-            loss=loss / count, top1=top1 / count, top5=top5 / count, num_images=int(count), seconds=time.perf_counter() - start
+            loss=loss / count,
+            top1=top1 / count,
+            top5=top5 / count,
+            num_images=int(count),
+            seconds=time.perf_counter() - start,
         )
 
     def _next(self, numbers: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +149,8 @@ class Evaluator:
 
 
 class _Answers:
-    """Guesses for all images and scores for a few. Each rank fills in its own rows; the sum over the ranks is complete."""
+    """Guesses for all images and scores for a few. Each rank fills in its own rows; the sum over the ranks is
+    complete."""
 
     def __init__(self, num_images: int, shown: NDArray[np.int64], num_classes: int, device: torch.device) -> None:
         self._shown = shown

@@ -19,7 +19,12 @@ OUTSIDE_PHASES = {"evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}
 
 Event = dict[str, Any]
 
-_NEEDED = {"start": ("startup_s",), "train": ("loss", "step_s"), "eval": ("loss", "top1", "top5", "num_images"), "end": ()}
+_NEEDED = {
+    "start": ("startup_s",),
+    "train": ("loss", "step_s"),
+    "eval": ("loss", "top1", "top5", "num_images"),
+    "end": (),
+}
 """Fields, apart from step and epoch, without which a line of that kind is not ours."""
 
 
@@ -33,8 +38,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a ``metrics.jsonl``, none where there is no file. Lines that no run wrote, and those that a kill or a full
-    disk has torn, are skipped: whoever reads an event finds numbers where numbers belong."""
+    """The events of a ``metrics.jsonl``, none where there is no file. Lines that no run wrote, and those that a kill or
+    a full disk has torn, are skipped: whoever reads an event finds numbers where numbers belong."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -49,7 +54,11 @@ def _is_event(line: dict[str, Any]) -> bool:
         return False
     if kind == "end":
         seconds = line.get("seconds")
-        return isinstance(seconds, dict) and all(map(_is_number, seconds.values())) and isinstance(line.get("error"), str | None)
+        return (
+            isinstance(seconds, dict)
+            and all(map(_is_number, seconds.values()))
+            and isinstance(line.get("error"), str | None)
+        )
     return math.isfinite(line["epoch"]) and all(_is_number(value) for name, value in line.items() if name != "event")
 
 

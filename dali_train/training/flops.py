@@ -2,8 +2,8 @@
 
     MFU = images/s x FLOPs per image / (devices x dense peak)
 
-FLOPs per image are those of the model, counted once on the meta device: what a kernel or activation checkpointing computes
-a second time is not work of the model's. The peak is that of dense matrix products without sparsity.
+FLOPs per image are those of the model, counted once on the meta device: what a kernel or activation checkpointing
+computes a second time is not work of the model's. The peak is that of dense matrix products without sparsity.
 """
 
 import re
@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from dali_train.config import Config
 from dali_train.training.model import build_model
 
-# Dense TFLOP/s of (bf16 and fp16 with float32 sums, TF32, FP32) from NVIDIA's data sheets and architecture papers, which print
-# most of them with sparsity: twice as much. None: the GPU has no such format. The first name that the device's name holds
-# counts, so a variant stands before its family.
+# Dense TFLOP/s of (bf16 and fp16 with float32 sums, TF32, FP32) from NVIDIA's data sheets and architecture papers,
+# which print most of them with sparsity: twice as much. None: the GPU has no such format. The first name that the
+# device's name holds counts, so a variant stands before its family.
 #   Blackwell: HGX B200 and GB200 NVL72 data sheets (2024), RTX Blackwell architecture paper
 #   Hopper: H100, H200, GH200 and H20 data sheets (2022 to 2024). H100 SXM calls itself "H100 80GB HBM3"
 #   Ada: L4, L40, L40S data sheets (2023), Ada architecture paper (RTX 4090 with float32 sums)
@@ -65,14 +65,14 @@ class ModelFlops:
     peak: float  # dense FLOP/s of all devices together
 
     def utilisation(self, images_per_second: float, size: int) -> float:
-        """The fraction of the peak, 0 to 1; `images_per_second` over all ranks, without evaluation and checkpoints, of images whose
-        side is `size` pixels."""
+        """The fraction of the peak, 0 to 1; `images_per_second` over all ranks, without evaluation and checkpoints, of
+        images whose side is `size` pixels."""
         return images_per_second * self.per_image[size] / self.peak
 
 
 def model_flops(config: Config, num_classes: int, device: torch.device, *, num_devices: int) -> ModelFlops | None:
-    """For a run on `num_devices` devices like `device`. None where there is no peak to compare with: on a CPU, on a GPU that is
-    not in the table, and for a model that cannot be counted on the meta device."""
+    """For a run on `num_devices` devices like `device`. None where there is no peak to compare with: on a CPU, on a GPU
+    that is not in the table, and for a model that cannot be counted on the meta device."""
     if device.type != "cuda":
         return None
     peak = data_sheet_peak(torch.cuda.get_device_name(device), config.precision.dtype, tf32=config.precision.tf32)
@@ -93,7 +93,9 @@ def flops_per_image(config: Config, num_classes: int) -> float:
     size = config.data.train_size
     dtype = next(model.parameters()).dtype
     with FlopCounterMode(display=False) as counter:
-        model(torch.empty(2, 3, size, size, device="meta", dtype=dtype)).sum().backward()  # batch statistics need two images
+        model(
+            torch.empty(2, 3, size, size, device="meta", dtype=dtype)
+        ).sum().backward()  # batch statistics need two images
     return counter.get_total_flops() / 2
 
 
@@ -108,7 +110,11 @@ def data_sheet_peak(device_name: str, dtype: str, *, tf32: bool) -> Peak | None:
             peak, kind = (tensor_float, "TF32") if tf32 and tensor_float is not None else (single, "FP32")
         else:
             return None
-        return None if peak is None else Peak(peak * 1e12, f"{peak:g} TFLOP/s: NVIDIA's data sheet of {part}, {kind}, dense")
+        return (
+            None
+            if peak is None
+            else Peak(peak * 1e12, f"{peak:g} TFLOP/s: NVIDIA's data sheet of {part}, {kind}, dense")
+        )
     return None
 
 
@@ -120,8 +126,12 @@ def peak(config: Config, device: torch.device) -> Peak:
         if known is not None:
             return known
     rate = measured_peak(dtype, device)
-    threads = f"on {torch.get_num_threads()} threads" if device.type == "cpu" else f"on {torch.cuda.get_device_name(device)}"
-    return Peak(rate, f"{rate / 1e12:.3g} TFLOP/s: measured, the best of several large matrix products in {dtype} {threads}")
+    threads = (
+        f"on {torch.get_num_threads()} threads" if device.type == "cpu" else f"on {torch.cuda.get_device_name(device)}"
+    )
+    return Peak(
+        rate, f"{rate / 1e12:.3g} TFLOP/s: measured, the best of several large matrix products in {dtype} {threads}"
+    )
 
 
 def measured_peak(dtype: str, device: torch.device, seconds: float = 2.0) -> float:

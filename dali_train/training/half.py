@@ -1,7 +1,7 @@
 """Everything in half precision over float32 weights, without autocast's exceptions: ColossalAI's NAIVE mode.
 
-The model's parameters stay float32: they are what the optimizer, checkpoints and moving averages know, and gradients gather in
-float32. While a module computes, it finds copies in half precision in their place.
+The model's parameters stay float32: they are what the optimizer, checkpoints and moving averages know, and gradients
+gather in float32. While a module computes, it finds copies in half precision in their place.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let `model` compute in `dtype` from its first layer to its logits, which it gives as float32.
 
-    Call it before the model is divided or wrapped. Batch normalisation keeps its parameters, as it keeps its statistics.
+    Call it before the model is divided or wrapped. Batch normalisation keeps its parameters, as it keeps its
+    statistics.
     """
     for module in model.modules():
         if module._parameters and not isinstance(module, _BatchNorm):

@@ -26,7 +26,9 @@ def mixup_loss(logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tenso
     return (lambdas * first + (1 - lambdas) * second).mean()
 
 
-def _cross_entropy(config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(
+    config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
+) -> torch.Tensor:
     loss = mixup_loss(logits, targets, lambdas)
     if config.label_smoothing == 0:
         return loss
@@ -34,7 +36,9 @@ def _cross_entropy(config: LossConfig, logits: torch.Tensor, targets: torch.Tens
     return (1 - config.label_smoothing) * loss + config.label_smoothing * even
 
 
-def _binary_cross_entropy(config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
+def _binary_cross_entropy(
+    config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
+) -> torch.Tensor:
     logits = _wide(logits)
     classes = torch.arange(logits.shape[-1], device=logits.device)
     first, second = (classes == targets[:, 0, None], classes == targets[:, 1, None])
@@ -68,7 +72,8 @@ DISTILLATIONS: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torc
     "hard": _hard_distillation,
     "soft": _soft_distillation,
 }
-"""Each gives the mean loss over the batch from the settings, the student's and the teacher's logits, both (n, classes)."""
+"""Each gives the mean loss over the batch from the settings, the student's and the teacher's logits, both (n,
+classes)."""
 
 
 class Objective:
@@ -79,9 +84,12 @@ class Objective:
         self._teacher = teacher
 
     def __call__(
-        self, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        images: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        output: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        images: torch.Tensor,
+        targets: torch.Tensor,
+        lambdas: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(mean loss of the micro-batch, logits (n, classes)).
 
         Args:
@@ -99,7 +107,8 @@ class Objective:
 
 
 class Teacher:
-    """A trained timm model that sees the student's images, normalised as it expects them. It draws nothing and learns nothing."""
+    """A trained timm model that sees the student's images, normalised as it expects them. It draws nothing and learns
+    nothing."""
 
     def __init__(self, config: Config, num_classes: int, device: torch.device) -> None:
         """
@@ -109,7 +118,12 @@ class Teacher:
         loss, data = config.loss, config.data
         assert loss.teacher is not None
         model = create_pretrained(
-            loss.teacher, loss.teacher_weights or "", num_classes, loss.teacher_kwargs, field="loss.teacher", keep_classifier=True
+            loss.teacher,
+            loss.teacher_weights or "",
+            num_classes,
+            loss.teacher_kwargs,
+            field="loss.teacher",
+            keep_classifier=True,
         )
         dtype = torch.float64 if config.precision.dtype == "fp64" else torch.float32
         self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
@@ -117,8 +131,9 @@ class Teacher:
         if model.pretrained_cfg.get("fixed_input_size") and data.train_sizes != [size]:
             made_for = "" if data.progressive else f"set loss.teacher_kwargs img_size={data.train_size}, or "
             raise ConfigError(
-                f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is {data.train_size}"
-                f"{f', data.progressive {data.progressive}' if data.progressive else ''}: {made_for}use a convolutional teacher"
+                f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is "
+                f"{data.train_size}{f', data.progressive {data.progressive}' if data.progressive else ''}: "
+                f"{made_for}use a convolutional teacher"
             )
         mean, std, their_mean, their_std = (
             torch.tensor(values, dtype=torch.float64)

@@ -18,8 +18,8 @@ from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import Precision
 from dali_train.training.recompute import KEPT_RESULTS
 
-# What the estimate does not see: CUDA's context, cuDNN's and cuBLAS's workspaces, the decoder's buffers, and what the allocator
-# loses between blocks.
+# What the estimate does not see: CUDA's context, cuDNN's and cuBLAS's workspaces, the decoder's buffers, and what the
+# allocator loses between blocks.
 _UNSEEN_BYTES, _USABLE = 3e9, 0.95
 
 
@@ -31,7 +31,9 @@ class Memory:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int  # what autograd keeps of the micro-batches that are computed at once, of one without a pipeline
+    activation_bytes: (
+        int  # what autograd keeps of the micro-batches that are computed at once, of one without a pipeline
+    )
     micro_batch: int  # images
     gathered_bytes: int = 0  # weights of other ranks that are there during a step
 
@@ -41,7 +43,14 @@ class Memory:
         return self.weight_bytes + self.gathered_bytes + self.gradient_bytes + self.optimizer_bytes
 
     def of_rank(
-        self, *, parameters: int, block_share: float, in_flight: float, level: str = "none", shard: int = 1, num_blocks: int = 1
+        self,
+        *,
+        parameters: int,
+        block_share: float,
+        in_flight: float,
+        level: str = "none",
+        shard: int = 1,
+        num_blocks: int = 1,
     ) -> "Memory":
         """What of this one rank has.
 
@@ -53,7 +62,9 @@ class Memory:
             num_blocks: of its stages, which are gathered one by one with level full.
         """
         share = parameters / self.num_parameters
-        weights, gradients, optimizer = (share * b for b in (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes))
+        weights, gradients, optimizer = (
+            share * b for b in (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes)
+        )
         divided = shard if level != "none" else 1
         # Level full gathers a block while the one before is computed.
         gathered = 0.0 if divided == 1 else min(1.0, 2 / num_blocks) * weights if level == "full" else weights
@@ -71,8 +82,8 @@ class Memory:
         return self.weight_bytes + self.optimizer_bytes
 
     def largest_micro_batch(self, device_bytes: float, images_per_rank: int) -> int | None:
-        """The largest divisor of `images_per_rank`, a rank's images in a step, with which a step fits into `device_bytes`.
-        None if not even one image does."""
+        """The largest divisor of `images_per_rank`, a rank's images in a step, with which a step fits into
+        `device_bytes`. None if not even one image does."""
         room = _USABLE * device_bytes - _UNSEEN_BYTES - self.state_bytes
         fitting = int(room * self.micro_batch / self.activation_bytes)
         return next((size for size in range(min(fitting, images_per_rank), 0, -1) if images_per_rank % size == 0), None)
@@ -98,7 +109,8 @@ def estimate_memory(config: Config, num_classes: int) -> Memory:
 
     size, batch = config.data.train_size, config.batch.micro_batch
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-        # torch 2.15 announces that selective checkpointing will hand the hooks below what `_Results` hands over: both may.
+        # torch 2.15 announces that selective checkpointing will hand the hooks below what `_Results` hands over: both
+        # may.
         warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
         model.to_empty(device="cpu")  # autocast does nothing on the meta device
         precision = Precision(config.precision, torch.device("cpu"))
@@ -144,7 +156,9 @@ def _optimizer_bytes(model: nn.Module, config: Config) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    return _num_bytes(value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor))
+    return _num_bytes(
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    )
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

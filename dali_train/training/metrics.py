@@ -82,9 +82,9 @@ class TrainingMetrics:
             step, k = divmod(int(place), _PER_STEP)
             where = f"micro-batch {k}" if k < _PER_STEP - 1 else "in the gradients only"
             raise NonFiniteError(
-                f"loss or gradients were not finite in {nonfinite:.0f} steps in a row, first in step {step}, {where}. "
-                "The checkpoints before are good: resume from one with a lower optimizer.lr, a longer schedule.warmup_epochs, "
-                "or precision.dtype bf16"
+                f"loss or gradients were not finite in {nonfinite:.0f} steps in a row, first in step {step}, "
+                f"{where}. The checkpoints before are good: resume from one with a lower optimizer.lr, a longer "
+                "schedule.warmup_epochs, or precision.dtype bf16"
             )
         return TrainingSums(
             loss=loss / num_images,
@@ -100,8 +100,8 @@ class TrainingMetrics:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Whether all floating-point `tensors` are finite, as far as this rank holds them: 0-dimensional bool, on their device,
-    without waiting for it."""
+    """Whether all floating-point `tensors` are finite, as far as this rank holds them: 0-dimensional bool, on their
+    device, without waiting for it."""
     floating = [t for t in map(local, tensors) if t.is_floating_point() and t.numel()]
     if not floating:
         return torch.ones((), dtype=torch.bool)
@@ -116,9 +116,14 @@ def not_saved(step: int, newest_step: int | None, total_steps: int, stopping: st
         newest_step: of the newest checkpoint, None without one.
         stopping: why the run was asked to stop, empty at its last step.
     """
-    saved = f"the newest checkpoint, of step {newest_step}, is good" if newest_step is not None else "there is no checkpoint"
+    saved = (
+        f"the newest checkpoint, of step {newest_step}, is good"
+        if newest_step is not None
+        else "there is no checkpoint"
+    )
     when = f"stopped on request ({stopping})" if stopping else "came to its end"
     return NonFiniteError(
-        f"the run {when} at step {step} of {total_steps}, but was not saved: weights or the last loss are not finite, and {saved}. "
-        "Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or precision.dtype bf16"
+        f"the run {when} at step {step} of {total_steps}, but was not saved: weights or the last loss are not "
+        f"finite, and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or precision.dtype "
+        "bf16"
     )

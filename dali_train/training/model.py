@@ -38,7 +38,8 @@ def build_model(
     On the meta device it is not compiled: nothing runs there.
 
     Args:
-        on_host: leave its weights in host memory, to be divided among the devices of several ranks; then it is not compiled.
+        on_host: leave its weights in host memory, to be divided among the devices of several ranks; then it is not
+            compiled.
         with_weights: begin with model.weights instead. A checkpoint replaces them, so whoever has one does without.
 
     Raises:
@@ -53,7 +54,9 @@ def build_model(
         # Drawn on the CPU: the same on every kind of GPU.
         with torch.device("meta" if device.type == "meta" else "cpu"), _normalising(fast=fast_norm):
             if with_weights and config.model.weights is not None:
-                model = create_pretrained(name, config.model.weights, num_classes, config.model.kwargs, field="model.weights")
+                model = create_pretrained(
+                    name, config.model.weights, num_classes, config.model.kwargs, field="model.weights"
+                )
             else:
                 model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
     except (TypeError, AssertionError) as error:
@@ -86,8 +89,8 @@ def _normalising(*, fast: bool) -> Iterator[None]:
 
 
 def _keep_stream_in_half_precision(model: nn.Module) -> None:
-    """A transformer's class token and positions are float32, and what is added to float32 stays float32: cast once, where the
-    first block begins."""
+    """A transformer's class token and positions are float32, and what is added to float32 stays float32: cast once,
+    where the first block begins."""
 
     def cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         stream, *others = inputs
@@ -116,24 +119,29 @@ def _choose_attention(first: str, device: torch.device) -> None:
 def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
     """In place, so that the weights keep their names; the compiler itself starts at the first call."""
     if config.cuda_graphs and device.type != "cuda":
-        raise ConfigError("model.cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU, set it to false")
+        raise ConfigError(
+            "model.cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU, set it to false"
+        )
     if config.compile == "model":
         model.compile(mode="reduce-overhead" if config.cuda_graphs else None)
     elif config.compile == "blocks":
         blocks = repeated_blocks(model)
         if not blocks:
             raise ConfigError(
-                f"model.compile is blocks, but {config.name} is not made of blocks that repeat: set model.compile model to compile "
-                "all of it"
+                f"model.compile is blocks, but {config.name} is not made of blocks that repeat: set model.compile "
+                "model to compile all of it"
             )
         compile_blocks(blocks)
     elif config.compile == "auto" and device.type == "cuda" and (blocks := repeated_blocks(model)):
-        logger.info(f"model.compile auto: {len(blocks)} blocks of {config.name} are compiled, which delays the first step")
+        logger.info(
+            f"model.compile auto: {len(blocks)} blocks of {config.name} are compiled, which delays the first step"
+        )
         compile_blocks(blocks, fall_back=True)
 
 
 def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
-    """Compile each in place. With `fall_back` all of them run as they were, with a warning, once the compiler fails for one."""
+    """Compile each in place. With `fall_back` all of them run as they were, with a warning, once the compiler fails for
+    one."""
     # Blocks share a cache. Those that differ in a number, such as stochastic depth's rate, need an entry each, for
     # training and for evaluation, with a full batch and with the last one; beyond the limit a block stays as it was.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
@@ -153,8 +161,8 @@ def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> C
             if block._compiled_call_impl is not None:
                 reason = str(error).strip().splitlines()[0]
                 logger.warning(
-                    f"model.compile auto: the compiler failed ({type(error).__name__}: {reason}); continuing without it, which is "
-                    "slower. Set model.compile none to silence this, or blocks to see the full error"
+                    f"model.compile auto: the compiler failed ({type(error).__name__}: {reason}); continuing without "
+                    "it, which is slower. Set model.compile none to silence this, or blocks to see the full error"
                 )
             for other in blocks:
                 other._compiled_call_impl = None
@@ -164,8 +172,8 @@ def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> C
 
 
 def check_evaluation_size(model: nn.Module, config: Config) -> None:
-    """Pass one blank evaluation image through `model` on its device, in eval mode and not compiled. On the meta device that
-    computes nothing.
+    """Pass one blank evaluation image through `model` on its device, in eval mode and not compiled. On the meta device
+    that computes nothing.
 
     Raises:
         ConfigError: the model does not take images of data.eval_size.
@@ -195,7 +203,11 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
     except (AssertionError, RuntimeError, ValueError) as error:
         own = input_size(model)
         takes = f"takes images of {own} pixels" if own is not None and own != size else "does not take such images"
-        advice = f"set {setting} {own}, or make the model for {size} pixels" if own not in (None, size) else "choose another size"
+        advice = (
+            f"set {setting} {own}, or make the model for {size} pixels"
+            if own not in (None, size)
+            else "choose another size"
+        )
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{setting} is {size}, but model.name {config.model.name} {takes} ({reason}): {remedy or advice}"
@@ -218,8 +230,8 @@ def input_size(model: nn.Module) -> int | None:
 
 
 def compare_with_timm(model: nn.Module, config: Config) -> list[str]:
-    """What timm says of the model's own images and the config says otherwise, as sentences. For weights drawn anew nothing is
-    wrong with that; pretrained weights expect their own."""
+    """What timm says of the model's own images and the config says otherwise, as sentences. For weights drawn anew
+    nothing is wrong with that; pretrained weights expect their own."""
     own = getattr(model, "pretrained_cfg", None) or {}
     differences = []
     size = input_size(model)
@@ -235,8 +247,9 @@ def compare_with_timm(model: nn.Module, config: Config) -> list[str]:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks that the model consists of, such as a transformer's layers; empty if it is not made of such.
 
-    They are found by structure: of all classes that stand side by side in an nn.Sequential or nn.ModuleList and together
-    hold at least half of the weights, the one with the most instances. So it is blocks, not the stages around them.
+    They are found by structure: of all classes that stand side by side in an nn.Sequential or nn.ModuleList and
+    together hold at least half of the weights, the one with the most instances. So it is blocks, not the stages around
+    them.
     """
     kinds: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     for container in model.modules():
@@ -246,6 +259,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
                     kinds[type(child)].append(child)
     half = sum(p.numel() for p in model.parameters()) / 2
     candidates = [
-        blocks for blocks in kinds.values() if len(blocks) > 1 and sum(p.numel() for b in blocks for p in b.parameters()) >= half
+        blocks
+        for blocks in kinds.values()
+        if len(blocks) > 1 and sum(p.numel() for b in blocks for p in b.parameters()) >= half
     ]
     return max(candidates, key=len, default=[])

@@ -14,26 +14,42 @@ __all__ = ["dali_lenet", "dali_resnet34_cifar", "dali_vit_small_patch16"]  # tim
 default_cfgs = generate_default_cfgs(
     {
         "dali_lenet.untrained": {
-            "num_classes": 10, "input_size": (3, 28, 28), "fixed_input_size": True, "crop_pct": 1.0,
-            "mean": (0.1307,) * 3, "std": (0.3081,) * 3, "first_conv": "conv1", "classifier": "fc2",
+            "num_classes": 10,
+            "input_size": (3, 28, 28),
+            "fixed_input_size": True,
+            "crop_pct": 1.0,
+            "mean": (0.1307,) * 3,
+            "std": (0.3081,) * 3,
+            "first_conv": "conv1",
+            "classifier": "fc2",
         },
         "dali_resnet34_cifar.untrained": {
-            "num_classes": 10, "input_size": (3, 32, 32), "crop_pct": 1.0, "mean": (0.4914, 0.4822, 0.4465),
-            "std": (0.2023, 0.1994, 0.2010), "first_conv": "conv1", "classifier": "fc",
+            "num_classes": 10,
+            "input_size": (3, 32, 32),
+            "crop_pct": 1.0,
+            "mean": (0.4914, 0.4822, 0.4465),
+            "std": (0.2023, 0.1994, 0.2010),
+            "first_conv": "conv1",
+            "classifier": "fc",
         },
         "dali_vit_small_patch16.untrained": {
-            "input_size": (3, 224, 224), "fixed_input_size": True, "crop_pct": 0.875, "mean": (0.5,) * 3, "std": (0.5,) * 3,
-            "first_conv": "patch_embed.proj", "classifier": "head",
+            "input_size": (3, 224, 224),
+            "fixed_input_size": True,
+            "crop_pct": 0.875,
+            "mean": (0.5,) * 3,
+            "std": (0.5,) * 3,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
         },
     }
-)  # fmt: skip
+)
 
 
 class LeNet(nn.Module):
     """Two convolutions of 5 x 5 with pooling, two linear layers: the network of PyTorch's early MNIST example.
 
-    The data path delivers RGB, so a grey image comes as three equal channels: with in_chans 3 the first layer has more weights
-    than on one channel, but computes nothing that it could not compute there.
+    The data path delivers RGB, so a grey image comes as three equal channels: with in_chans 3 the first layer has more
+    weights than on one channel, but computes nothing that it could not compute there.
     """
 
     def __init__(self, num_classes: int = 10, in_chans: int = 3, img_size: int | tuple[int, int] = 28) -> None:
@@ -82,12 +98,18 @@ def dali_resnet34_cifar(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
 class SinCosVisionTransformer(VisionTransformer):
     """timm's ViT as big_vision's config vit_s16_i1k.py has it (Beyer et al., arXiv 2205.01580).
 
-    Positions are fixed sines and cosines, the mean of all patches goes through a linear layer with tanh before the classifier, and
-    weights begin as in Flax.
+    Positions are fixed sines and cosines, the mean of all patches goes through a linear layer with tanh before the
+    classifier, and weights begin as in Flax.
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        settings = {"class_token": False, "global_pool": "avg", "fc_norm": False, "act_layer": "gelu_tanh", "weight_init": "jax"}
+        settings = {
+            "class_token": False,
+            "global_pool": "avg",
+            "fc_norm": False,
+            "act_layer": "gelu_tanh",
+            "weight_init": "jax",
+        }
         super().__init__(**{**settings, **kwargs})
         height, width = self.patch_embed.grid_size
         self.pos_embed = nn.Parameter(sines_and_cosines(height, width, self.embed_dim), requires_grad=False)
@@ -102,7 +124,8 @@ class SinCosVisionTransformer(VisionTransformer):
 
 
 def sines_and_cosines(height: int, width: int, channels: int) -> torch.Tensor:
-    """(1, height * width, channels): sines and cosines of x, then of y, with wavelengths from 2 pi to 20,000 pi patches."""
+    """(1, height * width, channels): sines and cosines of x, then of y, with wavelengths from 2 pi to 20,000 pi
+    patches."""
     frequencies = 10_000.0 ** -torch.linspace(0, 1, channels // 4)
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     angles = [place.flatten()[:, None] * frequencies for place in (x, y)]
@@ -112,5 +135,7 @@ def sines_and_cosines(height: int, width: int, channels: int) -> torch.Tensor:
 @register_model
 def dali_vit_small_patch16(pretrained: bool = False, **kwargs: Any) -> SinCosVisionTransformer:
     settings = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, **kwargs}
-    model: SinCosVisionTransformer = build_model_with_cfg(SinCosVisionTransformer, "dali_vit_small_patch16", pretrained, **settings)
+    model: SinCosVisionTransformer = build_model_with_cfg(
+        SinCosVisionTransformer, "dali_vit_small_patch16", pretrained, **settings
+    )
     return model

@@ -4,7 +4,13 @@ import difflib
 import inspect
 from typing import Any
 
-from timm.optim import create_optimizer_v2, get_optimizer_class, get_optimizer_info, list_optimizers, param_groups_layer_decay
+from timm.optim import (
+    create_optimizer_v2,
+    get_optimizer_class,
+    get_optimizer_info,
+    list_optimizers,
+    param_groups_layer_decay,
+)
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,7 +22,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer of timm that `config` names, over `model`.
 
     From 1.0.31 on timm's LAMB takes its multi-tensor pass where torch has kernels for it, on GPUs, and goes tensor by
-    tensor on a CPU, which is faster there (ViT-B/16 on 2 cores: 0.64 against 2.4 s). Earlier versions know only the latter.
+    tensor on a CPU, which is faster there (ViT-B/16 on 2 cores: 0.64 against 2.4 s). Earlier versions know only the
+    latter.
 
     Some of timm's optimizers clip by default; the trainer clips once, so that is off. `always_adapt` gives the trust
     ratio to parameters without weight decay too, as the LAMB of the paper and of ColossalAI does; with vectors excluded
@@ -25,16 +32,30 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     Raises:
         ConfigError: timm has no such optimizer, or it cannot be made with these arguments.
     """
-    groups = _groups(model, config) if config.layer_decay is None else _groups_by_layer(model, config, config.layer_decay)
+    groups = (
+        _groups(model, config) if config.layer_decay is None else _groups_by_layer(model, config, config.layer_decay)
+    )
     try:
         arguments = _arguments(config)
-        optimizer = create_optimizer_v2(groups, config.name, lr=config.lr, weight_decay=config.weight_decay, **arguments)
+        optimizer = create_optimizer_v2(
+            groups, config.name, lr=config.lr, weight_decay=config.weight_decay, **arguments
+        )
     except ConfigError:
         raise
-    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:  # timm's checks are of all these kinds
-        raise ConfigError(f"optimizer.name {config.name} cannot be made with optimizer.kwargs {config.kwargs}: {error}") from error
+    except (
+        TypeError,
+        ValueError,
+        AssertionError,
+        ImportError,
+        RuntimeError,
+    ) as error:  # timm's checks are of all these kinds
+        raise ConfigError(
+            f"optimizer.name {config.name} cannot be made with optimizer.kwargs {config.kwargs}: {error}"
+        ) from error
     if more := optimizer.state_dict().keys() - {"state", "param_groups"}:  # Kron's random numbers
-        raise ConfigError(f"optimizer.name is {config.name}, which keeps {min(more)}: no checkpoint holds that, choose another")
+        raise ConfigError(
+            f"optimizer.name is {config.name}, which keeps {min(more)}: no checkpoint holds that, choose another"
+        )
     return optimizer
 
 
@@ -56,12 +77,15 @@ def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: flo
     """
     if not hasattr(model, "group_matcher"):
         raise ConfigError(
-            f"optimizer.layer_decay is {layer_decay}, but the model ({type(model).__name__}) does not say what its layers are: "
-            "leave optimizer.layer_decay out, or choose a model of timm with a group_matcher, such as a ViT or ResNet"
+            f"optimizer.layer_decay is {layer_decay}, but the model ({type(model).__name__}) does not say what its "
+            "layers are: leave optimizer.layer_decay out, or choose a model of timm with a group_matcher, such as a "
+            "ViT or ResNet"
         )
     timm_model: Any = model
     without_decay = timm_model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    groups: list[dict[str, Any]] = param_groups_layer_decay(model, config.weight_decay, without_decay, layer_decay=layer_decay)
+    groups: list[dict[str, Any]] = param_groups_layer_decay(
+        model, config.weight_decay, without_decay, layer_decay=layer_decay
+    )
     return groups if config.exclude_vectors else [group | {"weight_decay": config.weight_decay} for group in groups]
 
 
@@ -78,7 +102,9 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
         raise ConfigError(f"optimizer.name is {config.name}, which timm does not have: {hint}")
     info = get_optimizer_info(config.name)
     if info.second_order:
-        raise ConfigError(f"optimizer.name is {config.name}, which needs second derivatives: they are not computed here")
+        raise ConfigError(
+            f"optimizer.name is {config.name}, which needs second derivatives: they are not computed here"
+        )
     defaults: dict[str, Any] = {
         "betas": config.betas,
         "eps": config.eps,

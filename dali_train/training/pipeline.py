@@ -1,8 +1,8 @@
 """Optimizer steps and evaluation through a pipeline.
 
-The micro-batches of the accumulation are the pipeline's. torch's schedules decide which stage computes what when, and hand
-activations and gradients on. Here stands what a micro-batch needs around that: its images, which only the first stage
-decodes, its labels and lambdas, which the index and the draws know, the seed of its dropout, and where time goes.
+The micro-batches of the accumulation are the pipeline's. torch's schedules decide which stage computes what when, and
+hand activations and gradients on. Here stands what a micro-batch needs around that: its images, which only the first
+stage decodes, its labels and lambdas, which the index and the draws know, the seed of its dropout, and where time goes.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,9 @@ class Pipeline:
         images = blank_images(config, pixels, torch.device("meta"))
         if config.precision.dtype == "fp64":
             images = images.double()
-        stream = torch.empty(batch, *parallel.stream.training, dtype=parallel.stream.dtype, device="meta", requires_grad=True)
+        stream = torch.empty(
+            batch, *parallel.stream.training, dtype=parallel.stream.dtype, device="meta", requires_grad=True
+        )
         stages = []
         for stage, part in zip(parallel.stages, parallel.parts, strict=True):
             dtype = stream.dtype if config.precision.pure else _LOGITS.get(config.precision.dtype, stream.dtype)
@@ -53,7 +55,9 @@ class Pipeline:
         if config.parallel.schedule == "1f1b":
             self._schedule = Schedule1F1B(stages[0], grad_accum_steps, loss_fn=self._loss, scale_grads=False)
         else:
-            self._schedule = ScheduleInterleaved1F1B(list(stages), grad_accum_steps, loss_fn=self._loss, scale_grads=False)
+            self._schedule = ScheduleInterleaved1F1B(
+                list(stages), grad_accum_steps, loss_fn=self._loss, scale_grads=False
+            )
 
     def run(self, passes: "_Passes") -> None:
         """All forward and backward passes of a step, on all stages together."""
@@ -76,10 +80,17 @@ class _Stage(PipelineStage):
     """A stage that prepares each micro-batch before it is computed."""
 
     def __init__(
-        self, pipeline: Pipeline, stage: Stage, part: nn.Module, device: torch.device, group: dist.ProcessGroup,
-        inputs: torch.Tensor, outputs: torch.Tensor,
-    ) -> None:  # fmt: skip
-        # Wrapped, so that torch does not recognise a sharded module: `Parallel` decides when its gradients are exchanged.
+        self,
+        pipeline: Pipeline,
+        stage: Stage,
+        part: nn.Module,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        inputs: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> None:
+        # Wrapped, so that torch does not recognise a sharded module: `Parallel` decides when its gradients are
+        # exchanged.
         super().__init__(
             _Unsharded(part), stage.index, stage.num_stages, device, input_args=inputs, output_args=outputs, group=group
         )
@@ -162,7 +173,8 @@ class _Passes:
 
 
 class PipelineForward(nn.Module):
-    """The forward pass of all stages together, for evaluation: a stage begins the next batch while later ones have this one."""
+    """The forward pass of all stages together, for evaluation: a stage begins the next batch while later ones have this
+    one."""
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__()

@@ -21,7 +21,8 @@ def choose_tf32(allowed: bool) -> None:
     """Whether GPUs compute float32 matrix products and convolutions in TensorFloat-32; for the entire process.
 
     Through torch's older interface: with the newer one, ``torch.backends.cuda.matmul.fp32_precision``, the compiler's
-    readings of the older one fail (torch 2.15: ``_inductor/kernel/bmm.py``). Some versions recommend the newer one once.
+    readings of the older one fail (torch 2.15: ``_inductor/kernel/bmm.py``). Some versions recommend the newer one
+    once.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
@@ -37,7 +38,10 @@ class Precision:
         self._device = device
         self.image_dtype = torch.float64 if config.dtype == "fp64" else None  # None: as they come
         self.scaler = torch.amp.GradScaler(
-            device.type, init_scale=config.initial_scale, growth_interval=config.growth_interval, enabled=config.dtype == "fp16"
+            device.type,
+            init_scale=config.initial_scale,
+            growth_interval=config.growth_interval,
+            enabled=config.dtype == "fp16",
         )
 
     def autocast(self) -> torch.autocast:
@@ -50,10 +54,12 @@ class Precision:
     def step(self, optimizer: Optimizer, clip_grad_norm: float | None, layout: Layout | None = None) -> torch.Tensor:
         """Unscale, clip and step; in fp16 a step with gradients that are not finite changes nothing but the scale.
 
-        (Counts of steps on the host, which some optimizers correct their moments' bias by, count such a step all the same.)
+        (Counts of steps on the host, which some optimizers correct their moments' bias by, count such a step all the
+        same.)
 
         Args:
-            layout: of a model that is divided among ranks, which all call this together; None: every rank has all gradients.
+            layout: of a model that is divided among ranks, which all call this together; None: every rank has all
+                gradients.
 
         Returns:
             The global 2-norm of the gradients before clipping, 0-dimensional, on the device; not finite if the
@@ -66,7 +72,8 @@ class Precision:
         else:
             gradients = [p.grad for p in parameters if p.grad is not None]
             parameters, held = _parts(parameters)
-            self.loss_scale()  # a GradScaler begins with the first loss that it scales: only the last stage of a pipeline has one
+            # a GradScaler begins with the first loss that it scales: only the last stage of a pipeline has one
+            self.loss_scale()
             self.scaler.unscale_(held)
             norm = total_norm(gradients, layout, self._device)
             if self.scaler.is_enabled():  # all ranks skip the same steps, wherever the overflow was
@@ -89,7 +96,9 @@ class Precision:
                     torch.where(finite, tensor, before[place], out=tensor)
             # State that this step has made starts differently in each optimizer, so it is made again. The host waits
             # for the device only here: in the first step, and in those after it until one is finite.
-            made = [parameter for parameter, values in optimizer.state.items() if values and parameter not in have_state]
+            made = [
+                parameter for parameter, values in optimizer.state.items() if values and parameter not in have_state
+            ]
             if made and not finite:
                 for parameter in made:
                     del optimizer.state[parameter]
@@ -105,7 +114,8 @@ class _Held:
 
 
 def _parts(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """This rank's parts of `parameters` with their gradients, in the same memory, as a list and as a GradScaler takes them."""
+    """This rank's parts of `parameters` with their gradients, in the same memory, as a list and as a GradScaler takes
+    them."""
     parts = []
     for parameter in parameters:
         part = local(parameter).detach()
@@ -115,7 +125,8 @@ def _parts(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
 
 def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
-    """What a step of `optimizer` writes to on the device, as far as this rank holds it: parameters, and their state by its key."""
+    """What a step of `optimizer` writes to on the device, as far as this rank holds it: parameters, and their state by
+    its key."""
     parameters = {(id(p), ""): local(p) for group in optimizer.param_groups for p in group["params"]}
     state = {
         (id(p), key): local(value)

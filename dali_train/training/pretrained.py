@@ -41,18 +41,24 @@ def create_pretrained(
     elif ":" not in source:
         check_name(source, field)
         if source.partition(".")[0] != name.partition(".")[0]:
-            raise ConfigError(f"{field}: {weights} are weights of another architecture than {name}: name some of {name}")
+            raise ConfigError(
+                f"{field}: {weights} are weights of another architecture than {name}: name some of {name}"
+            )
     try:
-        model = timm.create_model(source, pretrained=True, num_classes=num_classes, pretrained_cfg_overlay=overlay, **kwargs)
+        model = timm.create_model(
+            source, pretrained=True, num_classes=num_classes, pretrained_cfg_overlay=overlay, **kwargs
+        )
     except (OSError, RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(
-            f"{field}: {weights or name} cannot be loaded into timm's {name} with {kwargs}: {reason[-1].strip()}. Where no hub can "
-            "be reached, name a safetensors file that fits"
+            f"{field}: {weights or name} cannot be loaded into timm's {name} with {kwargs}: {reason[-1].strip()}. "
+            "Where no hub can be reached, name a safetensors file that fits"
         ) from error
     found = model.pretrained_cfg.get("num_classes")
     if keep_classifier and found != num_classes:
-        raise ConfigError(f"{field}: {weights or name} has {found} classes, the dataset {num_classes}: use weights for these")
+        raise ConfigError(
+            f"{field}: {weights or name} has {found} classes, the dataset {num_classes}: use weights for these"
+        )
     return model
 
 
@@ -70,7 +76,8 @@ def check_name(name: str, field: str) -> None:
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Weights whose name matches one of `patterns` (``*`` for anything) are not trained; norms still update their statistics.
+    """Weights whose name matches one of `patterns` (``*`` for anything) are not trained; norms still update their
+    statistics.
 
     Raises:
         ConfigError: a pattern matches nothing, or all of them everything.
@@ -81,7 +88,8 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         if not matches:
             close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.3)
             raise ConfigError(
-                f"model.freeze: {pattern} matches no weight of the model; names are like {', '.join(close or parameters)}"
+                f"model.freeze: {pattern} matches no weight of the model; names are like "
+                f"{', '.join(close or parameters)}"
             )
         for name in matches:
             parameters[name].requires_grad_(False)

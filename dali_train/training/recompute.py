@@ -14,10 +14,14 @@ from dali_train.errors import ConfigError
 _aten = torch.ops.aten
 # Most of a block's arithmetic and about a third of its activations. Everything else is cheap to compute again.
 KEPT_RESULTS = [
-    _aten.mm.default, _aten.addmm.default, _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default,
-]  # fmt: skip
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 def recompute_activations(model: nn.Module, blocks: list[nn.Module], config: ModelConfig) -> None:
@@ -33,8 +37,8 @@ def recompute_activations(model: nn.Module, blocks: list[nn.Module], config: Mod
     if setting == "selective":
         if not blocks:
             raise ConfigError(
-                f"model.activation_checkpointing is selective, but {config.name} is not made of blocks that repeat: set it to true "
-                "or false"
+                f"model.activation_checkpointing is selective, but {config.name} is not made of blocks that repeat: "
+                "set it to true or false"
             )
         for block in blocks:
             block.forward = partial(_selectively, block, block.forward)
@@ -44,8 +48,8 @@ def recompute_activations(model: nn.Module, blocks: list[nn.Module], config: Mod
             timm_model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
             raise ConfigError(
-                f"model.activation_checkpointing is true, but timm's {config.name} has none: set it to false, and use a smaller "
-                "batch.micro_batch if memory is short"
+                f"model.activation_checkpointing is true, but timm's {config.name} has none: set it to false, and "
+                "use a smaller batch.micro_batch if memory is short"
             ) from error
 
 

@@ -89,8 +89,9 @@ def check_schedule(config: Config, num_images: int) -> None:
     schedule, total = config.schedule, config.steps(config.run.epochs, num_images)
     if schedule.warmup_steps is not None and schedule.warmup_steps > total:
         raise ConfigError(
-            f"schedule.warmup_steps {schedule.warmup_steps} exceeds the run's {total} steps (run.epochs {config.run.epochs:g} of "
-            f"{num_images} images in batches of {config.batch.global_batch}): shorten the warmup"
+            f"schedule.warmup_steps {schedule.warmup_steps} exceeds the run's {total} steps (run.epochs "
+            f"{config.run.epochs:g} of {num_images} images in batches of {config.batch.global_batch}): shorten the "
+            "warmup"
         )
 
 

@@ -20,7 +20,9 @@ class StepTimes:
     """Since the last reading; in seconds of wall clock on this rank, without the first step of the process."""
 
     step_s: float  # mean of a step, without evaluation and checkpoints
-    data_wait_s: float  # these six, the means of STEP_PHASES, sum to step_s: exactly on a CPU, within microseconds on a GPU
+    data_wait_s: (
+        float  # these six, the means of STEP_PHASES, sum to step_s: exactly on a CPU, within microseconds on a GPU
+    )
     forward_s: float
     backward_s: float
     exchange_s: float  # what backward did not hide

@@ -1,4 +1,5 @@
-"""One optimizer step: accumulate this rank's micro-batches, exchange gradients, clip, update. The host waits for nothing."""
+"""One optimizer step: accumulate this rank's micro-batches, exchange gradients, clip, update. The host waits for
+nothing."""
 
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class Trainer:
     clock: PhaseClock
     grad_accum_steps: int  # micro-batches that this rank accumulates per step
     clip_grad_norm: float | None
-    # CUDA graphs replay kernels that write each gradient to a fixed address, so gradients are zeroed in place, not freed.
+    # CUDA graphs replay kernels that write each gradient to a fixed address, so gradients are zeroed in place, not
+    # freed.
     keep_gradients: bool = False
     ema: Ema | None = None
     dropout: DropoutSeeding = "block"  # as checkpoints note it
@@ -62,7 +64,8 @@ class Trainer:
         return micro_batches, batch
 
     def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
-        """Leave the gradient of the mean loss over the step's micro-batches in the parameters: the seam for pipeline schedules."""
+        """Leave the gradient of the mean loss over the step's micro-batches in the parameters: the seam for pipeline
+        schedules."""
         micro_batches = []
         for number in range(self.grad_accum_steps):
             last = number == self.grad_accum_steps - 1

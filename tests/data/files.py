@@ -55,7 +55,9 @@ def tar_bytes(members: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def write_training_archive(path: Path, *, num_images: int = 4, synsets: Iterable[str] = SYNSETS, first_seed: int = 0) -> Path:
+def write_training_archive(
+    path: Path, *, num_images: int = 4, synsets: Iterable[str] = SYNSETS, first_seed: int = 0
+) -> Path:
     """ImageNet's layout: a tar of a tar a synset. `num_images` each, in an order that is not sorted."""
     seed = first_seed
     members = []
@@ -86,7 +88,14 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 def write_devkit(path: Path, validation_synsets: list[str], *, truth: bytes | None = None) -> Path:
     """``ILSVRC2012_devkit_t12.tar.gz`` with the parts that a converter needs, as MATLAB writes them."""
-    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O"), ("children", "O")]
+    fields = [
+        ("ILSVRC2012_ID", "O"),
+        ("WNID", "O"),
+        ("words", "O"),
+        ("gloss", "O"),
+        ("num_children", "O"),
+        ("children", "O"),
+    ]
     rows = sorted((number, synset, 0) for synset, number in ID_OF_SYNSET.items())
     rows += [(number, synset, 2) for synset, number in PARENTS.items()]
     table = np.zeros((len(rows), 1), dtype=fields)
@@ -145,7 +154,10 @@ def write_mnist(
     random = np.random.default_rng(0)
     content = {}
     for prefix, split, count in (("train", "train", num_train), ("t10k", "validation", num_test)):
-        images, labels = random.integers(0, 256, (count, 28, 28), np.uint8), random.integers(0, 10, count).astype(np.uint8)
+        images, labels = (
+            random.integers(0, 256, (count, 28, 28), np.uint8),
+            random.integers(0, 10, count).astype(np.uint8),
+        )
         for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
             name = f"{prefix}-{kind}-ubyte"
             if packed:

@@ -63,7 +63,10 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tarfile
         (entry("../../etc/passwd"), "member '../../etc/passwd' points outside of the archive: refused"),
         (entry("a/../../b"), "member 'a/../../b' points outside of the archive: refused"),
         (entry("/etc/passwd"), "member '/etc/passwd' points outside of the archive: refused"),
-        (entry("link", tarfile.SYMTYPE, linkname="/etc/passwd"), "member 'link' is a symbolic link: refused, only files are read"),
+        (
+            entry("link", tarfile.SYMTYPE, linkname="/etc/passwd"),
+            "member 'link' is a symbolic link: refused, only files are read",
+        ),
         (entry("link", tarfile.LNKTYPE, linkname="a"), "member 'link' is a hard link: refused"),
         (entry("null", tarfile.CHRTYPE, devmajor=1, devminor=3), "member 'null' is a device: refused"),
         (entry("disk", tarfile.BLKTYPE), "member 'disk' is a device: refused"),

@@ -98,7 +98,12 @@ def test_exif_orientation_stays_and_is_counted() -> None:
 
 @pytest.mark.parametrize(
     ("limits", "size"),
-    [({"max_side": 30}, (30, 20)), ({"short_side": 20}, (30, 20)), ({"max_side": 60}, None), ({"short_side": 64}, None)],
+    [
+        ({"max_side": 30}, (30, 20)),
+        ({"short_side": 20}, (30, 20)),
+        ({"max_side": 60}, None),
+        ({"short_side": 64}, None),
+    ],
 )
 def test_large_images_shrink_and_small_ones_stay(limits: dict, size: tuple[int, int] | None) -> None:
     content = encoded(photograph(1, 40, 60), "JPEG")
@@ -135,7 +140,10 @@ def test_raw_pixels_are_those_of_the_image() -> None:
         (png_header(100_000, 100_000), "refused as a decompression bomb"),
         (png_header(12_000, 12_000), "12000 x 12000 pixels: over 100,000,000 are refused as a decompression bomb"),
         (png_header(65_501, 10), "65501 x 10 pixels: a side may have 65,500"),
-        (encoded(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"), "floating-point pixels: convert it to 8 bits first"),
+        (
+            encoded(Image.fromarray(np.ones((8, 8), np.float32)), "TIFF"),
+            "floating-point pixels: convert it to 8 bits first",
+        ),
     ],
 )
 def test_bad_images_say_why(content: bytes, reason: str) -> None:
@@ -148,7 +156,9 @@ def test_a_jpeg_that_claims_to_be_huge_is_refused_by_its_header() -> None:
     content = bytearray(small_photograph(1))
     frame = content.index(b"\xff\xc0")
     content[frame + 5 : frame + 9] = struct.pack(">HH", 65_000, 65_000)
-    with pytest.raises(BadImageError, match="65000 x 65000 pixels: over 100,000,000 are refused as a decompression bomb"):
+    with pytest.raises(
+        BadImageError, match="65000 x 65000 pixels: over 100,000,000 are refused as a decompression bomb"
+    ):
         prepared(bytes(content))
 
 
@@ -170,7 +180,9 @@ def test_luminance_alone_finds_what_rgb_finds() -> None:
 
     pipeline: Any = Pipeline(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     with pipeline:
-        pipeline.set_outputs(fn.decoders.image(fn.external_source(name="image", no_copy=True), device="cpu", output_type=types.RGB))
+        pipeline.set_outputs(
+            fn.decoders.image(fn.external_source(name="image", no_copy=True), device="cpu", output_type=types.RGB)
+        )
     pipeline.build()
 
     def decodes_to_rgb(content: bytes) -> bool:

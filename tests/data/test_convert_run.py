@@ -1,4 +1,5 @@
-"""Complete conversions: the same bytes in every way they can be made, nothing half done, and errors that say how to continue."""
+"""Complete conversions: the same bytes in every way they can be made, nothing half done, and errors that say how to
+continue."""
 
 import fcntl
 import json
@@ -130,7 +131,10 @@ def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path, monkeypatc
         f"sys.argv = ['make_tfrecords.py', *{arguments!r}]\n"
         f"exec(compile(open({TOOL[1]!r}).read(), 'make_tfrecords.py', 'exec'))\n"
     )
-    assert subprocess.run([sys.executable, "-c", kill_at_third], capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert (
+        subprocess.run([sys.executable, "-c", kill_at_third], capture_output=True, check=False).returncode
+        == -signal.SIGKILL
+    )
     assert len(list((out / ".conversion").glob("*.npz"))) == 2  # the third shard has no note: it is made again
     before = {path.name: path.stat().st_mtime_ns for path in (out / "train").iterdir() if not path.name.startswith(".")}
     assert len(before) == 3
@@ -140,7 +144,9 @@ def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path, monkeypatc
     assert not list(out.rglob(".*"))
 
 
-def test_other_options_or_another_source_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_options_or_another_source_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     assert convert_folder(folder, out) == 0
     capsys.readouterr()
@@ -155,7 +161,9 @@ def test_other_options_or_another_source_are_refused(folder: Path, tmp_path: Pat
     assert "train_source was {'name': 'images', 'num_images': 37" in capsys.readouterr().err
 
 
-def test_a_directory_of_other_files_is_left_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_of_other_files_is_left_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("all of it")
     assert convert_folder(folder, tmp_path / "out") == 2
@@ -208,7 +216,9 @@ def test_bad_images_fail_when_all_are_known_then_can_be_skipped(
     assert files_of(out) == files_of(tmp_path / "at-once")
 
 
-def test_without_decode_check_headers_still_count(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_decode_check_headers_still_count(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "ant" / "truncated.jpg").write_bytes(small_photograph(3)[:-20])
     assert convert_folder(folder, tmp_path / "a", "--no-decode-check") == 0
     (folder / "ant" / "page.jpg").write_bytes(b"<html>gone</html>")
@@ -224,7 +234,11 @@ def test_what_is_re_encoded_is_counted(folder: Path, tmp_path: Path, capsys: pyt
     (folder / "bee" / "c.jpg").write_bytes(encoded(photograph(3, 40, 60), "JPEG", exif=exif))
     assert convert_folder(folder, tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    for line in ("1 images: re-encoded: CMYK JPEG", "1 images: re-encoded: RGB PNG", "1 images: EXIF orientation not upright"):
+    for line in (
+        "1 images: re-encoded: CMYK JPEG",
+        "1 images: re-encoded: RGB PNG",
+        "1 images: EXIF orientation not upright",
+    ):
         assert f"train: {line}" in printed
     report = Split(tmp_path / "out", "train").manifest.conversion["report"]["train"]
     assert report["re-encoded: CMYK JPEG"] == 1
@@ -235,13 +249,16 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
     write_folder(folder / "more", {}, first_seed=0)
     command = [*TOOL, "folder", "--train", str(folder), "--train-shards", "3", "--out", str(tmp_path / "out")]
     full = subprocess.run(
-        command, capture_output=True, text=True, check=False,
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
-    )  # fmt: skip
+    )
     assert full.returncode == 1
     assert (
-        "cannot write any more (File too large). All finished shards are kept: make space and start the same command again"
-        in full.stderr
+        "cannot write any more (File too large). All finished shards are kept: make space and start the same "
+        "command again" in full.stderr
     )
     assert "Traceback" not in full.stderr
     assert not [path for path in (tmp_path / "out" / "train").iterdir() if not path.name.startswith(".")]
@@ -254,9 +271,13 @@ def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
     archive = write_training_archive(tmp_path / "train.tar", num_images=400)
     command = [*TOOL, "imagenet", "--train-archive", str(archive), "--out", str(tmp_path / "out"), "--workers", "2"]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs, such as tests, ignore it
-    )  # fmt: skip
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a shell's background jobs, such as tests, ignore it
+    )
     while not list((tmp_path / "out").glob("train/.*.partial")):
         time.sleep(0.005)
         assert process.poll() is None

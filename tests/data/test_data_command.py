@@ -1,4 +1,5 @@
-"""``dali-train data``: its options, its exit status, other people's layouts, and what it says where there is no dataset."""
+"""``dali-train data``: its options, its exit status, other people's layouts, and what it says where there is no
+dataset."""
 
 import os
 import stat
@@ -46,7 +47,8 @@ def test_commands_and_scripts_are_the_same(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert data("verify", tmp_path / "a", "--smple", 3) == 2
     assert (
-        "dali-train data verify: --smple 3: unknown; `dali-train data verify --help` lists the options" in capsys.readouterr().err
+        "dali-train data verify: --smple 3: unknown; `dali-train data verify --help` lists the options"
+        in capsys.readouterr().err
     )
     assert data("convert", "cifar10", "--out", tmp_path / "c") == 2
     assert "dali-train data convert cifar10: name the published files with --source" in capsys.readouterr().err
@@ -121,12 +123,18 @@ def test_unused_class_numbers_are_mentioned(tmp_path: Path, capsys: pytest.Captu
         (["train/train-00000-of-00001"], "run `dali-train data index ROOT`"),
         (["validation-00000-of-00004"], "run `dali-train data index ROOT`"),
         (["val/x.tfrecord"], "run `dali-train data index ROOT`"),
-        (["ant/1.jpg", "bee/2.JPEG"], "folders of images: run `dali-train data convert folder --train ROOT --out DATASET`"),
+        (
+            ["ant/1.jpg", "bee/2.JPEG"],
+            "folders of images: run `dali-train data convert folder --train ROOT --out DATASET`",
+        ),
         (
             ["train/ant/1.jpg", "val/ant/2.jpg"],
             "folders of images: run `dali-train data convert folder --train ROOT --out DATASET`",
         ),
-        (["ILSVRC2012_img_train.tar"], "run `dali-train data convert imagenet --train-archive ROOT/ILSVRC2012_img_train.tar"),
+        (
+            ["ILSVRC2012_img_train.tar"],
+            "run `dali-train data convert imagenet --train-archive ROOT/ILSVRC2012_img_train.tar",
+        ),
         (["photos.tar"], "run `dali-train data convert folder --train ROOT/photos.tar --out DATASET`"),
         (["cifar-10-binary.tar.gz"], "run `dali-train data convert cifar10 --source ROOT"),
         (["train-images-idx3-ubyte.gz"], "run `dali-train data convert mnist --source ROOT"),
@@ -179,7 +187,10 @@ def test_a_bit_that_flips_in_a_finished_shard_is_written_anew(
         capsys.readouterr()
         assert data(*options[:-1], late) == 1
         error = capsys.readouterr().err
-        assert "CRC mismatch" in error and "Start the same command again: it writes faulty shards anew. Check the disk" in error
+        assert (
+            "CRC mismatch" in error
+            and "Start the same command again: it writes faulty shards anew. Check the disk" in error
+        )
         assert not (late / "dataset.json").exists()
     assert data(*options[:-1], late) == 0
     assert files_of(late) == files_of(tmp_path / "sound")

@@ -90,13 +90,18 @@ def test_wrong_content_is_deleted_and_named(server: Server, tmp_path: Path) -> N
 
 def test_servers_that_refuse_or_are_not_there(server: Server, tmp_path: Path) -> None:
     server.status = 404
-    with pytest.raises(DownloadError, match="the server answers 404 Not Found: start the same command again, try another --mirror"):
+    with pytest.raises(
+        DownloadError, match="the server answers 404 Not Found: start the same command again, try another --mirror"
+    ):
         download(files(server), tmp_path)
     with pytest.raises(
-        DownloadError, match=r"cannot be fetched \(.*Connection refused.*fetch the file elsewhere and name .* with --source"
+        DownloadError,
+        match=r"cannot be fetched \(.*Connection refused.*fetch the file elsewhere and name .* with --source",
     ):
         download(files(server), tmp_path, mirror="http://localhost:1/")
-    with pytest.raises(DownloadError, match="--mirror file:///etc: use an address that begins with http:// or https://"):
+    with pytest.raises(
+        DownloadError, match="--mirror file:///etc: use an address that begins with http:// or https://"
+    ):
         download(files(server), tmp_path, mirror="file:///etc")
 
 

@@ -1,4 +1,5 @@
-"""Files of strangers: manifests, indexes, archives, folders, labels and images that lie, are cut off, or are something else.
+"""Files of strangers: manifests, indexes, archives, folders, labels and images that lie, are cut off, or are something
+else.
 
 Each is refused with one sentence that names the file; nothing is read or written elsewhere, hangs, or fills the memory.
 """
@@ -97,7 +98,9 @@ def test_values_of_another_kind(indexed: Path, change: dict[str, Any], message: 
     assert message in str(error.value) and str(path) in str(error.value) and "dali-train data index" in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b"[" * 100_000, b"\xff\xfe", b"", b'{"format_version": 1e400}'])
+@pytest.mark.parametrize(
+    "content", [b"[]", b"3", b"null", b"[" * 100_000, b"\xff\xfe", b"", b'{"format_version": 1e400}']
+)
 def test_a_manifest_that_is_something_else(indexed: Path, content: bytes) -> None:
     (indexed / "dataset.json").write_bytes(content)
     with pytest.raises(DatasetError, match=r"dataset.json (cannot be used|is not valid JSON)"):
@@ -105,7 +108,10 @@ def test_a_manifest_that_is_something_else(indexed: Path, content: bytes) -> Non
 
 
 def test_manifests_and_indexes_that_are_no_files(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, message in ((indexed / "index" / "train.npy", "cannot be read"), (indexed / "dataset.json", "is not a regular file")):
+    for path, message in (
+        (indexed / "index" / "train.npy", "cannot be read"),
+        (indexed / "dataset.json", "is not a regular file"),
+    ):
         path.unlink()
         os.mkfifo(path)  # opening it would wait for ever
         with pytest.raises(DatasetError, match=message):
@@ -142,10 +148,14 @@ def test_rows_that_cannot_be(indexed: Path, column: str, value: int) -> None:
     rows = np.load(path)
     rows[column][4] = value
     np.save(path, rows)
-    with pytest.raises(DatasetError, match=r"train.npy has CRC32C \w+, dataset.json says \w+: they were not written together"):
+    with pytest.raises(
+        DatasetError, match=r"train.npy has CRC32C \w+, dataset.json says \w+: they were not written together"
+    ):
         Split(indexed, "train")
     manifest.write_text(manifest.read_text().replace('"index_crc32c"', '"of_old"'))
-    with pytest.raises(DatasetError, match=rf"row 4 \(record 4 of a\) has {column} {value}, which cannot be with 3 classes"):
+    with pytest.raises(
+        DatasetError, match=rf"row 4 \(record 4 of a\) has {column} {value}, which cannot be with 3 classes"
+    ):
         Split(indexed, "train")
 
 
@@ -156,7 +166,9 @@ def test_an_index_that_is_another_array(indexed: Path, rows: np.ndarray) -> None
         Split(indexed, "train")
 
 
-@pytest.mark.parametrize("header", [b"{'descr': [(", b"[" * 5_000, b"{'descr': 3, 'fortran_order': 0, 'shape': (-1,)}", b"\0" * 9])
+@pytest.mark.parametrize(
+    "header", [b"{'descr': [(", b"[" * 5_000, b"{'descr': 3, 'fortran_order': 0, 'shape': (-1,)}", b"\0" * 9]
+)
 def test_an_index_with_a_damaged_header(indexed: Path, header: bytes) -> None:
     """NumPy reads it with Python's tokenizer and parser, each with errors of its own."""
     content = b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header
@@ -195,7 +207,9 @@ def test_an_indexing_that_was_killed_leaves_no_mixture(indexed: Path, monkeypatc
 @pytest.mark.parametrize("label", [10**9, (1 << 63) - 1])
 def test_a_label_that_is_no_class_number(tmp_path: Path, label: int) -> None:
     write_shard(tmp_path / "train" / "a", [(small_photograph(1), 1), (small_photograph(2), label)])
-    with pytest.raises(TFRecordError, match=rf"train/a: at byte \d+: label {label} would make more than 1,000,000 classes"):
+    with pytest.raises(
+        TFRecordError, match=rf"train/a: at byte \d+: label {label} would make more than 1,000,000 classes"
+    ):
         build_index(tmp_path)
     with pytest.raises(
         TFRecordError, match=rf"train/a: at byte [1-9]\d+: label {label} is out of range: 5 classes from 1 end at 5"
@@ -244,7 +258,10 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (EPS, "is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins with b'%!PS-Ado'"),
+        (
+            EPS,
+            "is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins with b'%!PS-Ado'",
+        ),
         *[
             (encoded(photograph(1, 30, 40), kind), "is not an image in a known format")
             for kind in ("GIF", "ICO", "TGA", "PCX", "DDS")
@@ -253,7 +270,10 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpa
         (jpeg_with(precision=12), "is a JPEG of process SOF0 with 12 bits"),
         (jpeg_with(width=0), "pixels: there is nothing to decode"),
         (jpeg_with(height=0), "pixels: there is nothing to decode"),
-        (jpeg_with(height=30_000, width=30_000), "has 30000 x 30000 pixels: over 100,000,000 are refused as a decompression bomb"),
+        (
+            jpeg_with(height=30_000, width=30_000),
+            "has 30000 x 30000 pixels: over 100,000,000 are refused as a decompression bomb",
+        ),
         (jpeg_with(height=65_535, width=10), "a side may have 65,500; shrink or remove it"),
         (encoded(photograph(1, 30, 40), "PNG")[:20], "image/encoded"),
         (b"\x89PNG\r\n\x1a\n" + b"\0" * 30, "image/encoded"),
@@ -267,10 +287,12 @@ def test_the_indexer_refuses_what_training_cannot_decode(tmp_path: Path, content
 
 
 def test_verify_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The header of a truncated image is sound, so that only decoding finds it; and the picture of it names its place."""
+    """The header of a truncated image is sound, so that only decoding finds it; and the picture of it names its
+    place."""
     bad = encoded(photograph(1, 300, 400), "JPEG")[:-3000]
     write_shard(
-        tmp_path / "train" / "a", [(small_photograph(1), 1), (bad, 2), *[(small_photograph(seed), 1) for seed in range(2, 30)]]
+        tmp_path / "train" / "a",
+        [(small_photograph(1), 1), (bad, 2), *[(small_photograph(seed), 1) for seed in range(2, 30)]],
     )
     assert index(tmp_path) == 0
     verify = tool("verify_dataset").main
@@ -298,7 +320,9 @@ def test_what_follows_the_end_of_an_archive_is_not_lost(tmp_path: Path) -> None:
     path = tmp_path / "archive.tar"
     first, second = tar_bytes({"a": b"1"}), tar_bytes({"b": b"2"})
     path.write_bytes(first + second)  # cat a.tar b.tar
-    with pytest.raises(SourceError, match=r"archive.tar: at byte 1024: the archive seems to end here, but 19,456 bytes follow"):
+    with pytest.raises(
+        SourceError, match=r"archive.tar: at byte 1024: the archive seems to end here, but 19,456 bytes follow"
+    ):
         listed(path)
     hole = bytearray(tar_bytes({name: bytes(600) + b"x" for name in "abcdef"}))
     hole[3 * 2048 // 2 : 3 * 2048] = bytes(3 * 2048 - 3 * 2048 // 2)
@@ -311,7 +335,9 @@ def test_what_follows_the_end_of_an_archive_is_not_lost(tmp_path: Path) -> None:
     inner = write_tar(path, [("n01440764.tar", first + second)])
     container = Archive(inner)
     (outer,) = container.members()
-    with pytest.raises(SourceError, match=r"archive.tar \(n01440764.tar in it\): at byte 1536: the archive seems to end here"):
+    with pytest.raises(
+        SourceError, match=r"archive.tar \(n01440764.tar in it\): at byte 1536: the archive seems to end here"
+    ):
         list(container.members(outer))
     for padding in (1024, 10_240, 65_536):
         path.write_bytes(first[:1024] + bytes(padding))
@@ -375,7 +401,9 @@ def test_classes_whose_names_differ_in_a_byte_that_is_not_utf8(tmp_path: Path) -
 
 def test_a_folder_with_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
-    with pytest.raises(SourceError, match=r"pipe.jpg: a device, FIFO or socket, or a link to one, not a file: remove it"):
+    with pytest.raises(
+        SourceError, match=r"pipe.jpg: a device, FIFO or socket, or a link to one, not a file: remove it"
+    ):
         list(Directory(tmp_path).members())
     (tmp_path / "pipe.jpg").unlink()
     (tmp_path / "zero.jpg").symlink_to("/dev/zero")
@@ -395,7 +423,8 @@ def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
     assert names == ["ant", "bee"]
     assert sources["train"].labels.tolist() == [0, 0, 1, 1] and sources["validation"].labels.tolist() == [1]
     with pytest.raises(
-        SourceError, match=r"holds train, val, which are splits and not classes: give --train .*/train and --valid.*/val"
+        SourceError,
+        match=r"holds train, val, which are splits and not classes: give --train .*/train and --valid.*/val",
     ):
         folders(tmp_path / "root", None, validation_fraction=0.5, seed=0)
     write_folder(tmp_path / "root" / "test", {"0": 1})

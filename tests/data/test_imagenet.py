@@ -55,7 +55,9 @@ def test_official_layout_converts_to_the_right_labels(tmp_path: Path) -> None:
 
 
 def test_one_split_alone_and_flat_archives(tmp_path: Path) -> None:
-    archive = write_tar(tmp_path / "flat.tar", [(f"./{synset}_a {n}.JPEG", b"x") for synset in SYNSETS for n in range(2)])
+    archive = write_tar(
+        tmp_path / "flat.tar", [(f"./{synset}_a {n}.JPEG", b"x") for synset in SYNSETS for n in range(2)]
+    )
     sources, names = imagenet(archive, None, None)
     assert list(sources) == ["train"] and tuple(names) == SYNSETS
     assert sources["train"].labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
@@ -97,7 +99,9 @@ def test_wrong_archives_say_which_is_right(tmp_path: Path) -> None:
     assert "expected one ILSVRC id per line" in message(None, validation, words)
     assert "nowhere.tar: cannot be opened (No such file or directory)" in message(tmp_path / "nowhere.tar", None, None)
     no_table = write_tar(
-        tmp_path / "bad.tar.gz", [("meta.mat", b"MATLAB"), ("ILSVRC2012_validation_ground_truth.txt", b"1")], mode="w:gz"
+        tmp_path / "bad.tar.gz",
+        [("meta.mat", b"MATLAB"), ("ILSVRC2012_validation_ground_truth.txt", b"1")],
+        mode="w:gz",
     )
     assert "not the devkit's table of synsets" in message(None, validation, no_table)
 
@@ -109,5 +113,7 @@ def test_a_member_too_large_for_an_image_is_refused(tmp_path: Path) -> None:
     with path.open("wb") as file:  # sparse: nothing is written
         file.write(entry.tobuf())
         file.truncate(512 + entry.size + 1024)
-    with pytest.raises(SourceError, match=r"n01440764_1.JPEG: 200,000,000 bytes: the limit for an image is 100,000,000"):
+    with pytest.raises(
+        SourceError, match=r"n01440764_1.JPEG: 200,000,000 bytes: the limit for an image is 100,000,000"
+    ):
         imagenet(path, None, None)

@@ -70,23 +70,36 @@ def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image__encoded": None}, "feature image/encoded is missing; the record has image/class/label, image/class/synset"),
+        (
+            {"image__encoded": None},
+            "feature image/encoded is missing; the record has image/class/label, image/class/synset",
+        ),
         ({"image__class__label": None}, "feature image/class/label is missing"),
         ({"image__class__label": (0.5, "float")}, "feature image/class/label is a list of float, expected int64"),
         ({"image__class__label": ([1, 2], "int")}, "feature image/class/label has 2 values, expected 1"),
         ({"image__encoded": (3, "int")}, "feature image/encoded is a list of int64, expected bytes"),
         (
             {"image__encoded": (b"hello", "byte")},
-            "image/encoded is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins with b'hello'",
+            "image/encoded is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins "
+            "with b'hello'",
         ),
-        ({"image__encoded": (b"\xff\xd8\xff\xe0", "byte")}, "image/encoded is not a JPEG that can be read: the file ends"),
+        (
+            {"image__encoded": (b"\xff\xd8\xff\xe0", "byte")},
+            "image/encoded is not a JPEG that can be read: the file ends",
+        ),
         ({"image__class__synset": (b"n00000009", "byte")}, "label 3 belongs to n00000002 before and to n00000009 here"),
-        ({"image__class__label": (0, "int")}, "label 0 is out of range: 3 classes from 1 end at 3; labels that start at 0"),
+        (
+            {"image__class__label": (0, "int")},
+            "label 0 is out of range: 3 classes from 1 end at 3; labels that start at 0",
+        ),
         (
             {"image__format": (b"RAW", "byte"), "image__height": (4, "int"), "image__width": (5, "int")},
             "bytes, 4 x 5 RGB pixels have 60",
         ),
-        ({"image__format": (b"RAW", "byte"), "image__height": (4, "int"), "image__width": None}, "feature image/width is missing"),
+        (
+            {"image__format": (b"RAW", "byte"), "image__height": (4, "int"), "image__width": None},
+            "feature image/width is missing",
+        ),
     ],
 )
 def test_records_that_cannot_be_used_are_named(tmp_path: Path, changes: dict, message: str) -> None:
@@ -136,7 +149,9 @@ def test_which_files_are_shards(tmp_path: Path) -> None:
     (tmp_path / "validation").mkdir()
     (tmp_path / "train" / "train-00000-of-00005").unlink()
     (tmp_path / "train" / "train-00001-of-00004").write_bytes(b"")
-    with pytest.raises(TFRecordError, match="no record: the file is empty; delete it if it does not belong to the dataset"):
+    with pytest.raises(
+        TFRecordError, match="no record: the file is empty; delete it if it does not belong to the dataset"
+    ):
         build_index(tmp_path)
 
 
@@ -161,7 +176,9 @@ def test_a_shard_that_changed_since_is_refused(indexed: Path) -> None:
     path = indexed / "train" / "a"
     content = path.read_bytes()
     path.write_bytes(content + b"x")
-    with pytest.raises(DatasetError, match=rf"has {len(content) + 1} bytes, the index was made for {len(content)}: run"):
+    with pytest.raises(
+        DatasetError, match=rf"has {len(content) + 1} bytes, the index was made for {len(content)}: run"
+    ):
         Split(indexed, "train")
     path.write_bytes(content)
     later = time.time() + 10
@@ -170,7 +187,9 @@ def test_a_shard_that_changed_since_is_refused(indexed: Path) -> None:
     other = write_records(indexed / "other", [example(seed + 1) for seed in range(5)]).read_bytes()
     path.write_bytes(other.ljust(len(content), b"x")[: len(content)])
     os.utime(path, (later, later))
-    with pytest.raises(DatasetError, match=r"is newer than .* and its record 0 is not what the index says: .*data index"):
+    with pytest.raises(
+        DatasetError, match=r"is newer than .* and its record 0 is not what the index says: .*data index"
+    ):
         Split(indexed, "train")
     path.unlink()
     with pytest.raises(DatasetError, match=r"is missing, dataset.json names it"):

@@ -11,7 +11,9 @@ from tests.data.files import encoded
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"quality": 30, "subsampling": 2}, {"comment": b"x" * 5000}])
+@pytest.mark.parametrize(
+    "options", [{}, {"progressive": True}, {"quality": 30, "subsampling": 2}, {"comment": b"x" * 5000}]
+)
 def test_header_agrees_with_pil(mode: str, options: dict) -> None:
     content = encoded(photograph(1, 34, 58).convert(mode), "JPEG", **options)
     header = parse_jpeg_header(content)
@@ -34,7 +36,12 @@ def test_exif_orientation(orientation: int, byte_order: str) -> None:
 
 
 def test_damaged_exif_counts_as_upright() -> None:
-    for exif in (b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0II*\0\x08\0\0\0\xff\xff", b"Exif\0\0XX*\0\x08\0\0\0\0\0"):
+    for exif in (
+        b"Exif\0\0",
+        b"Exif\0\0II*\0\xff\xff\xff\xff",
+        b"Exif\0\0II*\0\x08\0\0\0\xff\xff",
+        b"Exif\0\0XX*\0\x08\0\0\0\0\0",
+    ):
         assert parse_jpeg_header(encoded(photograph(1, 32, 32), "JPEG", exif=exif)).orientation == 1
 
 

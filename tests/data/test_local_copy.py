@@ -1,4 +1,5 @@
-"""The copy of a dataset on a host's own disk: made once, completely, by one process, and again when the source has changed."""
+"""The copy of a dataset on a host's own disk: made once, completely, by one process, and again when the source has
+changed."""
 
 import json
 import os
@@ -86,7 +87,9 @@ def test_copies_belong_to_one_user(source: Path, tmp_path: Path, monkeypatch: py
     foreign = tmp_path / "disk" / "user-12345"
     foreign.mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)  # whose directory somebody else has made
-    with pytest.raises(DatasetError, match=r"user-12345 belongs to another user, so it is not trusted: name another directory"):
+    with pytest.raises(
+        DatasetError, match=r"user-12345 belongs to another user, so it is not trusted: name another directory"
+    ):
         make_copy(source, tmp_path / "disk", verbose=True)
 
 

@@ -15,7 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    MixupConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from dali_train.data.dataset.index import INDEX_DTYPE, Split, allow_open_files
 from dali_train.data.loading.loader import assigned_micro_batches
 from dali_train.data.loading.read_ahead import GAP_BYTES, requests
@@ -26,10 +35,16 @@ from ..conftest import FORK, REPOSITORY
 
 def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:
     return Config(
-        data=DataConfig(root=str(dataset), shuffle=shuffle, block_images=4, window_blocks=2, read_ahead_mb=read_ahead_mb),  # type: ignore[arg-type]
-        model=ModelConfig(name="vit"), optimizer=OptimizerConfig(lr=1), schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=16, micro_batch=4), run=RunConfig(dir="run", epochs=3), mixup=MixupConfig(alpha=0.2),
-    )  # fmt: skip
+        data=DataConfig(
+            root=str(dataset), shuffle=shuffle, block_images=4, window_blocks=2, read_ahead_mb=read_ahead_mb
+        ),  # type: ignore[arg-type]
+        model=ModelConfig(name="vit"),
+        optimizer=OptimizerConfig(lr=1),
+        schedule=ScheduleConfig(warmup_epochs=0),
+        batch=BatchConfig(global_batch=16, micro_batch=4),
+        run=RunConfig(dir="run", epochs=3),
+        mixup=MixupConfig(alpha=0.2),
+    )
 
 
 def threads() -> list[threading.Thread]:
@@ -53,7 +68,9 @@ def wait_until(done: Callable[[], bool]) -> None:
 def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str) -> None:
     split = Split(dataset, "train")
     without, ahead = (
-        assigned_micro_batches(split, MappedFiles(split), config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2)
+        assigned_micro_batches(
+            split, MappedFiles(split), config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2
+        )
         for mb in (0, 256)
     )
     before = bytes_read()
@@ -76,7 +93,8 @@ def test_no_thread_meets_the_end_of_the_interpreter(dataset: Path) -> None:
     """Which would end the process with SIGABRT, now and then."""
     script = f"""
 import atexit, itertools, threading
-atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # the first to register is called last
+# the first to register is called last
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
 from tests.data.test_read_ahead import *
 split = Split({str(dataset)!r}, "train")
 ahead = assigned_micro_batches(
@@ -97,8 +115,12 @@ def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.Lo
             split, MappedFiles(split), config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1
         )
         wait_until(lambda: not threads())
-    assert [record.getMessage().startswith("reading ahead ends, images are read when") for record in caplog.records] == [True]
-    plain = assigned_micro_batches(split, MappedFiles(split), config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1)
+    assert [
+        record.getMessage().startswith("reading ahead ends, images are read when") for record in caplog.records
+    ] == [True]
+    plain = assigned_micro_batches(
+        split, MappedFiles(split), config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1
+    )
     for a, b in itertools.islice(zip(plain, ahead, strict=True), 20):
         np.testing.assert_array_equal(a.images, b.images)
 
@@ -143,7 +165,18 @@ def test_too_few_open_files_are_told() -> None:
 
 @pytest.mark.slow
 def test_measuring_it(dataset: Path, tmp_path: Path) -> None:
-    sizes = ["--micro-batch", "4", "--global-batch", "8", "--block-images", "4", "--window-blocks", "2", "--threads", "1"]
+    sizes = [
+        "--micro-batch",
+        "4",
+        "--global-batch",
+        "8",
+        "--block-images",
+        "4",
+        "--window-blocks",
+        "2",
+        "--threads",
+        "1",
+    ]
     lines = tmp_path / "measured.jsonl"
     words = [sys.executable, "-m", "tools.bench.read", str(dataset), *sizes, "--rounds", "1", "--json", str(lines)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=600)

@@ -16,7 +16,17 @@ from tests.data.files import small_photograph, tool, write_folder
 def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(f"readers-{request.param}")
     folder = write_folder(root / "images", {"ant": 10, "bee": 7})
-    arguments = ["folder", "--train", str(folder), "--out", str(root / "out"), "--train-shards", "3", "--format", request.param]
+    arguments = [
+        "folder",
+        "--train",
+        str(folder),
+        "--out",
+        str(root / "out"),
+        "--train-shards",
+        "3",
+        "--format",
+        request.param,
+    ]
     assert tool("make_tfrecords").main(arguments) == 0
     return root / "out"
 
@@ -25,7 +35,8 @@ def test_the_tfrecord_package(dataset: Path) -> None:
     split = Split(dataset, "train")
     image = 0
     for path in split.paths:
-        # It wants an index of its own, which has the columns of DALI's, and with one begins anywhere but for a given share.
+        # It wants an index of its own, which has the columns of DALI's, and with one begins anywhere but for a given
+        # share.
         index = dataset / "idx_files" / "train" / f"{path.name}.idx"
         for example in reader.tfrecord_loader(str(path), str(index), shard=(0, 1)):
             row = split.rows[image]

@@ -28,7 +28,8 @@ def cifar10_files() -> dict[str, np.ndarray]:
     """The official files, of 7 records each instead of 10,000: label, then planes of red, green and blue."""
     names = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
     return {
-        name: np.hstack([RANDOM.integers(0, 10, (7, 1), np.uint8), RANDOM.integers(0, 256, (7, 3072), np.uint8)]) for name in names
+        name: np.hstack([RANDOM.integers(0, 10, (7, 1), np.uint8), RANDOM.integers(0, 256, (7, 3072), np.uint8)])
+        for name in names
     }
 
 
@@ -59,7 +60,11 @@ def test_cifar10_binary_version_raw(tmp_path: Path, packed: bool) -> None:
 
 
 def test_cifar10_as_a_tree_of_images(tmp_path: Path) -> None:
-    members = [(f"train/{name}/{n}.jpg", small_photograph(10 * c + n)) for c, name in enumerate(("bird", "cat")) for n in range(3)]
+    members = [
+        (f"train/{name}/{n}.jpg", small_photograph(10 * c + n))
+        for c, name in enumerate(("bird", "cat"))
+        for n in range(3)
+    ]
     members += [("test/cat/1.jpg", small_photograph(77)), ("test/README.txt", b"hello")]
     archive = write_tar(tmp_path / "tree.tar.gz", members, mode="w:gz")
     assert convert("cifar10", "--source", archive, "--out", tmp_path / "out") == 0
@@ -74,7 +79,10 @@ def test_cifar10_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
     pickles = write_tar(tmp_path / "python.tar.gz", [("cifar-10-batches-py/data_batch_1", b"\x80\x02")], mode="w:gz")
     error = message(pickles)
-    assert "CIFAR-10's Python version is made of pickles" in error and "use the binary version, cifar-10-binary.tar.gz" in error
+    assert (
+        "CIFAR-10's Python version is made of pickles" in error
+        and "use the binary version, cifar-10-binary.tar.gz" in error
+    )
     files = {name: records.tobytes() for name, records in cifar10_files().items()}
     cut = write_tar(tmp_path / "cut.tar", [*files.items(), ("test_batch.bin", bytes(3073 + 5))])
     assert "which is not a multiple of the record size 3073" in message(cut)
@@ -82,7 +90,9 @@ def test_cifar10_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "at byte 3073: label 11, expected 0 to 9" in message(label)
     part = write_tar(tmp_path / "part.tar", [("data_batch_1.bin", bytes(3073))])
     assert "data_batch_2.bin, data_batch_3.bin" in message(part)
-    assert "expected image files in train/CLASS/ or test/CLASS/" in message(write_tar(tmp_path / "empty.tar", [("a.txt", b"")]))
+    assert "expected image files in train/CLASS/ or test/CLASS/" in message(
+        write_tar(tmp_path / "empty.tar", [("a.txt", b"")])
+    )
     assert "this file or directory does not exist" in message(tmp_path / "nowhere")
 
 

@@ -50,7 +50,12 @@ def test_so_many_classes_and_images(whole: Path, tmp_path: Path) -> None:
 
 def test_a_subset_of_raw_pixels(tmp_path: Path) -> None:
     train = write_folder(tmp_path / "train", {"ant": 3, "bee": 3})
-    assert tool("make_tfrecords").main(["folder", "--train", str(train), "--format", "raw", "--out", str(tmp_path / "raw")]) == 0
+    assert (
+        tool("make_tfrecords").main(
+            ["folder", "--train", str(train), "--format", "raw", "--out", str(tmp_path / "raw")]
+        )
+        == 0
+    )
     (tmp_path / "list").write_text("bee")
     assert make_subset(tmp_path / "raw", "--class-list", tmp_path / "list", "--out", tmp_path / "out") == 0
     split, original = Split(tmp_path / "out", "train"), Split(tmp_path / "raw", "train")

@@ -107,7 +107,10 @@ def report(measured: Iterable[Measured]) -> int:
         if not bound.holds(ratio):
             beyond.append(bound.name)
     if beyond:
-        print(f"\n{len(beyond)} beyond the bound: {'; '.join(beyond)}. Run it again when nothing else runs; then look with")
+        print(
+            f"\n{len(beyond)} beyond the bound: {'; '.join(beyond)}. Run it again when nothing else runs; then look "
+            "with"
+        )
         print("tools/bench_data.py, tools/bench_step.py or python -m tools.bench.startup at where the time went")
     return 1 if beyond else 0
 

@@ -33,13 +33,24 @@ Measurement = Callable[[Path], object]  # takes an empty directory
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("archive", type=Path, metavar="ARCHIVE", help="tar of ImageNet's layout, or of files SYNSET_name.JPEG")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one per core")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="after one that warms up (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="how often each image is taken (default: %(default)s)")
+    parser.add_argument(
+        "archive", type=Path, metavar="ARCHIVE", help="tar of ImageNet's layout, or of files SYNSET_name.JPEG"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one per core"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="after one that warms up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=5, metavar="N", help="how often each image is taken (default: %(default)s)"
+    )
     parser.add_argument("--shards", type=int, default=16, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--work-dir", type=Path, metavar="DIR", help="where the copies are written (default: the system's temporary directory)"
+        "--work-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the copies are written (default: the system's temporary directory)",
     )
     options = parser.parse_args(arguments)
     return run_tool("bench_convert", lambda: _bench(options))
@@ -84,8 +95,8 @@ def _bench(options: argparse.Namespace) -> int:
                     rates[name].append(len(source.labels) / (time.perf_counter() - began))
         print(f"  round {round_number} of {options.rounds}", file=sys.stderr, flush=True)
     print(
-        f"{len(source.labels)} images, {source.num_bytes / 1e6:.0f} MB, {options.threads} threads, {options.rounds} rounds; "
-        f"decoder {decoder}\n{describe_machine()}"
+        f"{len(source.labels)} images, {source.num_bytes / 1e6:.0f} MB, {options.threads} threads, {options.rounds} "
+        f"rounds; decoder {decoder}\n{describe_machine()}"
     )
     spreads = {name: Spread.of(values) for name, values in rates.items()}
     for name, rate in spreads.items():

@@ -5,10 +5,10 @@ take turns, round after round, so that a busy moment of the machine hits all of 
 Printed are medians and spread over the rounds of images/s and CPU time, and each process's memory.
 
 Contenders: this project bilinear and antialiased; torchvision's ImageFolder and DataLoader with PIL and with
-decode_image; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT example; FFCV
-and WebDataset where they are installed (`pip install -e .[bench]`); this project, timm and torchvision with RandAugment; a
-synthetic source; and the floor, bare decoding of complete images by libjpeg-turbo on as many threads. The ladder adds this
-project's stages one by one.
+decode_image; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT
+example; FFCV and WebDataset where they are installed (`pip install -e .[bench]`); this project, timm and torchvision
+with RandAugment; a synthetic source; and the floor, bare decoding of complete images by libjpeg-turbo on as many
+threads. The ladder adds this project's stages one by one.
 """
 
 import argparse
@@ -28,10 +28,21 @@ import psutil
 
 from dali_train.data.dataset.index import Split
 from tools.bench.peers import CONTENDERS, Task, export
-from tools.bench.turns import Spread, chosen, cpu_seconds, describe_machine, family, plot_bars, print_ratio, take_turns, write_lines
+from tools.bench.turns import (
+    Spread,
+    chosen,
+    cpu_seconds,
+    describe_machine,
+    family,
+    plot_bars,
+    print_ratio,
+    take_turns,
+    write_lines,
+)
 
-# What the last lines compare: a contender, the beginning of its peers' names (the fastest of them counts), who they are, and
-# the least that the ratio should be with original ImageNet JPEGs, with JPEGs stored at 400 pixels or less, with raw pixels.
+# What the last lines compare: a contender, the beginning of its peers' names (the fastest of them counts), who they
+# are, and the least that the ratio should be with original ImageNet JPEGs, with JPEGs stored at 400 pixels or less,
+# with raw pixels.
 RATIOS: list[tuple[str, str, str, tuple[float | None, float | None, float | None]]] = [
     ("dali_train", "ffcv", "FFCV", (1.4, 1.35, 1.5)),
     ("dali_train antialiased", "ffcv", "FFCV", (1.25, None, None)),
@@ -62,9 +73,13 @@ def main() -> None:
         if options.json:
             write_lines(options.json, [])
         answers = take_turns(
-            chosen(CONTENDERS, options.only), contend, (task,), [options.batches] * (options.rounds + 1),
-            lines=options.json, shared={"dataset": task.dataset.name, "threads": task.threads},
-        )  # fmt: skip
+            chosen(CONTENDERS, options.only),
+            contend,
+            (task,),
+            [options.batches] * (options.rounds + 1),
+            lines=options.json,
+            shared={"dataset": task.dataset.name, "threads": task.threads},
+        )
     rounds: dict[str, list[Round]] = {name: results for name, results in answers.items() if results}
     rates = {name: Spread.of(result.images_per_second for result in results) for name, results in rounds.items()}
     print_table(rounds, rates)
@@ -77,15 +92,27 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="of each contender (default: one per core)"
+        "dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="of each contender (default: one per core)",
     )
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per batch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)"
+    )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="where copies in the peers' formats are written meanwhile")
+    parser.add_argument(
+        "--work-dir", type=Path, metavar="DIR", help="where copies in the peers' formats are written meanwhile"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
     return parser.parse_args()

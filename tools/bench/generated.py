@@ -1,7 +1,7 @@
 """Datasets for measuring where no photographs are at hand: generated JPEGs, always the same, as costly to decode.
 
-An image is noise whose amplitude grows with its wavelength, as in photographs. At quality 90 that makes 0.6 bytes a pixel,
-as ImageNet's photographs have (109 kB at 468 x 401), so that the share of entropy decoding is right, too.
+An image is noise whose amplitude grows with its wavelength, as in photographs. At quality 90 that makes 0.6 bytes a
+pixel, as ImageNet's photographs have (109 kB at 468 x 401), so that the share of entropy decoding is right, too.
 """
 
 import io
@@ -22,7 +22,9 @@ def generated_jpeg(seed: int) -> bytes:
     pixels = np.full((height, width, 3), 128, dtype=np.float32)
     for octave in range(8):
         shape = (max(2, height >> octave), max(2, width >> octave), 3)
-        noise = Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+        noise = Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).resize(
+            (width, height), Image.Resampling.BICUBIC
+        )
         pixels += (np.asarray(noise, dtype=np.float32) - 127.5) * (0.2 * 1.15**octave)
     buffer = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=90)
@@ -37,8 +39,9 @@ def write_shard(path: Path, seeds: range, *, num_classes: int) -> None:
 def write_dataset(root: Path, *, num_train: int, num_validation: int = 0, num_classes: int = 10) -> Manifest:
     """An indexed dataset of generated images, one shard a split."""
     splits: dict[SplitName, range] = {
-        "train": range(num_train), "validation": range(num_train, num_train + num_validation)
-    }  # fmt: skip
+        "train": range(num_train),
+        "validation": range(num_train, num_train + num_validation),
+    }
     for split, seeds in splits.items():
         if seeds:
             write_shard(root / split / f"{split}-00000-of-00001", seeds, num_classes=num_classes)

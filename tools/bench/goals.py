@@ -20,7 +20,11 @@ def images_per_second(results: Results, part: str, contender: str = REAL) -> flo
 def utilisation(results: Results, part: str) -> float | None:
     rate = images_per_second(results, part)
     start = next((line for line in results.get(part, {}).get("rounds", []) if line.get("event") == "start"), None)
-    return rate * start["flops_per_image"] / start["peak_flops_per_second"] if rate is not None and start is not None else None
+    return (
+        rate * start["flops_per_image"] / start["peak_flops_per_second"]
+        if rate is not None and start is not None
+        else None
+    )
 
 
 def best(values: list[float | None]) -> float | None:
@@ -40,14 +44,31 @@ def real_against_synthetic(results: Results) -> float | None:
 # What is measured, the least that it should be, and how it is written.
 GOALS: list[tuple[str, float, str, Callable[[Results], float | None]]] = [
     (
-        "ViT-B/16, share of the dense peak (MFU)", 0.5, "{:.1%}",
+        "ViT-B/16, share of the dense peak (MFU)",
+        0.5,
+        "{:.1%}",
         lambda results: best([utilisation(results, part) for part in results if part.startswith("step-b16")]),
     ),
-    ("ViT-B/32, images/s from 256 px", 15_000, "{:,.0f}", lambda results: images_per_second(results, "step-b32-stored-256")),
-    ("ViT-B/32, images/s from originals", 8_000, "{:,.0f}", lambda results: images_per_second(results, "step-b32-original")),
-    ("ResNet-50, images/s from originals", 7_950, "{:,.0f}", lambda results: images_per_second(results, "step-r50-original")),
+    (
+        "ViT-B/32, images/s from 256 px",
+        15_000,
+        "{:,.0f}",
+        lambda results: images_per_second(results, "step-b32-stored-256"),
+    ),
+    (
+        "ViT-B/32, images/s from originals",
+        8_000,
+        "{:,.0f}",
+        lambda results: images_per_second(results, "step-b32-original"),
+    ),
+    (
+        "ResNet-50, images/s from originals",
+        7_950,
+        "{:,.0f}",
+        lambda results: images_per_second(results, "step-r50-original"),
+    ),
     ("step with real / synthetic data, the lowest", 0.98, "{:.3f}", real_against_synthetic),
-]  # fmt: skip
+]
 
 
 def goal_table(results: Results, *, rehearsal: bool = False) -> list[str]:
@@ -55,6 +76,8 @@ def goal_table(results: Results, *, rehearsal: bool = False) -> list[str]:
     lines = ["| goal | at least | seen | |", "|---|---|---|---|"]
     for name, least, form, measure in GOALS:
         seen = measure(results)
-        verdict = "not measured" if seen is None else "rehearsal" if rehearsal else "met" if seen >= least else "not met"
+        verdict = (
+            "not measured" if seen is None else "rehearsal" if rehearsal else "met" if seen >= least else "not met"
+        )
         lines.append(f"| {name} | {form.format(least)} | {'' if seen is None else form.format(seen)} | {verdict} |")
     return lines

@@ -1,15 +1,16 @@
 """Everything that is to be measured on a GPU, in parts that survive one another: what `make bench-gpu` runs.
 
     python -m tools.bench.gpu --archive ILSVRC2012-sample.tar --out docs/measurements
-    python -m tools.bench.gpu --minutes 9            # and again, and again: each call continues where the last one ended
-    python -m tools.bench.gpu --device cpu --quick   # a rehearsal without a GPU: does every part reach its table?
+    python -m tools.bench.gpu --minutes 9            # and again, and again: each call continues where the last one
+    ended python -m tools.bench.gpu --device cpu --quick   # a rehearsal without a GPU: does every part reach its table?
 
-Each part is a command of its own under its own limit, at most 8 minutes. One that fails or crashes is reported, and the next
-begins. Every round is written when it is done, so a part that is cut short keeps what it measured. Datasets are made once,
-from --archive or from generated images, and kept in --work.
+Each part is a command of its own under its own limit, at most 8 minutes. One that fails or crashes is reported, and the
+next begins. Every round is written when it is done, so a part that is cut short keeps what it measured. Datasets are
+made once, from --archive or from generated images, and kept in --work.
 
-Writes DATE-gpu-NAME.jsonl (every round of every part) and DATE-gpu-NAME.md (goals beside what was seen, date, device, driver,
-versions, commands and what they printed). Parts that are in the same .jsonl file already are not measured again.
+Writes DATE-gpu-NAME.jsonl (every round of every part) and DATE-gpu-NAME.md (goals beside what was seen, date, device,
+driver, versions, commands and what they printed). Parts that are in the same .jsonl file already are not measured
+again.
 
 What the rehearsal cannot show, because only a GPU can fail at it:
   - decoding on the GPU: boxes, the hardware decoder, its share of the images (smoke, parity, data)
@@ -93,7 +94,10 @@ class Part:
 def main() -> int:
     options = parse_arguments()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("tools.bench.gpu: torch finds no GPU; check the driver, or rehearse with --device cpu --quick", file=sys.stderr)
+        print(
+            "tools.bench.gpu: torch finds no GPU; check the driver, or rehearse with --device cpu --quick",
+            file=sys.stderr,
+        )
         return 2
     begin, work = time.monotonic(), options.work
     work.mkdir(parents=True, exist_ok=True)
@@ -101,7 +105,9 @@ def main() -> int:
     sets, made = prepare(options, work)
     results.setdefault("datasets", made)
     parts = [part for part in plan(options, sets, work) if begins(part.name, options.parts)]
-    waiting = [part for part in parts if options.again or results.get(part.name, {}).get("state") not in ("done", "cut short")]
+    waiting = [
+        part for part in parts if options.again or results.get(part.name, {}).get("state") not in ("done", "cut short")
+    ]
     for number, part in enumerate(waiting, start=1):
         left = 60 * options.minutes - (time.monotonic() - begin) if options.minutes else float("inf")
         if left < min(part.limit_s, 60):
@@ -121,17 +127,29 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in SETS:
-        parser.add_argument(f"--{name}", type=Path, metavar="DATASET", help=f"the photographs, {name.replace('-', ' at ')}")
-    parser.add_argument("--archive", type=Path, metavar="TAR", help="ImageNet's layout: makes the sets that are not given")
+        parser.add_argument(
+            f"--{name}", type=Path, metavar="DATASET", help=f"the photographs, {name.replace('-', ' at ')}"
+        )
+    parser.add_argument(
+        "--archive", type=Path, metavar="TAR", help="ImageNet's layout: makes the sets that are not given"
+    )
     parser.add_argument(
         "--out", type=Path, default=REPOSITORY / "docs" / "measurements", metavar="DIR", help="default: %(default)s"
     )
     work = Path(tempfile.gettempdir()) / "dali-train-bench-gpu"
-    parser.add_argument("--work", type=Path, default=work, metavar="DIR", help="keeps datasets and rounds (default: %(default)s)")
-    parser.add_argument("--parts", nargs="+", metavar="WORD", help="only parts whose name begins with one of these words")
+    parser.add_argument(
+        "--work", type=Path, default=work, metavar="DIR", help="keeps datasets and rounds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--parts", nargs="+", metavar="WORD", help="only parts whose name begins with one of these words"
+    )
     parser.add_argument("--again", action="store_true", help="also parts that the report has already")
-    parser.add_argument("--minutes", type=float, metavar="N", help="begin nothing that would not end in this time; exit status 75")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries this program out without a GPU")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="begin nothing that would not end in this time; exit status 75"
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries this program out without a GPU"
+    )
     parser.add_argument("--quick", action="store_true", help="few tiny images, models and rounds: does everything run?")
     return parser.parse_args()
 
@@ -160,7 +178,15 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[dict[str, Path], d
         sets[name] = work / f"{name} of {made_of}".replace(" ", "-")
         if (sets[name] / "dataset.json").exists():
             continue
-        words = ["tools/make_tfrecords.py", *source(options, work), *how, "--validation-fraction", "0.1", "--out", str(sets[name])]
+        words = [
+            "tools/make_tfrecords.py",
+            *source(options, work),
+            *how,
+            "--validation-fraction",
+            "0.1",
+            "--out",
+            str(sets[name]),
+        ]
         if options.archive:
             words.remove("--validation-fraction")
             words.remove("0.1")
@@ -171,9 +197,14 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[dict[str, Path], d
             sys.exit(f"tools.bench.gpu: cannot make the dataset {name}: {result['state']}\n{result['output']}")
     kind = "given" if all(given.values()) else f"made of {made_of}"
     return sets, {
-        "part": "datasets", "title": f"{', '.join(sets)}: {kind}", "command": "\n".join(commands), "state": "done",
-        "seconds": time.monotonic() - begin, "output": output, "rounds": [],
-    }  # fmt: skip
+        "part": "datasets",
+        "title": f"{', '.join(sets)}: {kind}",
+        "command": "\n".join(commands),
+        "state": "done",
+        "seconds": time.monotonic() - begin,
+        "output": output,
+        "rounds": [],
+    }
 
 
 def source(options: argparse.Namespace, work: Path) -> list[str]:
@@ -195,19 +226,35 @@ def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list
     parts = [*smoke_parts(options, original)]
     # One checkpoint: each step of so large a batch is several epochs of a small dataset.
     short = ["--hooks.log_every_steps", "5", "--run.max_steps", "20", "--run.checkpoint_every_steps", "20"]
-    short += ["--run.dir", str(work / f"run-{os.getpid()}"), *([] if options.quick else ["--batch.global_batch", "1024"])]
+    short += [
+        "--run.dir",
+        str(work / f"run-{os.getpid()}"),
+        *([] if options.quick else ["--batch.global_batch", "1024"]),
+    ]
     parts.append(
         Part(
-            name="train", title="a short training, ViT-B/16 in FP16", limit_s=240,
-            words=["-m", "dali_train", "train", *recipe("vit-b16", options, work), "--data.root", str(original), *short],
+            name="train",
+            title="a short training, ViT-B/16 in FP16",
+            limit_s=240,
+            words=[
+                "-m",
+                "dali_train",
+                "train",
+                *recipe("vit-b16", options, work),
+                "--data.root",
+                str(original),
+                *short,
+            ],
         )
-    )  # fmt: skip
+    )
     few = ["--loads", "0.65", "--batch", "8", "--batches", "4", "--rounds", "1"]
     usual = ["--loads", "0.5", "0.75", "1.0", "--rounds", "2"]
     for name, root in sets.items():
         words = ["-m", "tools.bench.gpu_data", "--device", options.device, *(few if options.quick else usual)]
         title = f"the data path alone, images from {name}"
-        parts.append(Part(name=f"data-{name}", title=title, words=[*words, "--data", f"{name}={root}"], limit_s=400, rounds=True))
+        parts.append(
+            Part(name=f"data-{name}", title=title, words=[*words, "--data", f"{name}={root}"], limit_s=400, rounds=True)
+        )
     parts += step_parts(options, sets, work)
     startup = ["--rounds", "1"] if options.quick else ["--rounds", "2", "--model", "vit_base_patch16_224"]
     words = ["-m", "tools.bench.startup", *startup]
@@ -220,7 +267,17 @@ def smoke_parts(options: argparse.Namespace, original: Path) -> list[Part]:
     parts = []
     for decode, load in (("whole", 0.65), ("box", 0.0), ("box", 0.65), ("box", 1.0)):
         name = f"smoke-{decode}" + (f"-{100 * load:.0f}" if decode == "box" else "")
-        words = ["-m", "tools.bench.smoke", str(original), "--decode", decode, "--load", str(load), "--device", options.device]
+        words = [
+            "-m",
+            "tools.bench.smoke",
+            str(original),
+            "--decode",
+            decode,
+            "--load",
+            str(load),
+            "--device",
+            options.device,
+        ]
         title = f"decoding {'whole images' if decode == 'whole' else f'boxes, {load:.0%} to the hardware decoder'}"
         log = {"DALI_NVIMGCODEC_LOG_LEVEL": "3"}
         notable = r"nvJPEG version|HW decoder|num_hw_engines|rror"
@@ -236,10 +293,18 @@ def step_parts(options: argparse.Namespace, sets: dict[str, Path], work: Path) -
     small = sets.get("stored-256", original)
     parts = []
 
-    def step(name: str, title: str, config: str, root: Path, *words: str, profiled: bool = False, dtype: str = "bf16") -> None:
+    def step(
+        name: str, title: str, config: str, root: Path, *words: str, profiled: bool = False, dtype: str = "bf16"
+    ) -> None:
         # As with 4 GPUs, of the recipe's 32,768 images per step; 4 micro-batches show a profiler as much as 32.
         scale = [] if options.quick else ["--batch.global_batch", "1024" if profiled else "8192"]
-        scale += ["--rounds", "1" if profiled or options.quick else "2", "--steps", "1", *(["--profile"] if profiled else [])]
+        scale += [
+            "--rounds",
+            "1" if profiled or options.quick else "2",
+            "--steps",
+            "1",
+            *(["--profile"] if profiled else []),
+        ]
         shared = ["--data.root", str(root), "--precision.dtype", dtype, *scale]
         words = ("tools/bench_step.py", *recipe(config, options, work), *shared, *words)
         parts.append(Part(name=f"step-{name}", title=title, limit_s=420, rounds=True, words=[*words]))
@@ -247,14 +312,32 @@ def step_parts(options: argparse.Namespace, sets: dict[str, Path], work: Path) -
     # A rehearsal compiles once, for b16-blocks: it takes minutes on a CPU.
     blocks, trainer = ("--model.compile", "none" if options.quick else "blocks"), ("--only", "trainer")
     large = () if options.quick else ("--batch.micro_batch", "1024")
-    step("b32-original", "ViT-B/32, compiled blocks, from original images", "vit-b32", original, *blocks, *large, *trainer)
-    step("b32-stored-256", "ViT-B/32, compiled blocks, images from stored-256", "vit-b32", small, *blocks, *large, *trainer)
+    step(
+        "b32-original",
+        "ViT-B/32, compiled blocks, from original images",
+        "vit-b32",
+        original,
+        *blocks,
+        *large,
+        *trainer,
+    )
+    step(
+        "b32-stored-256",
+        "ViT-B/32, compiled blocks, images from stored-256",
+        "vit-b32",
+        small,
+        *blocks,
+        *large,
+        *trainer,
+    )
     step("r50-original", "ResNet-50, compiled blocks, from original images", "resnet50", original, *blocks, *trainer)
     words = ("--model.compile", "blocks", "--only", "trainer", "bare")
     step("b16-blocks", "ViT-B/16, compiled blocks", "vit-b16", original, *words)
     fast = ("--model.fast_norm", "true")
     step("b16-fast", "ViT-B/16, compiled blocks, half-precision stream", "vit-b16", original, *blocks, *fast, *trainer)
-    step("b16-profile", "the same: time by class of kernel", "vit-b16", original, *blocks, *fast, *trainer, profiled=True)
+    step(
+        "b16-profile", "the same: time by class of kernel", "vit-b16", original, *blocks, *fast, *trainer, profiled=True
+    )
     whole = ("--model.compile", "none" if options.quick else "model")
     step("b16-model", "ViT-B/16, compiled as one", "vit-b16", original, *whole, *trainer)
     for dtype in ("bf16", "fp16"):
@@ -284,7 +367,10 @@ def run_part(part: Part, work: Path, limit_s: int | None = None) -> dict[str, An
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **part.environment}
     begin = time.monotonic()
-    with (work / f"{part.name}.out").open("w+") as out, (work / f"{part.name}.err").open("w+", errors="replace") as errors:
+    with (
+        (work / f"{part.name}.out").open("w+") as out,
+        (work / f"{part.name}.err").open("w+", errors="replace") as errors,
+    ):
         process = subprocess.Popen(
             [sys.executable, *words], cwd=REPOSITORY, env=environment, stdout=out, stderr=errors, start_new_session=True
         )
@@ -313,9 +399,14 @@ def run_part(part: Part, work: Path, limit_s: int | None = None) -> dict[str, An
         state = "cut short"
     command = shlex.join(["python", *words])
     return {
-        "part": part.name, "title": part.title, "command": relative(command, work), "state": state,
-        "seconds": round(time.monotonic() - begin, 1), "output": relative(output.strip(), work), "rounds": measured,
-    }  # fmt: skip
+        "part": part.name,
+        "title": part.title,
+        "command": relative(command, work),
+        "state": state,
+        "seconds": round(time.monotonic() - begin, 1),
+        "output": relative(output.strip(), work),
+        "rounds": measured,
+    }
 
 
 def relative(text: str, work: Path) -> str:
@@ -347,13 +438,25 @@ def write(options: argparse.Namespace, results: Results) -> None:
 def describe(options: argparse.Namespace) -> str:
     facts = describe_machine()
     if options.device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm", "--format=csv,noheader"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm",
+            "--format=csv,noheader",
+        ]
         try:
-            facts += "\nGPU, driver, memory, power limit, highest clock: " + subprocess.check_output(query, text=True).strip()
+            facts += (
+                "\nGPU, driver, memory, power limit, highest clock: "
+                + subprocess.check_output(query, text=True).strip()
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             facts += f"\nnvidia-smi says nothing: {error}"
-        facts += f"\nCUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.device_count()} GPUs"
-    return facts + f"\ncommit {git_commit(REPOSITORY) or 'unknown'}{', with --quick: no measurement' if options.quick else ''}"
+        facts += (
+            f"\nCUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.device_count()} GPUs"
+        )
+    return (
+        facts
+        + f"\ncommit {git_commit(REPOSITORY) or 'unknown'}{', with --quick: no measurement' if options.quick else ''}"
+    )
 
 
 def device_name(options: argparse.Namespace) -> str:

@@ -1,11 +1,11 @@
-"""How fast images get to the GPU: this project's data path alone, from several datasets, with several shares of the JPEGs
-given to the hardware decoder.
+"""How fast images get to the GPU: this project's data path alone, from several datasets, with several shares of the
+JPEGs given to the hardware decoder.
 
     python -m tools.bench.gpu_data --data original=DATASET [stored-256=DATASET ...]
 
 Each combination is a process of its own; they take turns. A round ends when the GPU has finished its last batch. Images
-are decoded, cropped to 224, antialiased, mirrored, normalised and mixed on the GPU; "decoded on the CPU" is the same with
-data.device cpu and a copy.
+are decoded, cropped to 224, antialiased, mirrored, normalised and mixed on the GPU; "decoded on the CPU" is the same
+with data.device cpu and a copy.
 """
 
 import argparse
@@ -45,22 +45,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="+", required=True, metavar="NAME=DATASET", help="training splits to read")
     parser.add_argument(
-        "--loads", nargs="+", type=float, default=[0.0, 0.5, 0.75, 1.0], metavar="SHARE", help="data.hw_decoder_load, for JPEGs"
+        "--loads",
+        nargs="+",
+        type=float,
+        default=[0.0, 0.5, 0.75, 1.0],
+        metavar="SHARE",
+        help="data.hw_decoder_load, for JPEGs",
     )
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one per core")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one per core"
+    )
     parser.add_argument("--batch", type=int, default=256, metavar="N", help="images per batch (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="after one that warms up (default: %(default)s)")
-    parser.add_argument("--device", default="cuda", metavar="NAME", help="cpu tries this program out where there is no GPU")
+    parser.add_argument(
+        "--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="after one that warms up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", default="cuda", metavar="NAME", help="cpu tries this program out where there is no GPU"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     options = parser.parse_args()
     cases = name_cases(options)
-    print(f"batches of {options.batch}, {options.threads} threads, {options.rounds} rounds of {options.batches} batches")
+    print(
+        f"batches of {options.batch}, {options.threads} threads, {options.rounds} rounds of {options.batches} batches"
+    )
     print(describe_machine(), flush=True)
     if options.json:
         write_lines(options.json, [])
     shared = {"threads": options.threads, "batch": options.batch}
-    answers = take_turns(list(cases), contend, (cases,), [None] * (1 + options.rounds), lines=options.json, shared=shared)
+    answers = take_turns(
+        list(cases), contend, (cases,), [None] * (1 + options.rounds), lines=options.json, shared=shared
+    )
     print(f"\n{'':<44}{'images/s':>10}{'low':>9}{'high':>9}{'host MB':>9}")
     rates = {}
     for name, results in answers.items():
@@ -71,7 +88,9 @@ def main() -> None:
     for dataset in (words.partition("=")[0] for words in options.data):
         ours = {name: rate.median for name, rate in rates.items() if name.startswith(f"{dataset},")}
         best = max(ours, key=lambda name: ours[name])
-        print_ratio(best, f"its CPU decoding: {ours[best]:,.0f} images/s", ours[best] / ours[f"{dataset}, decoded on the CPU"])
+        print_ratio(
+            best, f"its CPU decoding: {ours[best]:,.0f} images/s", ours[best] / ours[f"{dataset}, decoded on the CPU"]
+        )
 
 
 def name_cases(options: argparse.Namespace) -> dict[str, Case]:
@@ -94,7 +113,9 @@ def contend(name: str, cases: dict[str, Case], pipe: Connection) -> None:
     where: dict[str, Any] = {"device": "cpu"} if case.load is None else {"hw_decoder_load": case.load}
     data = DataConfig(root=str(case.dataset), num_threads=case.threads, **where)
     config = loading_config(data, micro_batch=case.batch, mixup_alpha=0.2)
-    loader = make_loader(Split(case.dataset, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=case.threads)
+    loader = make_loader(
+        Split(case.dataset, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=case.threads
+    )
 
     def advance(count: int) -> None:
         for _ in range(count):

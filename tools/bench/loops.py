@@ -43,7 +43,10 @@ KERNEL_CLASSES = [
     ("image decoding", r"jpeg|nvjpeg|dali|huffman|idct|ycbcr|decode"),
     ("attention", r"flash|fmha|attention|sdpa|mha_"),
     ("convolution", r"conv|implicit_gemm|wgrad|dgrad|cudnn"),
-    ("matrix product", r"gemm|cutlass|cublas|nvjet|xmma|sm\d\d_.*tensorop|aten::(mm|bmm|addmm|baddbmm|linear)|mkldnn|splitk"),
+    (
+        "matrix product",
+        r"gemm|cutlass|cublas|nvjet|xmma|sm\d\d_.*tensorop|aten::(mm|bmm|addmm|baddbmm|linear)|mkldnn|splitk",
+    ),
     ("optimizer", r"multi_tensor|foreach|lamb|lerp|addcmul"),
     ("normalisation", r"layer_?norm|batch_?norm|native_norm|rms_?norm|GammaBeta"),
     ("softmax and loss", r"softmax|nll_loss|cross_entropy"),
@@ -164,7 +167,8 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
 
 
 class Gate(Hook):
-    """Holds the trainer until it is its turn. A round is a step to warm up and the timed ones, with one logging step."""
+    """Holds the trainer until it is its turn. A round is a step to warm up and the timed ones, with one logging
+    step."""
 
     required = True
 
@@ -196,9 +200,15 @@ def trainer(task: Task, config: Config, pipe: Connection) -> None:
     device = choose_device(config.run.device, launch)
     meter = Meter(pipe, device, task.steps)
     run = replace(
-        config.run, dir=str(task.work / config.data.reader), epochs=1e9, max_steps=None, max_seconds=None, resume="never",
-        eval_every_epochs=None, checkpoint_every_steps=1 << 60,
-    )  # fmt: skip
+        config.run,
+        dir=str(task.work / config.data.reader),
+        epochs=1e9,
+        max_steps=None,
+        max_seconds=None,
+        resume="never",
+        eval_every_epochs=None,
+        checkpoint_every_steps=1 << 60,
+    )
     hooks = replace(config.hooks, log_every_steps=1 + task.steps, user=(*config.hooks.user, lambda: Gate(meter)))
     train(replace(config, run=run, hooks=hooks), launch, device, sys.argv, StopRequests(None))
 
@@ -285,8 +295,8 @@ def bare_loop(task: Task, config: Config, pipe: Connection) -> None:
 def timm_loop(task: Task, config: Config, pipe: Connection) -> None:
     """What timm's train.py does in an update, with timm's own parts: its task, scaler, clipping and soft-target loss.
 
-    The package does not hold that script, so its loop is written out; no EMA, no logging, targets mixed beforehand as its
-    prefetching loader hands them over.
+    The package does not hold that script, so its loop is written out; no EMA, no logging, targets mixed beforehand as
+    its prefetching loader hands them over.
     """
     from timm.loss import SoftTargetCrossEntropy
     from timm.task import ClassificationTask

@@ -3,10 +3,10 @@
     python -m tools.bench.memory DATASET --plot memory.png
 
 Runs this project's loader (antialiased, Mixup) in one process with nothing else in it and looks at its memory several
-times per epoch. Counted is the proportional set size, as Linux reports it in /proc/PID/smaps_rollup, in two parts. "Own" is
-anonymous and shared memory: the interpreter's, torch's and DALI's buffers; it cannot be taken back, has to stay under the
-limit, and a leak would show in it. "Mapped" is pages of files, libraries and shards: with a dataset larger than the
-memory it grows as far as there is room, and the kernel takes it back when somebody needs it.
+times per epoch. Counted is the proportional set size, as Linux reports it in /proc/PID/smaps_rollup, in two parts.
+"Own" is anonymous and shared memory: the interpreter's, torch's and DALI's buffers; it cannot be taken back, has to
+stay under the limit, and a leak would show in it. "Mapped" is pages of files, libraries and shards: with a dataset
+larger than the memory it grows as far as there is room, and the kernel takes it back when somebody needs it.
 """
 
 import argparse
@@ -29,11 +29,17 @@ Look = dict[str, float]  # epoch, seconds, own_mb, mapped_mb
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read")
+    parser.add_argument(
+        "dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read"
+    )
     parser.add_argument("--epochs", type=int, default=10, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per batch (default: %(default)s)")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="for decoding (default: one per core)"
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="for decoding (default: one per core)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every look as a JSON line")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve as a PNG")
@@ -112,10 +118,16 @@ def plot(path: Path, looks: list[Look], imported: Look, title: str) -> None:
     epochs, own = [look["epoch"] for look in looks], [look["own_mb"] for look in looks]
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     axes.stackplot(
-        epochs, own, [look["mapped_mb"] for look in looks], labels=["own", "mapped files"], colors=["#1f6feb", "#d0d7de"]
+        epochs,
+        own,
+        [look["mapped_mb"] for look in looks],
+        labels=["own", "mapped files"],
+        colors=["#1f6feb", "#d0d7de"],
     )
     axes.axhline(imported["own_mb"], color="white", lw=1, ls="--")
-    axes.text(epochs[-1], imported["own_mb"] - 15, "torch and DALI imported ", color="white", ha="right", va="top", fontsize=8)
+    axes.text(
+        epochs[-1], imported["own_mb"] - 15, "torch and DALI imported ", color="white", ha="right", va="top", fontsize=8
+    )
     axes.set_xlabel("epoch")
     axes.set_ylabel("MB (proportional set size)")
     axes.set_xlim(0, epochs[-1])

@@ -2,8 +2,8 @@
 
 All of them: RandomResizedCrop to 224 (area 0.08 to 1, aspect 3/4 to 4/3), mirrored with probability 0.5, (x - 127.5) /
 127.5 in float32, shuffled; those named RandAugment apply one policy of timm's besides. This project and FFCV hand over
-channels-last memory, the others channels-first. After the first round everything is in the page cache, so this project reads
-nothing ahead, nor does FFCV.
+channels-last memory, the others channels-first. After the first round everything is in the page cache, so this project
+reads nothing ahead, nor does FFCV.
 """
 
 import itertools
@@ -66,10 +66,17 @@ def export(task: Task) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _config(task: Task, *, antialias: bool = False, mixup: float = 0.0, reader: Any = "index", augment: str = "none") -> Config:
+def _config(
+    task: Task, *, antialias: bool = False, mixup: float = 0.0, reader: Any = "index", augment: str = "none"
+) -> Config:
     data = DataConfig(
-        root=str(task.dataset), antialias=antialias, num_threads=task.threads, reader=reader, read_ahead_mb=0, augment=augment
-    )  # fmt: skip
+        root=str(task.dataset),
+        antialias=antialias,
+        num_threads=task.threads,
+        reader=reader,
+        read_ahead_mb=0,
+        augment=augment,
+    )
     return loading_config(data, micro_batch=task.batch, mixup_alpha=mixup, channels_last=True)
 
 
@@ -80,7 +87,13 @@ def _loader(task: Task, **settings: Any) -> Iterator[Any]:
 
     split = Split(task.dataset, "train")
     loader = make_loader(
-        split, _config(task, **settings), torch.device("cpu"), start_step=0, dp_rank=0, dp_size=1, num_threads=task.threads
+        split,
+        _config(task, **settings),
+        torch.device("cpu"),
+        start_step=0,
+        dp_rank=0,
+        dp_size=1,
+        num_threads=task.threads,
     )
     return iter(loader.next, None)
 
@@ -197,7 +210,9 @@ def _torchvision_decode_image(task: Task, augment: Sequence[Any] = ()) -> Iterat
         v2.ToDtype(torch.float32, scale=True),
         v2.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
     ]
-    files = datasets.ImageFolder(str(task.files), v2.Compose(steps), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB))
+    files = datasets.ImageFolder(
+        str(task.files), v2.Compose(steps), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB)
+    )
     return _data_loader(task, files)
 
 
@@ -206,10 +221,19 @@ def _timm(task: Task, augment: str | None = None) -> Iterator[Any]:
 
     _need_files(task)
     loader = create_loader(
-        create_dataset("", root=str(task.files)), input_size=(3, SIZE, SIZE), batch_size=task.batch, is_training=True,
-        use_prefetcher=False, color_jitter=0.0, auto_augment=augment, interpolation="bilinear", mean=(MEAN / 255,) * 3,
-        std=(STD / 255,) * 3, num_workers=task.threads, persistent_workers=True,
-    )  # fmt: skip
+        create_dataset("", root=str(task.files)),
+        input_size=(3, SIZE, SIZE),
+        batch_size=task.batch,
+        is_training=True,
+        use_prefetcher=False,
+        color_jitter=0.0,
+        auto_augment=augment,
+        interpolation="bilinear",
+        mean=(MEAN / 255,) * 3,
+        std=(STD / 255,) * 3,
+        num_workers=task.threads,
+        persistent_workers=True,
+    )
     return _for_ever(loader)
 
 
@@ -231,7 +255,11 @@ def _dali_tfrecord(task: Task, *, colossalai: bool) -> Iterator[Any]:
     @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None)
     def graph() -> Any:
         record: Any = fn.readers.tfrecord(
-            path=[str(path) for path in split.paths], index_path=index, features=features, random_shuffle=True, initial_fill=1000
+            path=[str(path) for path in split.paths],
+            index_path=index,
+            features=features,
+            random_shuffle=True,
+            initial_fill=1000,
         )
         label = record["image/class/label"] - 1
         mirror = fn.random.coin_flip()
@@ -268,9 +296,15 @@ def _ffcv(task: Task) -> Iterator[Any]:
         ToTorchImage(),
     ]
     loader = Loader(
-        str(task.beton), batch_size=task.batch, num_workers=task.threads, order=OrderOption.RANDOM, os_cache=True, drop_last=True,
-        pipelines={"image": images, "label": [IntDecoder(), ToTensor(), Squeeze()]}, custom_fields={"image": RGBImageField},
-    )  # fmt: skip
+        str(task.beton),
+        batch_size=task.batch,
+        num_workers=task.threads,
+        order=OrderOption.RANDOM,
+        os_cache=True,
+        drop_last=True,
+        pipelines={"image": images, "label": [IntDecoder(), ToTensor(), Squeeze()]},
+        custom_fields={"image": RGBImageField},
+    )
     return _for_ever(loader)
 
 

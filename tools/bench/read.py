@@ -35,15 +35,23 @@ class Case:
 def main() -> None:
     options = parse_arguments()
     print(
-        f"{options.dataset.name}: {options.rounds} rounds of one epoch, micro-batches of {options.micro_batch}, {options.threads} "
-        f"threads, {options.window_blocks} blocks of {options.block_images} images\n{describe_machine()}",
+        f"{options.dataset.name}: {options.rounds} rounds of one epoch, micro-batches of {options.micro_batch}, "
+        f"{options.threads} threads, {options.window_blocks} blocks of {options.block_images} "
+        f"images\n{describe_machine()}",
         flush=True,
     )
     shuffles: list[Literal["full", "block"]] = ["full", "block"]
-    cases = [Case(shuffle, ahead, cold) for cold in (True, False) for shuffle in shuffles for ahead in (0, options.read_ahead_mb)]
+    cases = [
+        Case(shuffle, ahead, cold)
+        for cold in (True, False)
+        for shuffle in shuffles
+        for ahead in (0, options.read_ahead_mb)
+    ]
     measured: dict[Case, list[float]] = {case: [] for case in cases}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dali_train.data.loading.loader"])  # else each process imports torch and DALI, for seconds
+    context.set_forkserver_preload(
+        ["dali_train.data.loading.loader"]
+    )  # else each process imports torch and DALI, for seconds
     for number in range(1, options.rounds + 1):  # interleaved, so that a busy moment of the disk hits all of them
         for case in cases:
             # In a process of its own: pages that one has mapped stay, and a loader's threads map them until they end.
@@ -53,7 +61,10 @@ def main() -> None:
     print(f"\n{'order':<7}{'read ahead':>13}{'cache':>7}{'images/s':>10}{'low':>9}{'high':>9}")
     for case, speeds in measured.items():
         rate, cache = Spread.of(speeds), "cold" if case.cold else "warm"
-        print(f"{case.shuffle:<7}{case.read_ahead_mb:>10} MB{cache:>7}{rate.median:>10,.0f}{rate.low:>9,.0f}{rate.high:>9,.0f}")
+        print(
+            f"{case.shuffle:<7}{case.read_ahead_mb:>10} "
+            f"MB{cache:>7}{rate.median:>10,.0f}{rate.low:>9,.0f}{rate.high:>9,.0f}"
+        )
     if options.json:
         write_lines(
             options.json,
@@ -67,15 +78,29 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="for decoding (default: one per core)"
+        "dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="for decoding (default: one per core)",
     )
     parser.add_argument("--micro-batch", type=int, default=64, metavar="N", help="images (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=256, metavar="N", help="images per step (default: %(default)s)")
-    parser.add_argument("--block-images", type=int, default=128, metavar="N", help="data.block_images (default: %(default)s)")
-    parser.add_argument("--window-blocks", type=int, default=4, metavar="N", help="data.window_blocks (default: %(default)s)")
-    parser.add_argument("--read-ahead-mb", type=int, default=256, metavar="MB", help="against none (default: %(default)s)")
+    parser.add_argument(
+        "--global-batch", type=int, default=256, metavar="N", help="images per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--block-images", type=int, default=128, metavar="N", help="data.block_images (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--window-blocks", type=int, default=4, metavar="N", help="data.window_blocks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--read-ahead-mb", type=int, default=256, metavar="MB", help="against none (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement as a JSON line")
     return parser.parse_args()
@@ -84,15 +109,20 @@ def parse_arguments() -> argparse.Namespace:
 def measure(case: Case, options: argparse.Namespace) -> float:
     """Images per second over one epoch."""
     data = DataConfig(
-        root=str(options.dataset), shuffle=case.shuffle, read_ahead_mb=case.read_ahead_mb,
-        block_images=options.block_images, window_blocks=options.window_blocks,
-    )  # fmt: skip
+        root=str(options.dataset),
+        shuffle=case.shuffle,
+        read_ahead_mb=case.read_ahead_mb,
+        block_images=options.block_images,
+        window_blocks=options.window_blocks,
+    )
     config = loading_config(data, micro_batch=options.micro_batch, global_batch=options.global_batch)
     split = Split(options.dataset, "train")
     if case.cold:
         drop_pages(split)
     start = time.perf_counter()
-    loader = make_loader(split, config, torch.device("cpu"), start_step=0, dp_rank=0, dp_size=1, num_threads=options.threads)
+    loader = make_loader(
+        split, config, torch.device("cpu"), start_step=0, dp_rank=0, dp_size=1, num_threads=options.threads
+    )
     count = len(split) // options.micro_batch
     for _ in range(count):
         loader.next()

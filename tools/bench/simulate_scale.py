@@ -1,4 +1,5 @@
-"""What order and draws cost a rank at scale, and whether all ranks together see each image once: no processes, no pixels.
+"""What order and draws cost a rank at scale, and whether all ranks together see each image once: no processes, no
+pixels.
 
     python -m tools.bench.simulate_scale [--shuffle block]
 
@@ -19,7 +20,8 @@ from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.order import SampleOrder
 from tools.bench.turns import cpu_name, loading_config
 
-# Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", arXiv 1409.0575; image-net.org, fall 2011 release.
+# Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", arXiv 1409.0575; image-net.org, fall 2011
+# release.
 DATASETS = {"ImageNet-1k": 1_281_167, "ImageNet-21k": 14_197_122}
 SAMPLED_RANKS, SAMPLED_STEPS = 8, 20
 
@@ -27,40 +29,54 @@ SAMPLED_RANKS, SAMPLED_STEPS = 8, 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024, metavar="N", help="default: %(default)s")
-    parser.add_argument("--global-batch", type=int, default=32_768, metavar="N", help="images per step (default: %(default)s)")
-    parser.add_argument("--images", type=int, nargs="+", metavar="N", help="sizes of datasets (default: ImageNet-1k's and 21k's)")
-    parser.add_argument("--shuffle", choices=["full", "block"], default="full", help="data.shuffle (default: %(default)s)")
+    parser.add_argument(
+        "--global-batch", type=int, default=32_768, metavar="N", help="images per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--images", type=int, nargs="+", metavar="N", help="sizes of datasets (default: ImageNet-1k's and 21k's)"
+    )
+    parser.add_argument(
+        "--shuffle", choices=["full", "block"], default="full", help="data.shuffle (default: %(default)s)"
+    )
     options = parser.parse_args()
     if options.global_batch < 2 * options.ranks or options.global_batch % options.ranks:
         parser.error(
-            f"--global-batch {options.global_batch} is not 2 or more images for each of {options.ranks} --ranks, the same for all"
+            f"--global-batch {options.global_batch} is not 2 or more images for each of {options.ranks} --ranks, the "
+            "same for all"
         )
     if options.images and min(options.images) < 1:
         parser.error(f"--images {min(options.images)}: use positive numbers")
     datasets = {f"{number:,} images": number for number in options.images} if options.images else DATASETS
     print(f"{options.ranks} ranks, {options.global_batch} images per step, one core of {cpu_name()}")
-    print(f"{'dataset':<13} {'images':>11} {'steps':>6} {'coverage':>22} {'ms/step':>10} {'s at an epoch':>14} {'MB/rank':>10}")
+    print(
+        f"{'dataset':<13} {'images':>11} {'steps':>6} {'coverage':>22} {'ms/step':>10} {'s at an epoch':>14} "
+        f"{'MB/rank':>10}"
+    )
     for name, num_images in datasets.items():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         config = loading_config(
             DataConfig(root="data", shuffle=options.shuffle),
-            global_batch=options.global_batch, micro_batch=options.global_batch // options.ranks, mixup_alpha=0.2,
-        )  # fmt: skip
+            global_batch=options.global_batch,
+            micro_batch=options.global_batch // options.ranks,
+            mixup_alpha=0.2,
+        )
         coverage, steps = count_coverage(num_images, config, options.ranks)
         step_ms, epoch_s = measure(num_images, config, options.ranks)
-        # Two epochs' orders where an epoch ends: 4 bytes per image, or 8 bytes per block; the index is mapped, shared by a host.
+        # Two epochs' orders where an epoch ends: 4 bytes per image, or 8 bytes per block; the index is mapped, shared
+        # by a host.
         kept = 4 * num_images if options.shuffle == "full" else 8 * num_images / config.data.block_images
         megabytes = 2 * kept / 1e6
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
         print(
-            f"{name:<13} {num_images:>11,} {steps:>6} {coverage:>22} {step_ms:>10.2f} {epoch_s:>14.2f} {megabytes:>10.1f}"
-            f"   (peak {peak:.0f} MB with this program's own counting)",
+            f"{name:<13} {num_images:>11,} {steps:>6} {coverage:>22} {step_ms:>10.2f} {epoch_s:>14.2f} "
+            f"{megabytes:>10.1f}   (peak {peak:.0f} MB with this program's own counting)",
             flush=True,
         )
 
 
 def count_coverage(num_images: int, config: Config, ranks: int) -> tuple[str, int]:
-    """How often all ranks together see an image in two epochs, which no number of steps fits exactly; and those steps."""
+    """How often all ranks together see an image in two epochs, which no number of steps fits exactly; and those
+    steps."""
     order, global_batch, size = SampleOrder.of(config, num_images), config.batch.global_batch, config.batch.micro_batch
     seen = np.zeros((2, num_images), dtype=np.uint8)
     steps = -(-2 * num_images // global_batch)

@@ -2,8 +2,9 @@
 
     DALI_NVIMGCODEC_LOG_LEVEL=3 python -m tools.bench.smoke DATASET --decode box --load 0.65
 
-nvImageCodec 0.9 is reported to fail or to end the process where it decodes a box of an ordinary JPEG on a data centre GPU
-(NVIDIA/nvImageCodec issue 55); complete images decode. What comes out is compared with the same operator on the CPU.
+nvImageCodec 0.9 is reported to fail or to end the process where it decodes a box of an ordinary JPEG on a data centre
+GPU (NVIDIA/nvImageCodec issue 55); complete images decode. What comes out is compared with the same operator on the
+CPU.
 """
 
 import argparse
@@ -24,7 +25,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", type=Path, metavar="DATASET", help="of encoded images; its training split is read")
     parser.add_argument("--decode", choices=["whole", "box"], default="whole", help="complete images, or a box of each")
-    parser.add_argument("--load", type=float, default=0.65, metavar="SHARE", help="hw_decoder_load (default: %(default)s)")
+    parser.add_argument(
+        "--load", type=float, default=0.65, metavar="SHARE", help="hw_decoder_load (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per batch (default: %(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
@@ -36,14 +39,19 @@ def main() -> None:
     boxes = (files, sides // 4, sides // 2)  # the middle quarter
     version = getattr(backend_impl, "GetNvimgcodecVersion", lambda: "unknown")()
     print(
-        f"nvImageCodec {version}; {options.decode} images, batches of {options.batch}, hw_decoder_load {options.load:g}", flush=True
+        f"nvImageCodec {version}; {options.decode} images, batches of {options.batch}, hw_decoder_load "
+        f"{options.load:g}",
+        flush=True,
     )
     expected = decode(boxes, options, on_gpu=False)
     begin = time.perf_counter()
     found = decode(boxes, options, on_gpu=options.device == "cuda")
     seconds = time.perf_counter() - begin
     off = max(float(np.abs(a.astype(float) - b).mean()) for a, b in zip(found, expected, strict=True))
-    print(f"{BATCHES} batches in {seconds:.2f} s with the first one's start; at most {off:.2f} grey levels from the CPU, per image")
+    print(
+        f"{BATCHES} batches in {seconds:.2f} s with the first one's start; at most {off:.2f} grey levels from the "
+        "CPU, per image"
+    )
     if off > 2:
         raise SystemExit("more than 2 grey levels: what was decoded is wrong")
 
@@ -51,9 +59,14 @@ def main() -> None:
 def decode(boxes: tuple[Any, ...], options: argparse.Namespace, *, on_gpu: bool) -> list[Any]:
     """The pixels of the last of several batches."""
     pipe: Pipeline = _graph(
-        lambda: boxes, options.decode, options.load, on_gpu,
-        batch_size=options.batch, num_threads=4, device_id=0 if on_gpu else None,
-    )  # fmt: skip
+        lambda: boxes,
+        options.decode,
+        options.load,
+        on_gpu,
+        batch_size=options.batch,
+        num_threads=4,
+        device_id=0 if on_gpu else None,
+    )
     pipe.build()
     for _ in range(BATCHES):
         (pixels,) = pipe.run()

@@ -3,10 +3,11 @@
     python -m tools.bench.startup
 
 Writes a synthetic dataset of ImageNet's size into a temporary directory: an index of 1,281,167 training images in 1,024
-shards and 50,000 validation images in 128; all shards are hard links to one small TFRecord file of generated JPEGs. Then
-starts in turn a Python that imports torch, timm and DALI and nothing else, and `python -m dali_train train` with a tiny
-ViT at 32 pixels (--model: with all weights of another). Both are timed from just before their process is started: the
-imports until the last one is done, the trainer until the loss of its first optimizer step is read. The first round warms
+shards and 50,000 validation images in 128; all shards are hard links to one small TFRecord file of generated JPEGs.
+Then starts in turn a Python that imports torch, timm and DALI and nothing else, and `python -m dali_train train` with a
+tiny ViT at 32 pixels (--model: with all weights of another). Both are timed from just before their process is started:
+the imports until the last one is done, the trainer until the loss of its first optimizer step is read. The first round
+warms
 up: after it files are in the page cache.
 """
 
@@ -75,8 +76,12 @@ PARTS = ("interpreter, command, config", "imports", "building", "first step")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)")
-    parser.add_argument("--model", metavar="NAME", help="another ViT of timm's, at 32 pixels: all its weights have to be drawn")
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="another ViT of timm's, at 32 pixels: all its weights have to be drawn"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as a JSON line")
     options = parser.parse_args()
     print(describe_machine(), flush=True)
@@ -86,7 +91,10 @@ def main() -> None:
     print_table(rounds)
     if options.json:
         write_lines(options.json, rounds)
-    print(f"\ncommand to first optimizer step: {ratio(rounds):.2f} x importing torch, timm and DALI (goal: at most {GOAL})")
+    print(
+        f"\ncommand to first optimizer step: {ratio(rounds):.2f} x importing torch, timm and DALI (goal: at most "
+        f"{GOAL})"
+    )
 
 
 def write_dataset_of_full_size(root: Path) -> None:
@@ -131,8 +139,11 @@ def first_step_seconds(run: Path, config: Path) -> dict[str, float]:
         begin = time.monotonic()
         trainer = subprocess.Popen(
             [sys.executable, "-m", "dali_train", "train", "--config", str(config), "--run.dir", str(run)],
-            cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
         assert trainer.stdout is not None
         for line in trainer.stdout:
             if line.startswith("PARTS"):
@@ -148,7 +159,9 @@ def first_step_seconds(run: Path, config: Path) -> dict[str, float]:
 
 
 def ratio(rounds: list[dict[str, float]]) -> float:
-    return statistics.median(r["first step in all"] for r in rounds) / statistics.median(r["torch, timm, DALI"] for r in rounds)
+    return statistics.median(r["first step in all"] for r in rounds) / statistics.median(
+        r["torch, timm, DALI"] for r in rounds
+    )
 
 
 def print_table(rounds: list[dict[str, float]]) -> None:

@@ -1,11 +1,13 @@
-"""How fast a training step is: with real data, with synthetic data, and against loops written by hand around the same model.
+"""How fast a training step is: with real data, with synthetic data, and against loops written by hand around the same
+model.
 
     python tools/bench_step.py --config FILE [--data.root DATASET] [--section.field value ...]
 
-Contenders are processes of their own that take turns, round after round; printed are medians and spread over the rounds.
-The trainer is the product's complete loop as `dali-train train` runs it, with its standard hooks, one logging step per round,
-without evaluation and checkpoints. The bare loop has the same model, optimizer, precision and accumulation on a fixed
-batch and nothing else; timm's is the loop of its train.py with its own parts. One process each, on one GPU or the CPU.
+Contenders are processes of their own that take turns, round after round; printed are medians and spread over the
+rounds. The trainer is the product's complete loop as `dali-train train` runs it, with its standard hooks, one logging
+step per round, without evaluation and checkpoints. The bare loop has the same model, optimizer, precision and
+accumulation on a fixed batch and nothing else; timm's is the loop of its train.py with its own parts. One process each,
+on one GPU or the CPU.
 
 Model FLOPs are those of torch's flop counter for a forward and a backward pass, without what is computed twice;
 utilisation is against the data sheet's peak of a known GPU, else against the best large matrix product measured here.
@@ -54,7 +56,13 @@ def main() -> None:
         orders = [False] * (1 + options.rounds) + [True] * options.profile
         if options.json:
             facts = {"flops_per_image": flops, "peak_flops_per_second": best.flops_per_second}
-            start = {"event": "start", "command": sys.argv, "header": heading, **facts, "global_batch": config.batch.global_batch}
+            start = {
+                "event": "start",
+                "command": sys.argv,
+                "header": heading,
+                **facts,
+                "global_batch": config.batch.global_batch,
+            }
             write_lines(options.json, [start])
         answers = take_turns(chosen(CONTENDERS, options.only), contend, (task,), orders, lines=options.json)
     rounds = {name: results[: options.rounds] for name, results in answers.items() if results}
@@ -67,7 +75,9 @@ def main() -> None:
     if options.profile:
         print_kernels({name: results[-1].kernels for name, results in answers.items() if results}, device)
     if options.plot:
-        plot_bars(options.plot, rates, f"{config.model.name}, {config.precision.dtype}, {device_name(device)}", ours="trainer")
+        plot_bars(
+            options.plot, rates, f"{config.model.name}, {config.precision.dtype}, {device_name(device)}", ours="trainer"
+        )
     print()
     for name, peer, goal in RATIOS:
         if name in rounds and peer in rounds:
@@ -79,12 +89,22 @@ def main() -> None:
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """(this tool's own options, the config's)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the recipe; its settings can be overridden")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed optimizer steps a round (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="the recipe; its settings can be overridden"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="timed optimizer steps a round (default: %(default)s)"
+    )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name holds one of these words")
-    parser.add_argument("--profile", action="store_true", help="one more round with a profiler: time by class of kernel")
+    parser.add_argument(
+        "--profile", action="store_true", help="one more round with a profiler: time by class of kernel"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
     return parser.parse_known_args()
@@ -93,15 +113,17 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 def header(options: argparse.Namespace, config: Config, device: torch.device, flops: float, best: Peak) -> str:
     batch = config.batch
     return (
-        f"{config.model.name}, {config.precision.dtype}, {batch.global_batch} images per step = {batch.micro_batch} x "
-        f"{batch.grad_accum_steps(1)} accumulated, {config.data.root}: {options.rounds} rounds of {options.steps} steps\n"
-        f"{device_name(device)}; {describe_machine()}\n"
-        f"model: {flops / 1e9:.4g} GFLOP an image, forward and backward; peak {best.source}"
+        f"{config.model.name}, {config.precision.dtype}, {batch.global_batch} images per step = {batch.micro_batch} "
+        f"x {batch.grad_accum_steps(1)} accumulated, {config.data.root}: {options.rounds} rounds of {options.steps} "
+        f"steps\n{device_name(device)}; {describe_machine()}\nmodel: {flops / 1e9:.4g} GFLOP an image, forward and "
+        f"backward; peak {best.source}"
     )
 
 
 def print_table(rounds: dict[str, list[Round]], images: int, flops: float, best: Peak) -> None:
-    print(f"\n{'':<26}{'step ms':>10}{'low':>9}{'high':>9}{'images/s':>10}{'TFLOP/s':>9}{'of peak':>9}{'memory GB':>11}")
+    print(
+        f"\n{'':<26}{'step ms':>10}{'low':>9}{'high':>9}{'images/s':>10}{'TFLOP/s':>9}{'of peak':>9}{'memory GB':>11}"
+    )
     for name, results in rounds.items():
         step = Spread.of(result.step_s for result in results)
         rate = images / step.median
@@ -116,7 +138,10 @@ def print_phases(name: str, results: list[Round]) -> None:
     """Where the trainer's step goes, as its own clock has it, next to the step as this tool timed it."""
     means = {phase: sum(result.phases[phase] for result in results) / len(results) for phase in STEP_PHASES}
     step = sum(result.step_s for result in results) / len(results)
-    print(f"\n{name}, ms per step, means: " + ", ".join(f"{phase} {1000 * seconds:.2f}" for phase, seconds in means.items()))
+    print(
+        f"\n{name}, ms per step, means: "
+        + ", ".join(f"{phase} {1000 * seconds:.2f}" for phase, seconds in means.items())
+    )
     print(f"  their sum {1000 * sum(means.values()):.2f}, the step {1000 * step:.2f}")
 
 

@@ -1,4 +1,5 @@
-"""What the benchmarks share: contenders that take turns, each in its own process; a config; how results are printed and drawn."""
+"""What the benchmarks share: contenders that take turns, each in its own process; a config; how results are printed and
+drawn."""
 
 import json
 import multiprocessing
@@ -15,7 +16,16 @@ from typing import Any
 
 import psutil
 
-from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from dali_train.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    MixupConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 
 PACKAGES = ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy")
 
@@ -43,14 +53,15 @@ def take_turns(
     lines: Path | None = None,
     shared: dict[str, Any] | None = None,
 ) -> dict[str, list[Any]]:
-    """Give each contender one order after the other, interleaved, so that a busy moment of the machine hits all of them.
+    """Give each contender one order after the other, interleaved, so that a busy moment of the machine hits all of
+    them.
 
     Each is a process that runs ``contend(name, *arguments, pipe)``: it sends "ready" or why it cannot take part, and
     then one answer for each order that it receives. While one works the others wait.
 
     Args:
-        lines: a file to which each answer but the first is appended as soon as it comes, as a JSON line with the contender,
-            the round and what is `shared` by all lines.
+        lines: a file to which each answer but the first is appended as soon as it comes, as a JSON line with the
+            contender, the round and what is `shared` by all lines.
 
     Returns:
         Each contender's answers. Not those to the first order, which warms up; nothing for who cannot take part.
@@ -92,7 +103,12 @@ def take_turns(
 
 
 def loading_config(
-    data: DataConfig, *, micro_batch: int, global_batch: int | None = None, mixup_alpha: float = 0.0, channels_last: bool = False
+    data: DataConfig,
+    *,
+    micro_batch: int,
+    global_batch: int | None = None,
+    mixup_alpha: float = 0.0,
+    channels_last: bool = False,
 ) -> Config:
     """A config of which only the data path is used. By default a micro-batch is an entire step."""
     return Config(
@@ -139,7 +155,10 @@ def describe_machine() -> str:
         except PackageNotFoundError:
             continue
     memory = psutil.virtual_memory().total / 2**30
-    return f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}\n{', '.join(packages)}"
+    return (
+        f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python "
+        f"{platform.python_version()}\n{', '.join(packages)}"
+    )
 
 
 def cpu_name() -> str:
@@ -162,7 +181,8 @@ def print_ratio(name: str, peer: str, ratio: float, *, goal: float | None = None
 
 
 def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) -> None:
-    """Images per second as bars with the spread over the rounds, the first on top; names that begin with `ours` stand out."""
+    """Images per second as bars with the spread over the rounds, the first on top; names that begin with `ours` stand
+    out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,7 +193,9 @@ def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) ->
     spread = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
     colours = ["#1f6feb" if name.startswith(ours) else "#b0b7c0" for name in names]
     figure, axes = plt.subplots(figsize=(9, 0.38 * len(names) + 1.4), layout="constrained")
-    bars = axes.barh(names, [row.median for row in rows], xerr=spread, color=colours, error_kw={"ecolor": "#555555", "lw": 1})
+    bars = axes.barh(
+        names, [row.median for row in rows], xerr=spread, color=colours, error_kw={"ecolor": "#555555", "lw": 1}
+    )
     axes.bar_label(bars, [f"{row.median:,.0f}" for row in rows], padding=14)
     axes.set_xlabel("images/s (median, with the lowest and highest round)")
     axes.set_xlim(0, max(row.high for row in rows) * 1.15)

@@ -78,7 +78,9 @@ class Directory:
             try:
                 status = entry.stat()
             except FileNotFoundError:
-                raise SourceError(f"{printable(entry.path)}: a link to a file that does not exist: remove or mend it") from None
+                raise SourceError(
+                    f"{printable(entry.path)}: a link to a file that does not exist: remove or mend it"
+                ) from None
             if stat.S_ISDIR(status.st_mode):
                 identity = status.st_dev, status.st_ino
                 if identity in above:
@@ -87,7 +89,9 @@ class Directory:
             elif stat.S_ISREG(status.st_mode):
                 yield Member(prefix + entry.name, 0, status.st_size)
             else:
-                raise SourceError(f"{printable(entry.path)}: a device, FIFO or socket, or a link to one, not a file: remove it")
+                raise SourceError(
+                    f"{printable(entry.path)}: a device, FIFO or socket, or a link to one, not a file: remove it"
+                )
 
     def read(self, member: Member) -> bytes:
         try:
@@ -95,7 +99,9 @@ class Directory:
         except FileNotFoundError:
             raise SourceError(f"{self.place(member.name)}: vanished while converting") from None
         if len(content) != member.size:
-            raise SourceError(f"{self.place(member.name)}: has {len(content)} bytes, {member.size} when the conversion began")
+            raise SourceError(
+                f"{self.place(member.name)}: has {len(content)} bytes, {member.size} when the conversion began"
+            )
         return content
 
     def place(self, name: str) -> str:
@@ -103,7 +109,8 @@ class Directory:
 
 
 class _Window:
-    """The part of a file that `tarfile` may see, as its file object: the headers of one archive, in reads of a useful size."""
+    """The part of a file that `tarfile` may see, as its file object: the headers of one archive, in reads of a useful
+    size."""
 
     def __init__(self, descriptor: int, begin: int, end: int) -> None:
         self._descriptor, self._position, self._end = descriptor, begin, end
@@ -148,7 +155,8 @@ class Archive:
             more = os.pread(self._descriptor, member.size - len(content), member.offset + len(content))
             if not more:
                 raise SourceError(
-                    f"{self.place(member.name)}: at byte {member.offset}: {member.size} bytes expected, {len(content)} are there"
+                    f"{self.place(member.name)}: at byte {member.offset}: {member.size} bytes expected, "
+                    f"{len(content)} are there"
                 )
             content += more
         return content
@@ -178,7 +186,9 @@ class Archive:
                 tar.members.clear()  # type: ignore[attr-defined]
                 self._check(member, end)
                 if tar.offset <= position:
-                    raise SourceError(f"member {printable(member.name)!r} has a size that leads backwards: damaged or forged")
+                    raise SourceError(
+                        f"member {printable(member.name)!r} has a size that leads backwards: damaged or forged"
+                    )
             except SourceError as error:
                 raise self._error(position, within, str(error)) from None
             except tarfile.ReadError as error:
@@ -208,12 +218,15 @@ class Archive:
             raise SourceError(f"member {name!r} is {kind}: refused, only files are read")
         there = end - member.offset_data
         if not 0 <= member.size <= there:
-            raise SourceError(f"member {name!r} has {member.size} bytes, the archive {max(0, there)} more: cut off or forged")
+            raise SourceError(
+                f"member {name!r} has {member.size} bytes, the archive {max(0, there)} more: cut off or forged"
+            )
         if name.startswith("/") or ".." in name.split("/"):
             raise SourceError(f"member {name!r} points outside of the archive: refused")
 
     def _check_end(self, position: int, end: int, within: Member | None) -> None:
-        """tarfile takes whatever is no header for the end: a hole of zeros, damage, or the end of an archive put before another.
+        """tarfile takes whatever is no header for the end: a hole of zeros, damage, or the end of an archive put before
+        another.
 
         A real end is at least one block of zeros, and nothing but a little padding of them up to the end of the file.
         """
@@ -224,8 +237,9 @@ class Archive:
             problem = "no tar header (its checksum does not fit): not a tar archive, or damaged here"
         elif rest.strip(b"\0"):
             problem = (
-                f"the archive seems to end here, but {end - position:,} bytes follow, not all of them zeros: a hole of an "
-                "unfinished download, or two archives joined into one file (join them with `tar --concatenate`)"
+                f"the archive seems to end here, but {end - position:,} bytes follow, not all of them zeros: a hole "
+                "of an unfinished download, or two archives joined into one file (join them with `tar "
+                "--concatenate`)"
             )
         elif len(rest) > _MAX_PADDING:
             problem = f"{end - position:,} bytes of zeros follow: probably an unfinished download, fetch it again"
@@ -234,7 +248,9 @@ class Archive:
         raise self._error(position, within, problem)
 
     def _error(self, position: int, within: Member | None, problem: str) -> SourceError:
-        return SourceError(f"{self.path}{f' ({printable(within.name)} in it)' if within else ''}: at byte {position}: {problem}")
+        return SourceError(
+            f"{self.path}{f' ({printable(within.name)} in it)' if within else ''}: at byte {position}: {problem}"
+        )
 
 
 def _unpacked(path: Path) -> IO[bytes]:
@@ -247,7 +263,8 @@ def _unpacked(path: Path) -> IO[bytes]:
                 total += len(chunk)
                 if total > _MAX_UNPACKED_BYTES:
                     raise SourceError(
-                        f"{path}: over {_MAX_UNPACKED_BYTES:,} bytes when unpacked: gunzip it first, then it is read in place"
+                        f"{path}: over {_MAX_UNPACKED_BYTES:,} bytes when unpacked: gunzip it first, then it is read "
+                        "in place"
                     )
                 unpacked.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -77,7 +77,10 @@ def download(files: Download, directory: Path, *, mirror: str | None = None) -> 
 def _fetch(url: str, target: Path, expected: str) -> None:
     from torch.hub import download_url_to_file  # takes seconds: only who downloads pays
 
-    remedy = "start the same command again, try another --mirror, or fetch the file elsewhere and name its directory with --source"
+    remedy = (
+        "start the same command again, try another --mirror, or fetch the file elsewhere and name its directory with "
+        "--source"
+    )
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT_S)  # torch names none: a server that falls silent would hold the command for ever
     try:

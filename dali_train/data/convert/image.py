@@ -46,7 +46,9 @@ class EncodingOptions:
             if value is not None and not 1 <= value <= MAX_SIDE:
                 raise EncodingOptionsError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
         if self.max_side is not None and self.short_side is not None:
-            raise EncodingOptionsError(f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one")
+            raise EncodingOptionsError(
+                f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one"
+            )
         if not 1 <= self.quality <= 100:
             raise EncodingOptionsError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
 
@@ -166,7 +168,9 @@ def _to_rgb_or_grey(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits per pixel; PIL's own conversion clips at 255
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise BadImageError(f"mode {image.mode} with values from {values.min()} to {values.max()}: 16 bits are understood")
+            raise BadImageError(
+                f"mode {image.mode} with values from {values.min()} to {values.max()}: 16 bits are understood"
+            )
         return Image.fromarray((values >> 8).astype(np.uint8))
     if image.mode == "F":
         raise BadImageError("floating-point pixels: convert it to 8 bits first")

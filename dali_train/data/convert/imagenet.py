@@ -24,7 +24,9 @@ _META_TIMEOUT_S = 120
 _VALIDATION_IMAGE = re.compile(r"_val_(\d{8})\.JPEG$", re.IGNORECASE)
 
 
-def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -> tuple[dict[SplitName, Source], list[str]]:
+def imagenet(
+    train: Path | None, validation: Path | None, devkit: Path | None
+) -> tuple[dict[SplitName, Source], list[str]]:
     """The splits whose archives are given, and the synsets in the order of the labels.
 
     Raises:
@@ -45,7 +47,8 @@ def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -
         unknown = sorted(found - set(synsets)) if kit else []
         if unknown:
             raise SourceError(
-                f"{train}: {', '.join(unknown[:5])} ({len(unknown)} synsets) are not in {devkit}: take the devkit of the same year"
+                f"{train}: {', '.join(unknown[:5])} ({len(unknown)} synsets) are not in {devkit}: take the devkit of "
+                "the same year"
             )
         synsets = synsets or sorted(found)
         label_of = {synset: label for label, synset in enumerate(synsets)}
@@ -87,7 +90,8 @@ def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tupl
         match = _VALIDATION_IMAGE.search(image.name)
         if match is None:
             raise SourceError(
-                f"{archive.place(image.name)}: expected ILSVRC2012_val_NUMBER.JPEG: --validation-archive is ILSVRC2012_img_val.tar"
+                f"{archive.place(image.name)}: expected ILSVRC2012_val_NUMBER.JPEG: --validation-archive is "
+                "ILSVRC2012_img_val.tar"
             )
         number = int(match[1])
         if not 1 <= number <= len(labels) or number in seen:
@@ -97,7 +101,8 @@ def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tupl
         yield image, labels[number - 1]
     if len(seen) != len(labels):
         raise SourceError(
-            f"{archive.path}: {len(seen)} images, the devkit has {len(labels)} labels: another archive is meant, or it is cut off"
+            f"{archive.path}: {len(seen)} images, the devkit has {len(labels)} labels: another archive is meant, or "
+            "it is cut off"
         )
 
 
@@ -124,7 +129,8 @@ def _read_devkit(path: Path) -> _Devkit:
     unknown = sorted(set(ids) - set(synset_of_id))
     if unknown:
         raise SourceError(
-            f"{archive.place(truth.name)}: ILSVRC ids {unknown[:5]} are not among the {len(synset_of_id)} synsets of meta.mat"
+            f"{archive.place(truth.name)}: ILSVRC ids {unknown[:5]} are not among the {len(synset_of_id)} synsets of "
+            "meta.mat"
         )
     return _Devkit(synset_of_id, ids)
 

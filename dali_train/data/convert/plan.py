@@ -30,7 +30,8 @@ def shuffled_layout(num_images: int, num_shards: int, *, seed: int) -> Layout:
 
 
 def held_out(labels: NDArray[np.int32], fraction: float, *, seed: int) -> NDArray[np.bool_]:
-    """Which images a validation split takes: `fraction` of each class, rounded, but at least one image where two are."""
+    """Which images a validation split takes: `fraction` of each class, rounded, but at least one image where two
+    are."""
     chosen = np.zeros(len(labels), dtype=np.bool_)
     order = shuffled(np.random.Philox(key=[seed, _HELD_OUT_STREAM]), len(labels))
     by_class = order[np.argsort(labels[order], kind="stable")]

@@ -1,8 +1,8 @@
 """A conversion from beginning to end: plan, write, resume, refuse, and hand over to the index.
 
-While it runs, ``DATASET/.conversion`` holds the options and a note per finished shard; the directory is removed when all
-that was written has been read again. ``dataset.json`` appears last. Nothing that can be read as a finished shard or dataset
-is ever half done, so a run may be killed at any moment and started again.
+While it runs, ``DATASET/.conversion`` holds the options and a note per finished shard; the directory is removed when
+all that was written has been read again. ``dataset.json`` appears last. Nothing that can be read as a finished shard or
+dataset is ever half done, so a run may be killed at any moment and started again.
 """
 
 import json
@@ -71,12 +71,15 @@ class Conversion:
                 raise ConversionError(f"the {split} split has no images")
             if num_shards is not None and not 1 <= num_shards <= min(num_images, 99_999):
                 raise ConversionError(
-                    f"--{split}-shards is {num_shards}: use 1 to {min(num_images, 99_999)}, the split has {num_images} images"
+                    f"--{split}-shards is {num_shards}: use 1 to {min(num_images, 99_999)}, the split has "
+                    f"{num_images} images"
                 )
 
     def shards_of(self, split: SplitName) -> int:
         source = self.sources[split]
-        return self.num_shards.get(split) or default_num_shards(split, num_images=len(source.labels), num_bytes=source.num_bytes)
+        return self.num_shards.get(split) or default_num_shards(
+            split, num_images=len(source.labels), num_bytes=source.num_bytes
+        )
 
     def identity(self) -> dict[str, Any]:
         """All that the bytes of the result depend on; a resumed run must repeat it."""
@@ -91,12 +94,13 @@ class Conversion:
 
 
 def convert(conversion: Conversion) -> list[str]:
-    """Make the dataset, or what is missing of it, and read everything that was written; returns what to say to the user.
+    """Make the dataset, or what is missing of it, and read everything that was written; returns what to say to the
+    user.
 
     Raises:
         ConversionError: `out` holds another conversion or other files.
-        ConversionFailedError: bad images and ``on_bad`` is fail, the disk is full, or the disk gives back something else than
-            what was written.
+        ConversionFailedError: bad images and ``on_bad`` is fail, the disk is full, or the disk gives back something
+            else than what was written.
         SourceError: the source changed meanwhile.
     """
     out = conversion.out
@@ -112,7 +116,10 @@ def convert(conversion: Conversion) -> list[str]:
         done = {split: _convert_split(conversion, split, state) for split in conversion.sources}
         _report_bad_images(conversion, done)
         report = {
-            split: {**sum((s.counts for s in shards), Counter()), "left out, see quarantine.jsonl": sum(len(s.bad) for s in shards)}
+            split: {
+                **sum((s.counts for s in shards), Counter()),
+                "left out, see quarantine.jsonl": sum(len(s.bad) for s in shards),
+            }
             for split, shards in done.items()
         }
         write_index(
@@ -124,20 +131,30 @@ def convert(conversion: Conversion) -> list[str]:
         )
         findings = verify(out, decode=False, workers=conversion.workers)  # what is stored was decoded before
         if findings.problems:
-            (out / "dataset.json").unlink()  # nothing trains on it, and the next start compares each shard with its checksum
+            (
+                out / "dataset.json"
+            ).unlink()  # nothing trains on it, and the next start compares each shard with its checksum
             faults = "\n  ".join(findings.problems)
             raise ConversionFailedError(
-                f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew. Check the disk"
+                f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew. Check "
+                "the disk"
             )
         # Renamed first: half a state directory would look like somebody else's files.
         shutil.rmtree(state.rename(finished))
-    counted = [f"{split}: {count:,} images: {kind}" for split, kinds in report.items() for kind, count in kinds.items() if count]
+    counted = [
+        f"{split}: {count:,} images: {kind}"
+        for split, kinds in report.items()
+        for kind, count in kinds.items()
+        if count
+    ]
     return [*counted, *findings.summary(), f"{out} is ready"]
 
 
 def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence[WrittenShard]]) -> None:
     """List them in quarantine.jsonl. Raises ConversionFailedError: there are some, and ``on_bad`` is fail."""
-    bad = [{"split": split, **asdict(image)} for split, shards in done.items() for shard in shards for image in shard.bad]
+    bad = [
+        {"split": split, **asdict(image)} for split, shards in done.items() for shard in shards for image in shard.bad
+    ]
     if bad:
         quarantine = conversion.out / "quarantine.jsonl"
         write_atomically(quarantine, "".join(json.dumps(_listed(line)) + "\n" for line in bad).encode())
@@ -151,7 +168,9 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> lis
     planned = shuffled_layout(len(source.labels), num_shards, seed=conversion.seed)
     names = [f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
     paths = [conversion.out / split / name for name in names]
-    found = dict(map_shards(paths, lambda path: _finished(path, state / f"{path.name}.npz"), workers=conversion.workers))
+    found = dict(
+        map_shards(paths, lambda path: _finished(path, state / f"{path.name}.npz"), workers=conversion.workers)
+    )
     done = [found[path] for path in paths]
     while True:
         # Which images are bad is known when every shard has been written once. Only then are shards levelled.
@@ -173,7 +192,8 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> lis
 
 
 def _finished(path: Path, note: Path) -> WrittenShard | None:
-    """A shard of an earlier run. If only its note is left, then as one without images, which keeps the bad ones known."""
+    """A shard of an earlier run. If only its note is left, then as one without images, which keeps the bad ones
+    known."""
     try:
         shard = WrittenShard.load(note)
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # none, or spoilt by a power failure
@@ -249,8 +269,8 @@ def _clear_when_full(out: Path) -> Iterator[None]:
         if error.errno not in NO_SPACE:
             raise
         raise ConversionFailedError(
-            f"{out}: cannot write any more ({error.strerror}). All finished shards are kept: make space and start the same command "
-            "again"
+            f"{out}: cannot write any more ({error.strerror}). All finished shards are kept: make space and start "
+            "the same command again"
         ) from error
 
 
@@ -267,8 +287,8 @@ def _claim(conversion: Conversion, state: Path) -> None:
         foreign = sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
         if foreign:
             raise ConversionError(
-                f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion to resume: "
-                "use an empty directory for --out"
+                f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion to "
+                "resume: use an empty directory for --out"
             )
         write_atomically(options, (json.dumps(conversion.identity(), indent=1) + "\n").encode())
     for pattern in (
@@ -291,8 +311,8 @@ def _refuse_other(conversion: Conversion, theirs: Mapping[str, Any], path: Path)
     ]
     if differences:
         raise ConversionError(
-            f"{conversion.out} holds a conversion with other options or another source ({path}): {'; '.join(differences)}. "
-            "Repeat those, or use another --out, or delete the directory"
+            f"{conversion.out} holds a conversion with other options or another source ({path}): "
+            f"{'; '.join(differences)}. Repeat those, or use another --out, or delete the directory"
         )
 
 

@@ -129,7 +129,9 @@ class ShardWriter:
                         continue
                     record = frame_record(encode_example(stored.content, self._features(image, stored)))
                     start = offset + len(record[0]) + len(record[1])
-                    rows.append((start, len(stored.content), 0, self._source.labels[image], stored.height, stored.width))
+                    rows.append(
+                        (start, len(stored.content), 0, self._source.labels[image], stored.height, stored.width)
+                    )
                     offset += sum(map(len, record))
                     offsets.append(offset)
                     written.append(image)

@@ -1,4 +1,5 @@
-"""The small datasets as they are published, read into memory: CIFAR-10, MNIST, Fashion-MNIST and scikit-learn's digits."""
+"""The small datasets as they are published, read into memory: CIFAR-10, MNIST, Fashion-MNIST and scikit-learn's
+digits."""
 
 import gzip
 import struct
@@ -19,7 +20,18 @@ DIGITS_SIDE = 32
 # The official label order, https://www.cs.toronto.edu/~kriz/cifar.html, which is also that of the sorted names.
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # The order of https://github.com/zalandoresearch/fashion-mnist#labels
-FASHION_CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+FASHION_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 DIGIT_CLASSES = tuple("0123456789")
 
 _CIFAR10_FILES: dict[SplitName, tuple[str, ...]] = {
@@ -35,7 +47,8 @@ Sources = tuple[dict[SplitName, Source], Sequence[str]]
 
 
 def cifar10(path: Path) -> Sources:
-    """CIFAR-10 from its binary version, as archive or directory, or from a tree ``train/CLASS``, ``test/CLASS`` of images.
+    """CIFAR-10 from its binary version, as archive or directory, or from a tree ``train/CLASS``, ``test/CLASS`` of
+    images.
 
     Raises:
         SourceError: neither; or the Python version, which is not read.
@@ -46,8 +59,8 @@ def cifar10(path: Path) -> Sources:
     if not any(name in members for names in _CIFAR10_FILES.values() for name in names):
         if _CIFAR10_PICKLES & set(members):
             raise SourceError(
-                f"{path}: CIFAR-10's Python version is made of pickles, which can run code when they are read, and is not read: "
-                "use the binary version, cifar-10-binary.tar.gz, which --download fetches"
+                f"{path}: CIFAR-10's Python version is made of pickles, which can run code when they are read, and "
+                "is not read: use the binary version, cifar-10-binary.tar.gz, which --download fetches"
             )
         return split_folders(path)
     sources: dict[SplitName, Source] = {}
@@ -56,7 +69,9 @@ def cifar10(path: Path) -> Sources:
         if len(missing) == len(names):
             continue
         if missing:
-            raise SourceError(f"{path}: {', '.join(missing)} is missing, the other parts of the {split} split are there")
+            raise SourceError(
+                f"{path}: {', '.join(missing)} is missing, the other parts of the {split} split are there"
+            )
         parts = [_cifar10_records(container.read(members[name]), container.place(members[name].name)) for name in names]
         records = np.concatenate(parts)
         pixels = np.ascontiguousarray(records[:, 1:].reshape(-1, *_CIFAR10_SHAPE).transpose(0, 2, 3, 1))
@@ -68,7 +83,8 @@ def _cifar10_records(content: bytes, place: str) -> NDArray[np.uint8]:
     size = 1 + int(np.prod(_CIFAR10_SHAPE))
     if not content or len(content) % size:
         raise SourceError(
-            f"{place}: has {len(content)} bytes, which is not a multiple of the record size {size}: cut off, or not CIFAR-10's"
+            f"{place}: has {len(content)} bytes, which is not a multiple of the record size {size}: cut off, or not "
+            "CIFAR-10's"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, size)
     wrong = np.flatnonzero(records[:, 0] >= len(CIFAR10_CLASSES))
@@ -86,7 +102,9 @@ def mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources
         SourceError: files that are missing or are not what they should be.
     """
     if not directory.is_dir():
-        raise SourceError(f"{directory}: this directory does not exist; it should hold train-images-idx3-ubyte.gz and the like")
+        raise SourceError(
+            f"{directory}: this directory does not exist; it should hold train-images-idx3-ubyte.gz and the like"
+        )
     sources: dict[SplitName, Source] = {}
     for split in SPLITS:
         images, labels = (_idx_file(directory, _IDX_PREFIXES[split], kind) for kind in ("images-idx3", "labels-idx1"))
@@ -97,20 +115,27 @@ def mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources
             raise SourceError(f"{directory}: {found} is there, but not the {lost} that belong to it")
         pixels, numbers = _read_idx(images, dimensions=3), _read_idx(labels, dimensions=1)
         if len(pixels) != len(numbers):
-            raise SourceError(f"{images} has {len(pixels)} images, {labels} {len(numbers)} labels: they do not belong together")
+            raise SourceError(
+                f"{images} has {len(pixels)} images, {labels} {len(numbers)} labels: they do not belong together"
+            )
         if len(numbers) and numbers.max() >= len(class_names):
             raise SourceError(f"{labels}: label {numbers.max()}, expected 0 to {len(class_names) - 1}")
         sources[split] = PixelSource(pixels, numbers.astype(np.int32), title=f"{title}_{split}")
     if not sources:
         raise SourceError(
-            f"{directory}: has none of train-images-idx3-ubyte, t10k-images-idx3-ubyte (or .gz): --download fetches them"
+            f"{directory}: has none of train-images-idx3-ubyte, t10k-images-idx3-ubyte (or .gz): --download fetches "
+            "them"
         )
     return sources, class_names
 
 
 def _idx_file(directory: Path, prefix: str, kind: str) -> Path | None:
     # Some copies have a dot where the official names have a dash.
-    names = [f"{prefix}-{spelling}-ubyte{suffix}" for spelling in (kind, kind.replace("-idx", ".idx")) for suffix in ("", ".gz")]
+    names = [
+        f"{prefix}-{spelling}-ubyte{suffix}"
+        for spelling in (kind, kind.replace("-idx", ".idx"))
+        for suffix in ("", ".gz")
+    ]
     return next((directory / name for name in names if (directory / name).is_file()), None)
 
 
@@ -121,18 +146,22 @@ def _read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
             header = file.read(4 + 4 * dimensions)
             if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, 8, dimensions)):
                 raise SourceError(
-                    f"{path}: begins with {header[:4]!r}, expected {bytes((0, 0, 8, dimensions))!r}: not such an idx file"
+                    f"{path}: begins with {header[:4]!r}, expected {bytes((0, 0, 8, dimensions))!r}: not such an idx "
+                    "file"
                 )
             shape = struct.unpack(f">{dimensions}I", header[4:])
             size = int(np.prod([int(side) for side in shape], dtype=object))
             if size > _MAX_IDX_BYTES:
-                raise SourceError(f"{path}: says it holds {' x '.join(map(str, shape))} bytes: over {_MAX_IDX_BYTES:,} are refused")
+                raise SourceError(
+                    f"{path}: says it holds {' x '.join(map(str, shape))} bytes: over {_MAX_IDX_BYTES:,} are refused"
+                )
             content = file.read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise SourceError(f"{path}: damaged or cut off ({error}): fetch it again") from error
     if len(content) != size:
         raise SourceError(
-            f"{path}: {' x '.join(map(str, shape))} bytes expected, there are {'more' if len(content) > size else len(content)}"
+            f"{path}: {' x '.join(map(str, shape))} bytes expected, there are "
+            f"{'more' if len(content) > size else len(content)}"
         )
     return np.frombuffer(content, np.uint8).reshape(shape)
 

@@ -51,7 +51,9 @@ class ImageFiles:
         for member, label in files:
             if member.size > MAX_ENCODED_BYTES:
                 place = container.place(member.name)
-                raise SourceError(f"{place}: {member.size:,} bytes: the limit for an image is {MAX_ENCODED_BYTES:,}; remove it")
+                raise SourceError(
+                    f"{place}: {member.size:,} bytes: the limit for an image is {MAX_ENCODED_BYTES:,}; remove it"
+                )
             # File systems know names that are not UTF-8; Python marks those bytes as surrogates.
             names += member.name.encode(errors="surrogateescape")
             name_ends.append(len(names))
@@ -93,7 +95,9 @@ class SourcePart:
         self._source = source
         self._images = images
         self.labels = source.labels[images]
-        self.num_bytes = source.num_bytes * len(images) // max(1, len(source.labels))  # enough to choose a number of shards
+        self.num_bytes = (
+            source.num_bytes * len(images) // max(1, len(source.labels))
+        )  # enough to choose a number of shards
 
     def read(self, image: int) -> RawImage:
         return self._source.read(int(self._images[image]))
@@ -105,7 +109,11 @@ class SourcePart:
         return self._source.locate(int(self._images[image]))
 
     def identity(self) -> dict[str, Any]:
-        return {**self._source.identity(), "num_chosen": len(self._images), "chosen_crc32c": f"{crc32c(self._images.data):08x}"}
+        return {
+            **self._source.identity(),
+            "num_chosen": len(self._images),
+            "chosen_crc32c": f"{crc32c(self._images.data):08x}",
+        }
 
 
 class PixelSource:

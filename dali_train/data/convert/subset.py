@@ -33,7 +33,9 @@ class DatasetImages:
         number = int(self._images[image])
         row = self._split.rows[number]
         content = self._split.encoded(number).tobytes()
-        return StoredImage(content, int(row["height"]), int(row["width"]), is_raw=self._split.manifest.encoding == "raw")
+        return StoredImage(
+            content, int(row["height"]), int(row["width"]), is_raw=self._split.manifest.encoding == "raw"
+        )
 
     def name(self, image: int) -> str:
         """image/filename of the record, or the image's number where it has none."""

@@ -13,7 +13,12 @@ from dali_train.data.convert.sources import ImageFiles, Source, SourcePart
 from dali_train.data.dataset.found import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 
-_SPLIT_FOLDERS: dict[str, SplitName] = {"train": "train", "test": "validation", "val": "validation", "validation": "validation"}
+_SPLIT_FOLDERS: dict[str, SplitName] = {
+    "train": "train",
+    "test": "validation",
+    "val": "validation",
+    "validation": "validation",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -22,8 +27,8 @@ def folders(
 ) -> tuple[dict[SplitName, Source], list[str]]:
     """The splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone), sorted.
 
-    A `train` that holds ``train`` and one of ``val``, ``validation`` and ``test`` instead of classes gives both splits. With
-    `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
+    A `train` that holds ``train`` and one of ``val``, ``validation`` and ``test`` instead of classes gives both splits.
+    With `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
 
     Raises:
         SourceError: no class folders, a class that only `validation` has, or a class too small to be divided.
@@ -31,13 +36,19 @@ def folders(
     paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
     if train is None and validation is None:
         raise SourceError("nothing to convert: give --train DIR, --validation DIR, or both")
-    listed = {split: _list_images(open_container(path), _top_folder) for split, path in paths.items() if path is not None}
+    listed = {
+        split: _list_images(open_container(path), _top_folder) for split, path in paths.items() if path is not None
+    }
     splits_within = _splits_among(listed["train"][1]) if "train" in listed else []
     if train is not None and splits_within:
         if validation is None and validation_fraction is None and len(splits_within) == len(listed["train"][1]) == 2:
             return split_folders(train)
         other = next(name for name in ("val", "validation", "test") if name in (*splits_within, "test"))
-        remedy = f"give --train {train}/train and --validation {train}/{other}" if train.is_dir() else "unpack the archive first"
+        remedy = (
+            f"give --train {train}/train and --validation {train}/{other}"
+            if train.is_dir()
+            else "unpack the archive first"
+        )
         raise SourceError(f"{train} holds {', '.join(splits_within)}, which are splits and not classes: {remedy}")
     sources, names = _with_common_labels(listed)
     if validation_fraction is None:
@@ -48,7 +59,10 @@ def folders(
         raise SourceError("--validation-fraction divides --train: give --train, and no --validation")
     source = sources["train"]
     chosen = held_out(source.labels, validation_fraction, seed=seed)
-    return {"train": SourcePart(source, np.flatnonzero(~chosen)), "validation": SourcePart(source, np.flatnonzero(chosen))}, names
+    return {
+        "train": SourcePart(source, np.flatnonzero(~chosen)),
+        "validation": SourcePart(source, np.flatnonzero(chosen)),
+    }, names
 
 
 def split_folders(path: Path) -> tuple[dict[SplitName, Source], list[str]]:
@@ -73,8 +87,11 @@ def open_container(path: Path) -> Container:
     return Archive(path)
 
 
-def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str | None]) -> tuple[ImageFiles, list[str]]:
-    """The images for which `class_of` (the parts of a file's name) gives a class, and the classes in order of appearance."""
+def _list_images(
+    container: Container, class_of: Callable[[tuple[str, ...]], str | None]
+) -> tuple[ImageFiles, list[str]]:
+    """The images for which `class_of` (the parts of a file's name) gives a class, and the classes in order of
+    appearance."""
     numbers: dict[str, int] = {}
     passed_over: list[str] = []
 
@@ -120,7 +137,9 @@ def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:
     return None
 
 
-def _with_common_labels(listed: dict[SplitName, tuple[ImageFiles, list[str]]]) -> tuple[dict[SplitName, Source], list[str]]:
+def _with_common_labels(
+    listed: dict[SplitName, tuple[ImageFiles, list[str]]],
+) -> tuple[dict[SplitName, Source], list[str]]:
     """Number the classes of all splits by their sorted names."""
     first = next(iter(listed))
     names = sorted(listed[first][1])

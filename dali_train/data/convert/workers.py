@@ -25,8 +25,8 @@ _MOST_UNFLUSHED = 8  # shards, besides the one that each worker writes
 def return_large_blocks() -> None:
     """Have the C library give every block of over 1 MB back to the system when it is freed.
 
-    By itself glibc learns to keep blocks of up to 32 MB, for each thread apart: 32 threads that shrank photographs of 48
-    megapixels held 3.1 GB of free memory.
+    By itself glibc learns to keep blocks of up to 32 MB, for each thread apart: 32 threads that shrank photographs of
+    48 megapixels held 3.1 GB of free memory.
     """
     with suppress(AttributeError):  # another C library, without that habit
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

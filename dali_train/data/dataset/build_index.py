@@ -1,4 +1,5 @@
-"""Building the index of a dataset, once: by the converter, or by ``dali-train data index`` for somebody else's TFRecords.
+"""Building the index of a dataset, once: by the converter, or by ``dali-train data index`` for somebody else's
+TFRecords.
 
 A walk over every shard locates the images and checks labels, framing and image headers, so that training need not.
 """
@@ -67,7 +68,9 @@ class IndexedShard:
     def text_index(self) -> str:
         """DALI's, see `text_index_path`."""
         starts, ends = self.record_offsets[:-1], self.record_offsets[1:]
-        return "".join(f"{start} {size}\n" for start, size in zip(starts.tolist(), (ends - starts).tolist(), strict=True))
+        return "".join(
+            f"{start} {size}\n" for start, size in zip(starts.tolist(), (ends - starts).tolist(), strict=True)
+        )
 
 
 def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEATURES) -> IndexedShard:
@@ -88,17 +91,24 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
         offsets.append(record.header)
         encodings.add(image.encoding)
         if len(encodings) > 1:
-            raise TFRecordError(path, record.header, "the file mixes images with raw pixels (image/format RAW): keep one kind")
+            raise TFRecordError(
+                path, record.header, "the file mixes images with raw pixels (image/format RAW): keep one kind"
+            )
         if image.synset is not None and synsets.setdefault(image.label, image.synset) != image.synset:
             raise TFRecordError(
-                path, record.header, f"label {image.label} belongs to {synsets[image.label]} before and to {image.synset} here"
+                path,
+                record.header,
+                f"label {image.label} belongs to {synsets[image.label]} before and to {image.synset} here",
             )
     if not rows:
         raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
     (encoding,) = encodings
     return IndexedShard(
         shard=Shard(
-            name=path.name, num_records=len(rows), num_bytes=len(content), crc32c=f"{crc32c(content):08x}" if check_crc else None
+            name=path.name,
+            num_records=len(rows),
+            num_bytes=len(content),
+            crc32c=f"{crc32c(content):08x}" if check_crc else None,
         ),
         rows=np.array(rows, dtype=INDEX_DTYPE),
         labels=np.array(labels, dtype=np.int64),
@@ -121,7 +131,9 @@ class IndexedRecord:
     encoding: Encoding
 
 
-def index_record(content: memoryview, record: RecordSpan, path: Path, names: Features = DEFAULT_FEATURES) -> IndexedRecord:
+def index_record(
+    content: memoryview, record: RecordSpan, path: Path, names: Features = DEFAULT_FEATURES
+) -> IndexedRecord:
     """Raises TFRecordError: not a complete, labelled image that training can decode, as far as its header shows."""
     features = parse_example(content, record, path)
     ((start, end),) = _single(features, names.image, "bytes", path, record).spans
@@ -139,7 +151,9 @@ def index_record(content: memoryview, record: RecordSpan, path: Path, names: Fea
             height, width = image_size(content[start:end])
     except BadImageError as error:
         raise TFRecordError(path, record.header, f"{names.image} {error}") from error
-    return IndexedRecord(start, end - start, height, width, label, _text(content, features.get("image/class/synset")), encoding)
+    return IndexedRecord(
+        start, end - start, height, width, label, _text(content, features.get("image/class/synset")), encoding
+    )
 
 
 def _text(content: memoryview, feature: Feature | None) -> str | None:
@@ -218,8 +232,8 @@ def write_index(
 ) -> Manifest:
     """Write what `build_index` writes, for shards whose ``rows["label"]`` are filled in.
 
-    ``dataset.json`` goes first and comes back last with the checksums of the indexes, so a process that is killed in between
-    leaves no dataset rather than a mixture of two.
+    ``dataset.json`` goes first and comes back last with the checksums of the indexes, so a process that is killed in
+    between leaves no dataset rather than a mixture of two.
 
     Args:
         conversion: what ``dataset.json`` keeps about how the records were made.
@@ -281,7 +295,9 @@ def _index_all(
     total = sum(path.stat().st_size for path in paths)
     results: dict[Path, IndexedShard] = {}
     with Progress("indexing", total=total, unit="B") as progress:
-        for path, part in map_shards(paths, partial(index_shard, check_crc=check_crc, features=features), workers=workers):
+        for path, part in map_shards(
+            paths, partial(index_shard, check_crc=check_crc, features=features), workers=workers
+        ):
             results[path] = part
             progress.update(part.shard.num_bytes)
     return {split: [results[path] for path in split_paths] for split, split_paths in shards.items()}
@@ -302,7 +318,9 @@ def map_shards(paths: Sequence[Path], work: Callable[[Path], T], *, workers: int
             raise
 
 
-def _count_classes(shards: dict[SplitName, list[Path]], indexed: dict[SplitName, list[IndexedShard]], label_base: int) -> int:
+def _count_classes(
+    shards: dict[SplitName, list[Path]], indexed: dict[SplitName, list[IndexedShard]], label_base: int
+) -> int:
     """One more than the largest class number. Raises TFRecordError: a label that implies absurdly many."""
     largest = 0
     for split, parts in indexed.items():
@@ -311,7 +329,9 @@ def _count_classes(shards: dict[SplitName, list[Path]], indexed: dict[SplitName,
             label = int(part.labels[record])
             if label - label_base >= MAX_CLASSES:
                 offset = int(part.record_offsets[record])
-                raise TFRecordError(path, offset, f"label {label} would make more than {MAX_CLASSES:,} classes: not a class number")
+                raise TFRecordError(
+                    path, offset, f"label {label} would make more than {MAX_CLASSES:,} classes: not a class number"
+                )
             largest = max(largest, label - label_base)
     return largest + 1
 
@@ -324,10 +344,11 @@ def _number_classes(path: Path, part: IndexedShard, *, label_base: int, num_clas
         offset = int(part.record_offsets[first])
         hint = "; labels that start at 0 need --label-base 0" if part.labels[first] == 0 and label_base == 1 else ""
         raise TFRecordError(
-            path, offset,
+            path,
+            offset,
             f"label {part.labels[first]} is out of range: {num_classes} classes from {label_base} "
             f"end at {label_base + num_classes - 1}{hint}",
-        )  # fmt: skip
+        )
     part.rows["label"] = part.labels - label_base
 
 

@@ -42,7 +42,9 @@ class DecodeChecker:
         pipeline: Any = Pipeline(batch_size=self.BATCH, num_threads=1, device_id=None, prefetch_queue_depth=1)
         with pipeline:
             encoded = fn.external_source(name="encoded", no_copy=True)
-            pipeline.set_outputs(fn.decoders.image(encoded, device="cpu", output_type=types.GRAY, adjust_orientation=False))
+            pipeline.set_outputs(
+                fn.decoders.image(encoded, device="cpu", output_type=types.GRAY, adjust_orientation=False)
+            )
         pipeline.build()
         self._pipeline = pipeline
 

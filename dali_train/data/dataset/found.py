@@ -21,8 +21,9 @@ def converter_for(root: Path) -> str:
         return f"run `dali-train data index {root}` to index its TFRecords"
     if any(name.startswith("ILSVRC2012_img_") for name in names):
         return (
-            f"it holds ImageNet's archives: run `dali-train data convert imagenet --train-archive {root}/ILSVRC2012_img_train.tar "
-            f"--validation-archive {root}/ILSVRC2012_img_val.tar --devkit {root}/ILSVRC2012_devkit_t12.tar.gz --out DATASET`"
+            "it holds ImageNet's archives: run `dali-train data convert imagenet --train-archive "
+            f"{root}/ILSVRC2012_img_train.tar --validation-archive {root}/ILSVRC2012_img_val.tar --devkit "
+            f"{root}/ILSVRC2012_devkit_t12.tar.gz --out DATASET`"
         )
     if any(name.startswith(("cifar-10-binary", "data_batch_")) for name in names):
         return f"it holds CIFAR-10: run `dali-train data convert cifar10 --source {root} --out DATASET`"
@@ -34,7 +35,9 @@ def converter_for(root: Path) -> str:
             f"it holds tar archives: run `dali-train data convert folder --train {root}/{archives[0]} --out DATASET` "
             "if they hold CLASS/name.jpg"
         )
-    folders = [name for name in _SPLIT_FOLDERS if any(_holds_images(root / name / inner) for inner in below.get(name, [])[:5])]
+    folders = [
+        name for name in _SPLIT_FOLDERS if any(_holds_images(root / name / inner) for inner in below.get(name, [])[:5])
+    ]
     if folders or any(_is_image(name) for inner in below.values() for name in inner):
         return f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`"
     return (

@@ -1,4 +1,5 @@
-"""Encoded images from unknown sources: which ones training can decode, and how large they are, from their headers alone."""
+"""Encoded images from unknown sources: which ones training can decode, and how large they are, from their headers
+alone."""
 
 import io
 import warnings
@@ -7,7 +8,9 @@ from PIL import Image
 
 from dali_train.data.dataset.jpeg import JpegError, is_jpeg, parse_jpeg_header
 
-MAX_PIXELS = 100_000_000  # ImageNet's largest image has 61 million; decoding many more would stop a run for want of memory
+MAX_PIXELS = (
+    100_000_000  # ImageNet's largest image has 61 million; decoding many more would stop a run for want of memory
+)
 MAX_SIDE = 65_500  # libjpeg's limit, and what the index can hold
 # What DALI decodes. PIL would open dozens of others, each with a parser of its own, and an EPS with Ghostscript.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
@@ -30,7 +33,9 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
         except JpegError as error:
             raise BadImageError(f"is not a JPEG that can be read: {error}") from error
         if header.process not in _JPEG_PROCESSES or header.precision != 8:
-            raise BadImageError(f"is a JPEG of process SOF{header.process} with {header.precision} bits, which decoders refuse")
+            raise BadImageError(
+                f"is a JPEG of process SOF{header.process} with {header.precision} bits, which decoders refuse"
+            )
         height, width = header.height, header.width
     else:
         image = open_image(encoded)
@@ -40,7 +45,8 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
 
 
 def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = FORMATS) -> Image.Image:
-    """Read an image's header with PIL. Its pixels are decoded when they are first asked for, and that may raise anything.
+    """Read an image's header with PIL. Its pixels are decoded when they are first asked for, and that may raise
+    anything.
 
     Raises:
         BadImageError: another format, or a damaged header.
@@ -51,7 +57,9 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = FORMATS) 
             return Image.open(io.BytesIO(encoded), formats=formats)
     except Image.UnidentifiedImageError as error:
         begin = bytes(encoded[:8])
-        raise BadImageError(f"is not an image in a known format ({', '.join(formats)}); it begins with {begin!r}") from error
+        raise BadImageError(
+            f"is not an image in a known format ({', '.join(formats)}); it begins with {begin!r}"
+        ) from error
     except Image.DecompressionBombError as error:
         raise BadImageError(f"has more than {MAX_PIXELS:,} pixels: refused as a decompression bomb") from error
     except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
@@ -64,7 +72,8 @@ def check_size(height: int, width: int) -> None:
         raise BadImageError(f"has {width} x {height} pixels: there is nothing to decode")
     if width * height > MAX_PIXELS:
         raise BadImageError(
-            f"has {width} x {height} pixels: over {MAX_PIXELS:,} are refused as a decompression bomb; shrink or remove it"
+            f"has {width} x {height} pixels: over {MAX_PIXELS:,} are refused as a decompression bomb; shrink or "
+            "remove it"
         )
     if max(width, height) > MAX_SIDE:
         raise BadImageError(f"has {width} x {height} pixels: a side may have {MAX_SIDE:,}; shrink or remove it")

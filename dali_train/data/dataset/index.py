@@ -1,7 +1,8 @@
 """Reading a dataset on disk: ``dataset.json``, the columnar index and the shards, which are mapped.
 
 One row of the index is one image: which shard, where the encoded image itself begins and ends, its label and its
-size in pixels. With it a slice of a memory map is the JPEG, and nothing is parsed while training. `build_index` makes it.
+size in pixels. With it a slice of a memory map is the JPEG, and nothing is parsed while training. `build_index` makes
+it.
 """
 
 import mmap
@@ -38,8 +39,8 @@ class Split:
         strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
 
     Raises:
-        DatasetError: a part is missing, the index is not the one that ``dataset.json`` was written with, a row of it cannot
-            be, or a shard does not fit it.
+        DatasetError: a part is missing, the index is not the one that ``dataset.json`` was written with, a row of it
+            cannot be, or a shard does not fit it.
     """
 
     def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
@@ -53,7 +54,9 @@ class Split:
         self.rows: NDArray[np.void] = self._open_index(split)
         self.shards: tuple[Shard, ...] = split.shards
         self.paths = [self.root / name / shard.name for shard in self.shards]
-        self.first_images = np.cumsum([0, *(shard.num_records for shard in self.shards)])  # of each shard, and the end: (N + 1,)
+        self.first_images = np.cumsum(
+            [0, *(shard.num_records for shard in self.shards)]
+        )  # of each shard, and the end: (N + 1,)
         if strict:
             self._check_rows()
         index_time = index_path(self.root, name).stat().st_mtime_ns
@@ -62,7 +65,9 @@ class Split:
                 self._check_ends(number)
         shortage = allow_open_files(len(self.paths) + 256)  # a mapped shard holds a descriptor
         if shortage:
-            raise DatasetError(f"{self.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards")
+            raise DatasetError(
+                f"{self.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards"
+            )
         self._maps: list[NDArray[np.uint8] | None] = [None] * len(self.paths)
 
     @property
@@ -86,7 +91,8 @@ class Split:
         return f"image {image} ({self.paths[int(row['shard'])]}, {row['size']} bytes at byte {row['offset']})"
 
     def record_offsets(self, shard: int) -> NDArray[np.int64]:
-        """Where the records of a shard begin, (num_records,), from DALI's text index. Raises DatasetError: it does not fit."""
+        """Where the records of a shard begin, (num_records,), from DALI's text index. Raises DatasetError: it does not
+        fit."""
         path = text_index_path(self.root, self.name, self.shards[shard].name)
         try:
             numbers = np.array(read_limited(path, _MAX_TEXT_INDEX_BYTES).split(), dtype=np.int64)
@@ -98,7 +104,8 @@ class Split:
         return numbers[::2]
 
     def index_problem(self) -> str | None:
-        """Whether the index is not the one that ``dataset.json`` was written with: then labels or places may be another run's."""
+        """Whether the index is not the one that ``dataset.json`` was written with: then labels or places may be another
+        run's."""
         path, expected = index_path(self.root, self.name), self.manifest.splits[self.name].index_crc32c
         found = f"{crc32c(map_file(path)):08x}"
         if expected is None or found == expected:
@@ -110,7 +117,9 @@ class Split:
         try:
             open_regular(path).close()
             rows: NDArray[np.void] = np.lib.format.open_memmap(path, mode="r")
-        except Exception as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
+        except (
+            Exception
+        ) as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
             raise DatasetError(f"{path} cannot be read ({error}): {self._remedy}") from error
         if rows.dtype != INDEX_DTYPE or rows.shape != (split.num_records,):
             size = len(rows) if rows.ndim else 0
@@ -139,8 +148,8 @@ class Split:
                 shard = int(np.searchsorted(self.first_images, row, side="right")) - 1
                 raise DatasetError(
                     f"{index_path(self.root, self.name)}: row {row} (record {row - self.first_images[shard]} of "
-                    f"{self.shards[shard].name}) has {column} {rows[column][row]}, which cannot be with {self.num_classes} classes "
-                    f"and {self.shards[shard].num_bytes} bytes: {self._remedy}"
+                    f"{self.shards[shard].name}) has {column} {rows[column][row]}, which cannot be with "
+                    f"{self.num_classes} classes and {self.shards[shard].num_bytes} bytes: {self._remedy}"
                 )
 
     def _check_file(self, path: Path, shard: Shard) -> int:
@@ -148,18 +157,23 @@ class Split:
         try:
             status = path.stat()
         except FileNotFoundError:
-            raise DatasetError(f"{path} is missing, dataset.json names it: restore the shard, or {self._remedy}") from None
+            raise DatasetError(
+                f"{path} is missing, dataset.json names it: restore the shard, or {self._remedy}"
+            ) from None
         if not stat.S_ISREG(status.st_mode):
             raise DatasetError(f"{path} is not a regular file: restore the shard, or {self._remedy}")
         if status.st_size != shard.num_bytes:
-            raise DatasetError(f"{path} has {status.st_size} bytes, the index was made for {shard.num_bytes}: {self._remedy}")
+            raise DatasetError(
+                f"{path} has {status.st_size} bytes, the index was made for {shard.num_bytes}: {self._remedy}"
+            )
         return status.st_mtime_ns
 
     def _check_ends(self, number: int) -> None:
         """Compare the first and the last record of a shard with their rows.
 
-        For shards newer than the index: copied without their times, which is harmless, or written anew. Of another content
-        with the same number of bytes, the last record hardly ever begins at the same byte; `verify` compares them all.
+        For shards newer than the index: copied without their times, which is harmless, or written anew. Of another
+        content with the same number of bytes, the last record hardly ever begins at the same byte; `verify` compares
+        them all.
         """
         path, offsets = self.paths[number], self.record_offsets(number)
         content = memoryview(map_file(path))
@@ -174,8 +188,8 @@ class Split:
                 fits = False
             if not fits:
                 raise DatasetError(
-                    f"{path} is newer than {index_path(self.root, self.name)}, and its record {record} is not what the index says: "
-                    f"the shard was written anew, {self._remedy}"
+                    f"{path} is newer than {index_path(self.root, self.name)}, and its record {record} is not what "
+                    f"the index says: the shard was written anew, {self._remedy}"
                 )
 
 

@@ -31,8 +31,15 @@ class JpegHeader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every common decoder reads it as RGB or grey in the same way, without choosing a colour conversion."""
-        return self.precision == 8 and self.components in (1, 3) and self.process <= 2 and self.height > 0 and self.width > 0
+        """Whether every common decoder reads it as RGB or grey in the same way, without choosing a colour
+        conversion."""
+        return (
+            self.precision == 8
+            and self.components in (1, 3)
+            and self.process <= 2
+            and self.height > 0
+            and self.width > 0
+        )
 
 
 def is_jpeg(content: bytes | memoryview) -> bool:
@@ -61,7 +68,9 @@ def parse_jpeg_header(content: bytes | memoryview) -> JpegHeader:
         length = content[position + 2] << 8 | content[position + 3]
         body, end = position + 4, position + 2 + length
         if length < 2 or end > size:
-            raise JpegError(f"segment {marker:02X} at byte {position} has length {length}, {size - position - 2} bytes are left")
+            raise JpegError(
+                f"segment {marker:02X} at byte {position} has length {length}, {size - position - 2} bytes are left"
+            )
         if marker in _FRAMES:
             if length < 8:
                 raise JpegError(f"frame header of {length} bytes at byte {position}")

@@ -53,10 +53,12 @@ class Manifest:
 
     @classmethod
     def read(cls, root: Path) -> "Manifest":
-        """Nothing in the file is trusted: every value is checked against its type and range, and names are plain file names.
+        """Nothing in the file is trusted: every value is checked against its type and range, and names are plain file
+        names.
 
         Raises:
-            DatasetError: no manifest, not a regular file, not JSON, of another format version, or with a value that cannot be.
+            DatasetError: no manifest, not a regular file, not JSON, of another format version, or with a value that
+                cannot be.
         """
         path = root / "dataset.json"
         remedy = f"run `dali-train data index {root}`"
@@ -68,7 +70,9 @@ class Manifest:
             return _parse(fields)
         except FileNotFoundError:
             if not root.is_dir():
-                raise DatasetError(f"{root}: this directory does not exist; data.root names a dataset's directory") from None
+                raise DatasetError(
+                    f"{root}: this directory does not exist; data.root names a dataset's directory"
+                ) from None
             raise DatasetError(f"{path} is missing: {converter_for(root)}") from None
         except OSError as error:
             raise DatasetError(f"{path}: {error.strerror}: {remedy}") from error
@@ -116,13 +120,17 @@ def _parse(fields: _Fields) -> Manifest:
     num_classes = fields.count("num_classes", most=MAX_CLASSES)
     names: list[Any] = fields.get("class_names", list)
     if len(names) != num_classes or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"cannot be used: class_names are {len(names)} values for {num_classes} classes, expected a text for each")
+        raise ValueError(
+            f"cannot be used: class_names are {len(names)} values for {num_classes} classes, expected a text for each"
+        )
     encoding: Encoding = fields.get("encoding", str, "image")
     if encoding not in get_args(Encoding):
         raise ValueError(f"cannot be used: encoding is {encoding[:40]!r}, expected {' or '.join(get_args(Encoding))}")
     splits: dict[str, Any] = fields.get("splits", dict)
     if not splits or not set(splits) <= set(SPLITS):
-        raise ValueError(f"cannot be used: splits are {', '.join(splits)[:80] or 'none'}, expected {' and/or '.join(SPLITS)}")
+        raise ValueError(
+            f"cannot be used: splits are {', '.join(splits)[:80] or 'none'}, expected {' and/or '.join(SPLITS)}"
+        )
     return Manifest(
         num_classes=num_classes,
         class_names=tuple(names),
@@ -139,7 +147,9 @@ def _parse_split(fields: _Fields) -> SplitManifest:
     shards = tuple(_parse_shard(_Fields(shard, "a shard")) for shard in fields.get("shards", list))
     num_records = fields.count("num_records")
     if sum(shard.num_records for shard in shards) != num_records:
-        raise ValueError(f"cannot be used: num_records is {num_records}, that of its shards {sum(s.num_records for s in shards)}")
+        raise ValueError(
+            f"cannot be used: num_records is {num_records}, that of its shards {sum(s.num_records for s in shards)}"
+        )
     if len({shard.name for shard in shards}) != len(shards):
         raise ValueError("cannot be used: two shards of one split have the same name")
     return SplitManifest(num_records=num_records, shards=shards, index_crc32c=fields.checksum("index_crc32c"))
@@ -148,7 +158,13 @@ def _parse_split(fields: _Fields) -> SplitManifest:
 def _parse_shard(fields: _Fields) -> Shard:
     name: str = fields.get("name", str)
     # Everything is read from, copied and linked to ROOT/SPLIT/NAME: a directory in it would lead out of there.
-    if not name or name.startswith(".") or "/" in name or "\0" in name or len(name.encode(errors="surrogateescape")) > 255:
+    if (
+        not name
+        or name.startswith(".")
+        or "/" in name
+        or "\0" in name
+        or len(name.encode(errors="surrogateescape")) > 255
+    ):
         raise ValueError(f"cannot be used: the shard name {name[:80]!r} is not a plain file name")
     return Shard(
         name=name,

@@ -31,7 +31,8 @@ def picture(split: Split, number: int) -> Image.Image:
 
 
 def thumbnail(image: Image.Image, side: int) -> Image.Image:
-    """`image` with its longer side `side` pixels long. Small images are enlarged without smoothing: it shows what is stored."""
+    """`image` with its longer side `side` pixels long. Small images are enlarged without smoothing: it shows what is
+    stored."""
     scale = side / max(image.size)
     method = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST
     return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), method)

@@ -15,8 +15,8 @@ _NUMBERED_SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?:\.tfrecords?)?$")
 
 
 def find_splits(root: Path) -> dict[SplitName, list[Path]]:
-    """The shards of each split in order, in ``ROOT/train`` and ``ROOT/validation`` or ``ROOT/val``, or as ``ROOT/train-*``
-    and ``ROOT/validation-*`` or ``ROOT/val-*``.
+    """The shards of each split in order, in ``ROOT/train`` and ``ROOT/validation`` or ``ROOT/val``, or as
+    ``ROOT/train-*`` and ``ROOT/validation-*`` or ``ROOT/val-*``.
 
     Raises:
         DatasetError: no shards, the same split in two places, or `_in_order`'s errors.
@@ -59,7 +59,9 @@ def link_shards(root: Path, shards: dict[SplitName, list[Path]]) -> None:
         names = {path.name for path in paths}
         strangers = sorted({path.name for path in directory.iterdir()} - names) if directory.is_dir() else []
         if strangers:
-            raise DatasetError(f"{directory} holds {', '.join(strangers[:5])}, which is not of this dataset: use an empty --out")
+            raise DatasetError(
+                f"{directory} holds {', '.join(strangers[:5])}, which is not of this dataset: use an empty --out"
+            )
         directory.mkdir(parents=True, exist_ok=True)
         for path in paths:
             link = directory / path.name

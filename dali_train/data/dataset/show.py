@@ -64,7 +64,9 @@ def overview(split: Split, *, rows: int, columns: int, seed: int) -> Image.Image
     """
     chosen = shuffled(np.random.Philox(key=[seed, _SHEET_STREAM]), len(split))[: rows * columns].tolist()
     names = split.manifest.class_names
-    sheet = contact_sheet([(picture(split, n), names[int(split.rows[n]["label"])]) for n in chosen], columns=columns, side=_TILE)
+    sheet = contact_sheet(
+        [(picture(split, n), names[int(split.rows[n]["label"])]) for n in chosen], columns=columns, side=_TILE
+    )
     page = Image.new("RGB", (max(sheet.width, _LEAST_WIDTH), _HEADER + sheet.height), PAPER)
     _draw_header(ImageDraw.Draw(page), split, page.width)
     page.paste(sheet, (0, _HEADER))
@@ -85,7 +87,9 @@ def _draw_header(draw: ImageDraw.ImageDraw, split: Split, width: int) -> None:
     panel_width = (width - 2 * _MARGIN - (len(panels) - 1) * _PANEL_GAP) // len(panels)
     for number, (title, values) in enumerate(panels.items()):
         left = _MARGIN + number * (panel_width + _PANEL_GAP)
-        _draw_histogram(draw, title, values, left=left, top=_MARGIN + 52, width=panel_width, height=_HEADER - _MARGIN - 62)
+        _draw_histogram(
+            draw, title, values, left=left, top=_MARGIN + 52, width=panel_width, height=_HEADER - _MARGIN - 62
+        )
 
 
 def _draw_histogram(
@@ -93,7 +97,9 @@ def _draw_histogram(
 ) -> None:
     small = font(10)
     low, high = int(values.min()), int(values.max())
-    draw.text((left, top), f"{title}, {low:,} to {high:,}" if low < high else f"{title}: all {low:,}", fill=_FAINT, font=small)
+    draw.text(
+        (left, top), f"{title}, {low:,} to {high:,}" if low < high else f"{title}: all {low:,}", fill=_FAINT, font=small
+    )
     bottom = top + height - 2
     draw.line((left, bottom, left + width, bottom), fill=_FAINT)
     counts = np.ones(1) if low == high else _bins(np.maximum(values, 1), num_bins=24)[1]

@@ -75,7 +75,9 @@ def frame_record(payload: Sequence[Buffer]) -> tuple[Buffer, ...]:
     return length + struct.pack("<I", masked_crc32c(length)), *payload, struct.pack("<I", _mask(crc))
 
 
-def walk_records(buffer: memoryview, path: Path | str, *, check_payload: bool, start_at: int = 0) -> Iterator[RecordSpan]:
+def walk_records(
+    buffer: memoryview, path: Path | str, *, check_payload: bool, start_at: int = 0
+) -> Iterator[RecordSpan]:
     """Yield all records of a mapped file in order, from the one that begins at byte `start_at`.
 
     The CRC of every length is checked; that of the payload only with `check_payload`, since it reads all bytes.
@@ -86,20 +88,28 @@ def walk_records(buffer: memoryview, path: Path | str, *, check_payload: bool, s
     offset, size = start_at, len(buffer)
     while offset < size:
         if size - offset < HEADER_SIZE + FOOTER_SIZE:
-            raise TFRecordError(path, offset, f"truncated record: {size - offset} bytes are left, a record has at least 16")
+            raise TFRecordError(
+                path, offset, f"truncated record: {size - offset} bytes are left, a record has at least 16"
+            )
         length, length_crc = struct.unpack_from("<QI", buffer, offset)
         if masked_crc32c(buffer[offset : offset + 8]) != length_crc:
-            raise TFRecordError(path, offset, f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here")
+            raise TFRecordError(
+                path, offset, f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here"
+            )
         start = offset + HEADER_SIZE
         end = start + length
         if end + FOOTER_SIZE > size:
             raise TFRecordError(
-                path, offset, f"truncated record: its length is {length} bytes, {max(0, size - start - FOOTER_SIZE)} are there"
+                path,
+                offset,
+                f"truncated record: its length is {length} bytes, {max(0, size - start - FOOTER_SIZE)} are there",
             )
         if check_payload:
             (payload_crc,) = struct.unpack_from("<I", buffer, end)
             if masked_crc32c(buffer[start:end]) != payload_crc:
-                raise TFRecordError(path, offset, f"CRC mismatch of the record's {length} bytes of data: the file is damaged")
+                raise TFRecordError(
+                    path, offset, f"CRC mismatch of the record's {length} bytes of data: the file is damaged"
+                )
         yield RecordSpan(start, end)
         offset = end + FOOTER_SIZE
 
@@ -121,7 +131,8 @@ def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> 
 
 
 def write_records(path: Path, records: Iterable[tuple[Buffer, Mapping[str, bytes | str | int]]]) -> None:
-    """Write a TFRecord file, and its directory, of Examples given as (image, features): for datasets that fit into memory."""
+    """Write a TFRecord file, and its directory, of Examples given as (image, features): for datasets that fit into
+    memory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for image, features in records:

@@ -1,5 +1,5 @@
-"""Is a dataset what it says? Records against their checksums, index against records, manifest against files, and each image
-against the decoder."""
+"""Is a dataset what it says? Records against their checksums, index against records, manifest against files, and each
+image against the decoder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -88,7 +88,8 @@ def _check_shard_numbers(split: Split, findings: Findings) -> bool:
     if len(wrong):
         row = int(wrong[0])
         findings.problems.append(
-            f"{split.name}: row {row} of the index has shard {split.rows['shard'][row]}, by dataset.json it is in {expected[row]}"
+            f"{split.name}: row {row} of the index has shard {split.rows['shard'][row]}, by dataset.json it is in "
+            f"{expected[row]}"
         )
     return not len(wrong)
 
@@ -97,7 +98,8 @@ def _check_classes(split: Split, findings: Findings) -> None:
     labels = split.rows["label"]
     if labels.min() < 0 or labels.max() >= split.num_classes:
         findings.problems.append(
-            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are {split.num_classes} classes from 0"
+            f"{split.name}: the index has labels {labels.min()} to {labels.max()}, there are {split.num_classes} "
+            "classes from 0"
         )
         return
     counts = np.bincount(labels, minlength=split.num_classes)
@@ -193,7 +195,10 @@ def _undecodable(path: Path, content: memoryview, rows: NDArray[np.void]) -> lis
         # As many as fit into memory at once, but at least one.
         fitting = int(np.searchsorted(np.cumsum(pixels[first : first + checker.BATCH]), BATCH_PIXELS, side="right"))
         batch = rows[first : first + max(1, fitting)]
-        images = [np.frombuffer(content[int(row["offset"]) : int(row["offset"]) + int(row["size"])], np.uint8) for row in batch]
+        images = [
+            np.frombuffer(content[int(row["offset"]) : int(row["offset"]) + int(row["size"])], np.uint8)
+            for row in batch
+        ]
         for number, reason in checker.failures(images).items():
             place = f"record {first + number}, {batch[number]['size']} bytes at byte {batch[number]['offset']}"
             problems.append(f"{path}: the image of {place} cannot be decoded: {reason}")
@@ -209,7 +214,9 @@ def _compare_rows(path: Path, rows: NDArray[np.void], found: IndexedShard, *, la
     problems = []
     for column in _COMPARED:
         for record in np.flatnonzero(truth[column] != rows[column])[:_MOST_LISTED]:
-            problems.append(f"{path}: record {record} has {column} {truth[column][record]}, the index says {rows[column][record]}")
+            problems.append(
+                f"{path}: record {record} has {column} {truth[column][record]}, the index says {rows[column][record]}"
+            )
     return problems
 
 
@@ -253,7 +260,9 @@ def _check_records(split: Split, shard: int, images: NDArray[np.int64], decode: 
     return problems
 
 
-def _find_duplicates(splits: dict[SplitName, Split], checksums: dict[SplitName, NDArray[np.uint32]], findings: Findings) -> None:
+def _find_duplicates(
+    splits: dict[SplitName, Split], checksums: dict[SplitName, NDArray[np.uint32]], findings: Findings
+) -> None:
     """Images of equal bytes: of one label they waste a little time, of two labels at least one is wrong."""
     names = [name for name in splits if name in findings.images_per_class]  # the others' labels name no class
     if not names:

@@ -1,11 +1,12 @@
 """The operators that augment images: one table, one row for each operator.
 
-A row says what a level becomes (degrees, pixels, a factor), and has the operator's two forms: for one image on the CPU, mostly
-PIL's, and for a batch in DALI's graph, meant for a GPU. A test compares the two on photographs. To add an operator, add a
-row; `data.augment rand-tNAME+NAME` draws from any rows, and the policies are in data/sampling/augment.py.
+A row says what a level becomes (degrees, pixels, a factor), and has the operator's two forms: for one image on the CPU,
+mostly PIL's, and for a batch in DALI's graph, meant for a GPU. A test compares the two on photographs. To add an
+operator, add a row; `data.augment rand-tNAME+NAME` draws from any rows, and the policies are in
+data/sampling/augment.py.
 
-Ranges are timm's, so that a recipe's magnitude means the same; names with Increasing are those of timm's `inc1`, names with
-Wide those of TrivialAugment. Forms interpolate bilinearly and fill with 128.
+Ranges are timm's, so that a recipe's magnitude means the same; names with Increasing are those of timm's `inc1`, names
+with Wide those of TrivialAugment. Forms interpolate bilinearly and fill with 128.
 """
 
 import difflib
@@ -85,7 +86,8 @@ def falling_threshold(levels: NDArray[np.float32], side: int) -> NDArray[np.floa
 
 
 def mask_of(bits: Callable[[NDArray[np.float32]], NDArray[np.floating[Any]]]) -> Argument:
-    """The mask that keeps the `bits` highest bits; at least one, as in DALI: without any an image is black, and Pillow refuses."""
+    """The mask that keeps the `bits` highest bits; at least one, as in DALI: without any an image is black, and Pillow
+    refuses."""
     return lambda levels, side: 256 - 2.0 ** (8 - np.clip(bits(np.abs(levels)), 1, 8))
 
 
@@ -103,10 +105,13 @@ def place(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
 
 
 def by_pil(operate: PilForm) -> CpuForm:
-    """PIL's own operators: what timm's augmentations are made of, and half the time of torchvision's on tensors (measured)."""
+    """PIL's own operators: what timm's augmentations are made of, and half the time of torchvision's on tensors
+    (measured)."""
 
     def cpu(image: torch.Tensor, argument: float) -> torch.Tensor:
-        pixels = image.permute(1, 2, 0).contiguous()  # where it is channels-last, as from the data path, nothing is copied
+        pixels = image.permute(
+            1, 2, 0
+        ).contiguous()  # where it is channels-last, as from the data path, nothing is copied
         return torch.from_numpy(np.array(operate(Image.fromarray(pixels.numpy()), argument))).permute(2, 0, 1)
 
     return cpu
@@ -180,10 +185,11 @@ def dali_rotate(images: Any, degrees: Any) -> Any:
 
 
 def slide(image: Image.Image, x: float, y: float) -> Image.Image:
-    """The result's (column, row) is (column + x, row + y) of `image`: what PIL's `transform` does, in a fifth of its time.
+    """The result's (column, row) is (column + x, row + y) of `image`: what PIL's `transform` does, in a fifth of its
+    time.
 
-    Its `resize` at a scale of 1 computes the same in fixed-point arithmetic, but only where both neighbours of each pixel exist.
-    Beyond that, within half a pixel of the border, `transform` repeats the outermost pixel.
+    Its `resize` at a scale of 1 computes the same in fixed-point arithmetic, but only where both neighbours of each
+    pixel exist. Beyond that, within half a pixel of the border, `transform` repeats the outermost pixel.
     """
     width, height = image.size
     moved = Image.new(image.mode, image.size, (_FILL,) * 3)
@@ -197,13 +203,16 @@ def slide(image: Image.Image, x: float, y: float) -> Image.Image:
 
 
 def moved(*, shear_x: int = 0, shear_y: int = 0, x: int = 0, y: int = 0) -> tuple[CpuForm, DaliForm]:
-    """Each pixel (x, y) of the result is taken from (x + shear_x * a * y + x * a, y + shear_y * a * x + y * a), a the argument."""
+    """Each pixel (x, y) of the result is taken from (x + shear_x * a * y + x * a, y + shear_y * a * x + y * a), a the
+    argument."""
 
     def pil(image: Image.Image, amount: float) -> Image.Image:
         if not (shear_x or shear_y):
             return slide(image, x * amount, y * amount)
         matrix = (1, shear_x * amount, x * amount, shear_y * amount, 1, y * amount)
-        return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=(_FILL,) * 3)
+        return image.transform(
+            image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR, fillcolor=(_FILL,) * 3
+        )
 
     def dali(images: Any, amount: Any) -> Any:
         stay = types.Constant(np.array([[1, 0, 0], [0, 1, 0]], dtype=np.float32))
@@ -237,11 +246,14 @@ _ROTATE: tuple[CpuForm, DaliForm] = (by_pil(rotate), dali_rotate)
 OPERATORS: dict[str, Operator] = {
     IDENTITY: Operator(none, lambda image, _: image, lambda images, _: images),
     "AutoContrast": Operator(none, by_pil(lambda image, _: ImageOps.autocontrast(image)), dali_ops.auto_contrast.op),
-    # PIL's histogram equalization on the CPU, OpenCV's in DALI: its lookup table is made by a slightly different formula.
+    # PIL's histogram equalization on the CPU, OpenCV's in DALI: its lookup table is made by a slightly different
+    # formula.
     "Equalize": Operator(none, by_pil(lambda image, _: ImageOps.equalize(image)), dali_ops.equalize.op),
     "Invert": Operator(none, lambda image, _: 255 - image, dali_ops.invert.op),
     "Grayscale": Operator(
-        none, by_pil(lambda image, _: image.convert("L").convert("RGB")), lambda images, _: fn.saturation(images, saturation=0.0)
+        none,
+        by_pil(lambda image, _: image.convert("L").convert("RGB")),
+        lambda images, _: fn.saturation(images, saturation=0.0),
     ),
     "GaussianBlur": Operator(
         between(0.1, 2.0), by_pil(lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))), dali_blur
@@ -312,7 +324,9 @@ class Augmentation:
         self.operators = [OPERATORS[name] for name in policy.names]
         self.num_steps = policy.num_steps
         self.shows_noise = data.random_erasing_fill == "noise"
-        self.erases = data.random_erasing > 0 and not self.shows_noise  # in a graph; noise comes after it, see mixing.py
+        self.erases = (
+            data.random_erasing > 0 and not self.shows_noise
+        )  # in a graph; noise comes after it, see mixing.py
         self.fill = [round(value) for value in data.mean]
         self._side = data.train_size
 
@@ -341,7 +355,11 @@ class Augmentation:
     def _operation(
         self, numbers: list[int], arguments: list[float], box: list[int], fill: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        steps = [(self.operators[number].cpu, argument) for number, argument in zip(numbers, arguments, strict=True) if number]
+        steps = [
+            (self.operators[number].cpu, argument)
+            for number, argument in zip(numbers, arguments, strict=True)
+            if number
+        ]
         top, left, height, width = box
 
         def apply(image: torch.Tensor) -> torch.Tensor:
@@ -364,7 +382,11 @@ class Augmentation:
         """For each step the operators' numbers, (n,) int32, and arguments, (n,) float32; the corners and shapes of the
         boxes that are filled with the mean."""
         arguments = self.arguments(batch)
-        steps = [np.ascontiguousarray(array[:, step]) for step in range(self.num_steps) for array in (batch.operators, arguments)]
+        steps = [
+            np.ascontiguousarray(array[:, step])
+            for step in range(self.num_steps)
+            for array in (batch.operators, arguments)
+        ]
         if self.erases:
             boxes = batch.erased.astype(np.float32)  # fn.erase takes no other type
             steps += [np.ascontiguousarray(boxes[:, :2]), np.ascontiguousarray(boxes[:, 2:])]
@@ -372,7 +394,8 @@ class Augmentation:
 
 
 def applied_by_dali(augmentation: Augmentation, images: Any, draws: list[Any]) -> Any:
-    """A graph's node of augmented images, from the nodes of what ``augmentation.fed`` gives. The graph needs conditionals."""
+    """A graph's node of augmented images, from the nodes of what ``augmentation.fed`` gives. The graph needs
+    conditionals."""
     forms = [operator.dali for operator in augmentation.operators]
     for step in range(augmentation.num_steps):
         number, argument = draws[2 * step : 2 * step + 2]

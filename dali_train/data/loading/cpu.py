@@ -81,7 +81,10 @@ class CpuTransform:
         return batch if self._nchw else batch.permute(0, 3, 1, 2)
 
     def resize(
-        self, crops: Sequence[NDArray[np.uint8]], flips: NDArray[np.int32], operations: Sequence[Operation] | None = None
+        self,
+        crops: Sequence[NDArray[np.uint8]],
+        flips: NDArray[np.int32],
+        operations: Sequence[Operation] | None = None,
     ) -> list[torch.Tensor]:
         """Each crop as the square that is trained on, a row for each row of pixels: (side, 3 * side) uint8."""
         mirrored, augment = flips.tolist(), operations or [_leave] * len(crops)
@@ -103,9 +106,11 @@ class CpuTransform:
             image = image.flip(-1)
         return operation(image[0]).permute(1, 2, 0).reshape(self._side, -1)
 
-    def _normalise(self, out: torch.Tensor, image: torch.Tensor, weight: float = 1.0, partner: torch.Tensor | None = None) -> None:
-        # `mixing.mix` of normalised images, w * (x * scale + shift) + (1 - w) * (partner * scale + shift), multiplied out: two
-        # passes over an image that is in the core's cache.
+    def _normalise(
+        self, out: torch.Tensor, image: torch.Tensor, weight: float = 1.0, partner: torch.Tensor | None = None
+    ) -> None:
+        # `mixing.mix` of normalised images, w * (x * scale + shift) + (1 - w) * (partner * scale + shift), multiplied
+        # out: two passes over an image that is in the core's cache.
         target = out.view(self._side, -1) if self._in_place else torch.empty_like(image, dtype=torch.float32)
         torch.addcmul(self._shift, image, self._scale, value=weight, out=target)
         if partner is not None:
@@ -126,7 +131,9 @@ class CpuTransform:
             future.result()
 
 
-def _with_box_of(partner: torch.Tensor, own: torch.Tensor, top: int, left: int, height: int, width: int) -> torch.Tensor:
+def _with_box_of(
+    partner: torch.Tensor, own: torch.Tensor, top: int, left: int, height: int, width: int
+) -> torch.Tensor:
     """`own` with the pixels of `partner` in the box, (side, 3 * side) each."""
     image = own.clone()
     rows, columns = slice(top, top + height), slice(3 * left, 3 * (left + width))
@@ -153,7 +160,9 @@ class _Batches:
         memory = self._free.popleft() if self._free else torch.empty(self._num_bytes, dtype=torch.uint8).numpy()
         lent = memory[:]
         weakref.finalize(lent, self._free.append, memory).atexit = False
-        return torch.from_numpy(lent).view(self._dtype).view(self._shape)  # whatever shares its storage keeps `lent` alive
+        return (
+            torch.from_numpy(lent).view(self._dtype).view(self._shape)
+        )  # whatever shares its storage keeps `lent` alive
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:

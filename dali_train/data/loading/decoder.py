@@ -15,16 +15,16 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.pixels import PixelFormat
 
-# nvImageCodec 0.9.0 fails or crashes when it decodes a box of a JPEG on a GPU (its issue 55: an error on A100, SIGSEGV on
-# H100 and B200; 0.8.0 works). No later version is known to be mended, so from 0.9 on complete frames are decoded and sliced:
-# the same pixels, and the hardware decoder decodes complete frames anyway. The CPU's decoder has no such fault.
+# nvImageCodec 0.9.0 fails or crashes when it decodes a box of a JPEG on a GPU (its issue 55: an error on A100, SIGSEGV
+# on H100 and B200; 0.8.0 works). No later version is known to be mended, so from 0.9 on complete frames are decoded and
+# sliced: the same pixels, and the hardware decoder decodes complete frames anyway. The CPU's decoder has no such fault.
 _FIRST_BAD_WITH_BOXES = 900  # 0.9.0 in DALI's spelling, major * 1,000 + minor * 100 + patch
 
 LOG_VARIABLE = "DALI_NVIMGCODEC_LOG_LEVEL"
 """Set to 3 before the first decoder is made, it has nvImageCodec print the lines that `decoder_in_log` reads."""
 
-# RGB, and not rotated by EXIF, as PIL and torchvision read images. affine=True would pin threads through NVML, which virtual
-# machines and containers may not support, and override the placement that was chosen at the start.
+# RGB, and not rotated by EXIF, as PIL and torchvision read images. affine=True would pin threads through NVML, which
+# virtual machines and containers may not support, and override the placement that was chosen at the start.
 COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine": False}
 
 # NVIDIA's configurations for MLPerf and for DALI's own tests: decoding threads per GPU, and the hardware's share.
@@ -42,10 +42,11 @@ def _nvimagecodec_version() -> int:
 
 
 def hardware_share(data: DataConfig, num_threads: int) -> float:
-    """The share of the JPEGs that go to a GPU's hardware decoder: data.hw_decoder_load, or by the number of decoding threads.
+    """The share of the JPEGs that go to a GPU's hardware decoder: data.hw_decoder_load, or by the number of decoding
+    threads.
 
-    The hardware has a fixed speed, so the more threads there are beside it, the smaller its share. Published are 0.99 with 6
-    threads per GPU and 0.12 with 70; between them the share falls in a straight line, beyond them it stays.
+    The hardware has a fixed speed, so the more threads there are beside it, the smaller its share. Published are 0.99
+    with 6 threads per GPU and 0.12 with 70; between them the share falls in a straight line, beyond them it stays.
     """
     if data.hw_decoder_load is not None:
         return data.hw_decoder_load
@@ -55,9 +56,9 @@ def hardware_share(data: DataConfig, num_threads: int) -> float:
 def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None = None) -> dict[str, Any]:
     """Arguments of DALI's image decoders.
 
-    `split` (for training) sizes the hardware decoder's memory: DALI preallocates it for a micro-batch of images of one size. That
-    size is the 99th percentile of the split's heights and widths; for larger images the decoder allocates more. Preallocating
-    for the largest image, some tens of megapixels in ImageNet, would take tens of gigabytes.
+    `split` (for training) sizes the hardware decoder's memory: DALI preallocates it for a micro-batch of images of one
+    size. That size is the 99th percentile of the split's heights and widths; for larger images the decoder allocates
+    more. Preallocating for the largest image, some tens of megapixels in ImageNet, would take tens of gigabytes.
     """
     if pixels.device_id is None:
         return {"device": "cpu", **COMMON_OPTIONS}
@@ -69,7 +70,8 @@ def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None =
 
 
 def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, boxes: bool, **options: Any) -> Any:
-    """A graph's node: each image's box, (height, width, 3) uint8, decoded alone (`boxes`) or sliced from the complete image.
+    """A graph's node: each image's box, (height, width, 3) uint8, decoded alone (`boxes`) or sliced from the complete
+    image.
 
     Args:
         anchor, shape: nodes with (2,) int32 for each image: y, x in pixels.
@@ -110,7 +112,8 @@ def nvjpeg_library() -> str | None:
 
 
 def decoder_in_log(log: str) -> dict[str, str | int]:
-    """What nvImageCodec's log (`LOG_VARIABLE`) says of a GPU: "nvJPEG" (version), "hardware engines". Empty: the CPU decodes."""
+    """What nvImageCodec's log (`LOG_VARIABLE`) says of a GPU: "nvJPEG" (version), "hardware engines". Empty: the CPU
+    decodes."""
     found: dict[str, str | int] = {}
     if version := re.search(r"nvJPEG version:? *(\d[\d.]*)", log):
         found["nvJPEG"] = version[1]

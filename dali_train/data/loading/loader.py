@@ -51,7 +51,8 @@ class Loader:
         return Batch(images, targets, lambdas, micro_batch)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold of this coordinate, besides the step, to resume after the last micro-batch: plain values."""
+        """What a checkpoint must hold of this coordinate, besides the step, to resume after the last micro-batch: plain
+        values."""
         return self._source.state()
 
 
@@ -125,14 +126,21 @@ def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> t
 
 
 def make_loader(
-    split: Split, config: Config, device: torch.device, *,
-    start_step: int, dp_rank: int, dp_size: int, num_threads: int, saved_states: Sequence[dict[str, Any]] = (),
+    split: Split,
+    config: Config,
+    device: torch.device,
+    *,
+    start_step: int,
+    dp_rank: int,
+    dp_size: int,
+    num_threads: int,
+    saved_states: Sequence[dict[str, Any]] = (),
     decodes: bool = True,
-) -> Loader:  # fmt: skip
+) -> Loader:
     """The loader that data.reader names, from `start_step` on, where `saved_states` are each coordinate's ``state()``.
 
-    Without `decodes`, on later stages of a pipeline, it gives labels and lambdas, which the index and the draws know, without
-    images.
+    Without `decodes`, on later stages of a pipeline, it gives labels and lambdas, which the index and the draws know,
+    without images.
 
     Raises:
         ConfigError, DatasetError: what the settings ask for cannot be had; the message names the setting.
@@ -143,31 +151,48 @@ def make_loader(
         draws = (MicroBatchDraws.at(config, step, k) for step, k in places)
         return Loader(
             StreamPipeline(
-                split, draws, config, pixels, rank=dp_rank, num_ranks=dp_size, start_step=start_step, saved_states=saved_states
+                split,
+                draws,
+                config,
+                pixels,
+                rank=dp_rank,
+                num_ranks=dp_size,
+                start_step=start_step,
+                saved_states=saved_states,
             ),
             device,
         )
 
     def source_from(step: int, config: Config) -> Source:
         storage = open_storage(split, config.data) if decodes and config.data.reader == "index" else None
-        micro_batches = assigned_micro_batches(split, storage, config, start_step=step, dp_rank=dp_rank, dp_size=dp_size)
+        micro_batches = assigned_micro_batches(
+            split, storage, config, start_step=step, dp_rank=dp_rank, dp_size=dp_size
+        )
         if storage is None:
             blank = blank_images(config, pixels, device)
             return SyntheticSource(micro_batches, blank.normal_() if decodes else blank[:0])
         return training_source(
-            split, storage, lambda: next(micro_batches), config.data, pixels,
-            size=config.batch.micro_batch, mix=config.mixup.enabled,
-        )  # fmt: skip
+            split,
+            storage,
+            lambda: next(micro_batches),
+            config.data,
+            pixels,
+            size=config.batch.micro_batch,
+            mix=config.mixup.enabled,
+        )
 
     if not config.data.progressive:
         return Loader(source_from(start_step, config), device)
-    return Loader(ProgressiveSource(source_from, config.sizes_by_step(len(split)), start_step, config.batch, dp_size), device)
+    return Loader(
+        ProgressiveSource(source_from, config.sizes_by_step(len(split)), start_step, config.batch, dp_size), device
+    )
 
 
 def assigned_micro_batches(
     split: Split, storage: Storage | None, config: Config, *, start_step: int, dp_rank: int, dp_size: int
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of one data-parallel coordinate, across steps without end; their bytes are read ahead from `storage`."""
+    """The micro-batches of one data-parallel coordinate, across steps without end; their bytes are read ahead from
+    `storage`."""
     micro_batches = MicroBatches(split.rows, config)
 
     def places() -> Iterator[tuple[int, int]]:

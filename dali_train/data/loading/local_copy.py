@@ -4,9 +4,9 @@ Each version of a dataset has a directory of its own, named after what its ``dat
 source that has changed is copied again and a run that still reads the version before is left alone. Files get their
 names when they are complete and flushed: what is there is finished, and a copy that was interrupted is resumed.
 
-What was copied is recorded beside the copy. A file that has been changed since is noticed and copied again: the manifest and
-the index by their checksums, shards by size and time. Copies lie in a directory that only their user can open, so nobody
-trains on what somebody else put there.
+What was copied is recorded beside the copy. A file that has been changed since is noticed and copied again: the
+manifest and the index by their checksums, shards by size and time. Copies lie in a directory that only their user can
+open, so nobody trains on what somebody else put there.
 
 Processes agree through two locks (flock, which ends with its process however that ends): one is held exclusively while
 copying, so that one process of a host copies and the others, of this run or of another, wait; one is held shared while
@@ -87,8 +87,8 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
         verbose: report on stderr when this process waits.
 
     Raises:
-        DatasetError: `source` is not a complete dataset, it changes meanwhile, the disk is too small, or `directory` cannot be
-            written to.
+        DatasetError: `source` is not a complete dataset, it changes meanwhile, the disk is too small, or `directory`
+            cannot be written to.
     """
     directory = _own_directory(directory)
     source = source.resolve()
@@ -117,11 +117,13 @@ def _own_directory(directory: Path) -> Path:
         own.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise DatasetError(
-            f"data.local_copy {directory} cannot be written to ({error.strerror}): name a directory of your own, or one that "
-            "every user may write to, like /tmp"
+            f"data.local_copy {directory} cannot be written to ({error.strerror}): name a directory of your own, or "
+            "one that every user may write to, like /tmp"
         ) from error
     if own.is_symlink() or own.stat().st_uid != os.getuid():
-        raise DatasetError(f"{own} belongs to another user, so it is not trusted: name another directory as data.local_copy")
+        raise DatasetError(
+            f"{own} belongs to another user, so it is not trusted: name another directory as data.local_copy"
+        )
     own.chmod(0o700)
     return own
 
@@ -157,8 +159,8 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise DatasetError(
-                    f"data.local_copy {root.parent.parent} is full: something else was written there while {source} was "
-                    "copied; free some space and start again, what is copied stays"
+                    f"data.local_copy {root.parent.parent} is full: something else was written there while {source} "
+                    "was copied; free some space and start again, what is copied stays"
                 ) from error
             raise
 
@@ -207,7 +209,8 @@ def _checksum(root: Path, path: Path) -> str | None:
 
 
 def _is_complete(root: Path, manifest: Manifest) -> bool:
-    """Whether all files are there as they were copied, without a look at the source. Removes those that have changed since."""
+    """Whether all files are there as they were copied, without a look at the source. Removes those that have changed
+    since."""
     try:
         record = json.loads(_beside(root, "copied").read_bytes())
     except (FileNotFoundError, ValueError):
@@ -218,7 +221,9 @@ def _is_complete(root: Path, manifest: Manifest) -> bool:
         if path.exists() and ([size, time_ns], checksum) != (_size_and_time(path), _checksum(root, Path(name))):
             path.unlink()
         complete &= path.exists()
-    return complete and all(f"{name}/{shard.name}" in record for name, split in manifest.splits.items() for shard in split.shards)
+    return complete and all(
+        f"{name}/{shard.name}" in record for name, split in manifest.splits.items() for shard in split.shards
+    )
 
 
 def _check_space(source: Path, directory: Path, needed: int) -> None:
@@ -250,7 +255,11 @@ def _alone(root: Path, what: str | None) -> Iterator[None]:
                 said = time.monotonic()
                 finished = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
                 size = sum(path.stat().st_size for path in finished)
-                print(f"waiting for {what} by another process, {size / 1e9:,.1f} GB are there", file=sys.stderr, flush=True)
+                print(
+                    f"waiting for {what} by another process, {size / 1e9:,.1f} GB are there",
+                    file=sys.stderr,
+                    flush=True,
+                )
         yield
 
 

@@ -1,9 +1,9 @@
 """What mixing is: one definition for every device.
 
-Image i becomes ``lambdas[i] * images[i] + (1 - lambdas[i]) * images[partners[i]]`` (Mixup: Zhang et al., arXiv 1710.09412), or,
-where it has a box, itself with the partner's pixels in the box (CutMix: Yun et al., arXiv 1905.04899). `mix` is that for a
-batch on any device. On the CPU it is computed while images are normalised, where each is in the core's cache; a test compares
-the two.
+Image i becomes ``lambdas[i] * images[i] + (1 - lambdas[i]) * images[partners[i]]`` (Mixup: Zhang et al., arXiv
+1710.09412), or, where it has a box, itself with the partner's pixels in the box (CutMix: Yun et al., arXiv 1905.04899).
+`mix` is that for a batch on any device. On the CPU it is computed while images are normalised, where each is in the
+core's cache; a test compares the two.
 """
 
 import torch
@@ -20,11 +20,12 @@ def mix(
     """The mixed images, in new memory: shape, dtype and order of the dimensions in memory are those of `images`.
 
     Args:
-        images: (n, 3, h, w), or (n, h, w, 3) with `channels_last`, contiguous, normalised; float32, float16 or bfloat16.
+        images: (n, 3, h, w), or (n, h, w, 3) with `channels_last`, contiguous, normalised; float32, float16 or
+            bfloat16.
         partners: (n,) int32 or int64, on the device of `images`.
         lambdas: (n,) float32, on the device of `images`: weight of the image itself.
-        cuts: (n, 4) int32, on the device of `images`: top, left, height, width in pixels. An image with a box that is not empty
-            gets the partner's pixels there, whatever its lambda. None: there is no such image.
+        cuts: (n, 4) int32, on the device of `images`: top, left, height, width in pixels. An image with a box that is
+            not empty gets the partner's pixels there, whatever its lambda. None: there is no such image.
     """
     weights = lambdas.view(-1, 1, 1)
     if cuts is not None:
@@ -43,7 +44,9 @@ def inside(boxes: torch.Tensor, images: torch.Tensor, *, channels_last: bool) ->
     return (y >= top) & (y < top + rows) & (x >= left) & (x < left + columns)
 
 
-def show_noise(images: torch.Tensor, boxes: torch.Tensor, noise: torch.Tensor, *, channels_last: bool = False) -> torch.Tensor:
+def show_noise(
+    images: torch.Tensor, boxes: torch.Tensor, noise: torch.Tensor, *, channels_last: bool = False
+) -> torch.Tensor:
     """`images`, as for `mix`, with `noise`, (h, w, 3), normalised as they are, in their `boxes`, (n, 4) int32."""
     where = inside(boxes, images, channels_last=channels_last).unsqueeze(-1 if channels_last else 1)
     return torch.where(where, noise if channels_last else noise.permute(2, 0, 1), images)

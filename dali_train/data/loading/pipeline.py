@@ -1,9 +1,9 @@
 """From micro-batches to tensors: the DALI graphs for training and evaluation; stream.py has one more.
 
-The graphs draw no random number and decide nothing: boxes, flips, augmentations, Mixup partners and lambdas are computed
-before, so that what comes out is a pure function of them. Everything that happens to pixels happens here: decode (raw records
-skip it), crop, resize, mirror, augment, normalise and cast in the graph, then mix in torch. On the CPU DALI decodes training
-images and `CpuTransform` does the rest.
+The graphs draw no random number and decide nothing: boxes, flips, augmentations, Mixup partners and lambdas are
+computed before, so that what comes out is a pure function of them. Everything that happens to pixels happens here:
+decode (raw records skip it), crop, resize, mirror, augment, normalise and cast in the graph, then mix in torch. On the
+CPU DALI decodes training images and `CpuTransform` does the rest.
 """
 
 from collections import deque
@@ -46,7 +46,8 @@ class Source:
     def run(self) -> Produced:
         """(images, targets, lambdas, draws) of the next micro-batch.
 
-        images: (n, 3, size, size) of the pixel format's dtype, mixed; targets: (n, 2) int64, the class of each image and
+        images: (n, 3, size, size) of the pixel format's dtype, mixed; targets: (n, 2) int64, the class of each image
+            and
         of its partner; lambdas: (n,) float32, the weight of the image itself. On the decoding device, in the order of
         torch's current stream: the host does not wait for the device.
 
@@ -56,7 +57,8 @@ class Source:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold of this coordinate besides the step, to resume after the last micro-batch: plain values."""
+        """What a checkpoint must hold of this coordinate besides the step, to resume after the last micro-batch: plain
+        values."""
         return {}
 
 
@@ -94,7 +96,9 @@ class IndexedSource(Source):
         return read_stored(self._storage, self._split, batch.images)
 
     def _explain(self, error: RuntimeError) -> Exception:
-        return _find_undecodable(self._split, self._storage, np.concatenate([batch.images for batch in self._in_flight]), error)
+        return _find_undecodable(
+            self._split, self._storage, np.concatenate([batch.images for batch in self._in_flight]), error
+        )
 
 
 def training_source(
@@ -113,16 +117,26 @@ def training_source(
 
 
 class DaliTrainingPipeline(IndexedSource):
-    """One graph does everything but mixing, `data.prefetch` micro-batches ahead. Meant for a GPU; runs on a CPU, too."""
+    """One graph does everything but mixing, `data.prefetch` micro-batches ahead. Meant for a GPU; runs on a CPU,
+    too."""
 
     def _start(self, data: DataConfig, pixels: PixelFormat, size: int) -> None:
         self._data, self._pixels = data, pixels
-        self._noises: deque[NDArray[np.float64] | None] = deque()  # normalised, of each batch in flight; None: nothing shows it
+        self._noises: deque[NDArray[np.float64] | None] = (
+            deque()
+        )  # normalised, of each batch in flight; None: nothing shows it
         self._prepared = Ahead(self._prepare, _PREPARED, "feed")
         self._pipe = _training_graph(
-            self._feed, data, pixels, self._split, self._augmentation,
-            batch_size=size, num_threads=pixels.num_threads, device_id=pixels.device_id, prefetch_queue_depth=queue_depth(data),
-        )  # fmt: skip
+            self._feed,
+            data,
+            pixels,
+            self._split,
+            self._augmentation,
+            batch_size=size,
+            num_threads=pixels.num_threads,
+            device_id=pixels.device_id,
+            prefetch_queue_depth=queue_depth(data),
+        )
         self._pipe.build()
 
     def run(self) -> Produced:
@@ -181,7 +195,7 @@ class CpuTrainingPipeline(IndexedSource):
             batch.flips,
             (batch.partners, batch.lambdas, batch.cuts) if self._mix else None,
             None if self._augmentation is None else self._augmentation.operations(batch),
-        )  # fmt: skip
+        )
         return images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch
 
     def _cut(self) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
@@ -217,10 +231,15 @@ class EvaluationPipeline:
         self._pixels = pixels
         self._position = 0
         self._pipe = _evaluation_graph(
-            self._feed, data, pixels, split.manifest.encoding == "raw",
-            batch_size=max(len(batch) for batch in batches), num_threads=pixels.num_threads,
-            device_id=pixels.device_id, prefetch_queue_depth=queue_depth(data),
-        )  # fmt: skip
+            self._feed,
+            data,
+            pixels,
+            split.manifest.encoding == "raw",
+            batch_size=max(len(batch) for batch in batches),
+            num_threads=pixels.num_threads,
+            device_id=pixels.device_id,
+            prefetch_queue_depth=queue_depth(data),
+        )
         self._pipe.build()
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +256,11 @@ class EvaluationPipeline:
         self._position += 1
         rows = self._split.rows[images]
         start, end = central_regions(
-            rows["height"].astype(np.float64), rows["width"].astype(np.float64), self._resize_to, self._size, squash=self._squash
+            rows["height"].astype(np.float64),
+            rows["width"].astype(np.float64),
+            self._resize_to,
+            self._size,
+            squash=self._squash,
         )
         return read_stored(self._storage, self._split, images), start, end, rows["label"].astype(np.int64)
 
@@ -260,7 +283,8 @@ def padded(crop: NDArray[np.uint8], offset: NDArray[np.int32], side: int) -> NDA
 
 
 def queue_depth(data: DataConfig) -> int:
-    """DALI's queue for data.prefetch batches that are fed ahead of the one in use: a queue of n feeds n - 1 ahead (measured)."""
+    """DALI's queue for data.prefetch batches that are fed ahead of the one in use: a queue of n feeds n - 1 ahead
+    (measured)."""
     return data.prefetch + 1
 
 
@@ -296,14 +320,23 @@ def crop_graph(feed: Callable[[], tuple[Any, ...]], *, size: int, num_threads: i
 @pipeline_def
 def _crop_graph(feed: Callable[[], tuple[Any, ...]]) -> Any:
     encoded, anchor, shape = fn.external_source(
-        source=feed, num_outputs=3, batch=True, no_copy=True, dtype=[types.UINT8, types.INT32, types.INT32], ndim=[1, 1, 1]
+        source=feed,
+        num_outputs=3,
+        batch=True,
+        no_copy=True,
+        dtype=[types.UINT8, types.INT32, types.INT32],
+        ndim=[1, 1, 1],
     )
     return decode_boxes(encoded, anchor, shape, boxes=True, device="cpu", **COMMON_OPTIONS)
 
 
 @pipeline_def(enable_conditionals=True)
 def _training_graph(
-    feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, split: Split, augmentation: Augmentation | None
+    feed: Callable[[], tuple[Any, ...]],
+    data: DataConfig,
+    pixels: PixelFormat,
+    split: Split,
+    augmentation: Augmentation | None,
 ) -> Any:
     raw = split.manifest.encoding == "raw"
     dtypes = [types.UINT8, types.INT32, types.INT32, types.INT32, types.INT64, types.FLOAT, types.INT32]
@@ -314,9 +347,14 @@ def _training_graph(
     if data.crop_side is not None:
         dtypes, num_dims = [*dtypes, types.INT32], [*num_dims, 1]
     stored, anchor, shape, mirror, targets, weight, partner, *draws = fn.external_source(
-        source=feed, num_outputs=len(dtypes), batch=True, no_copy=True, dtype=dtypes, ndim=num_dims,
+        source=feed,
+        num_outputs=len(dtypes),
+        batch=True,
+        no_copy=True,
+        dtype=dtypes,
+        ndim=num_dims,
         layout=["HWC" if raw else "", *[""] * (len(dtypes) - 1)],
-    )  # fmt: skip
+    )
     if raw:
         images = to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
     else:
@@ -326,7 +364,7 @@ def _training_graph(
         *draws, start = draws
         images = fn.slice(
             images, start=start, shape=[data.crop_side] * 2, axis_names="HW", out_of_bounds_policy="pad", fill_values=0
-        )  # fmt: skip
+        )
     images = resized(images, data)
     if augmentation is not None:
         images = applied_by_dali(augmentation, fn.flip(images, horizontal=mirror), draws)
@@ -336,7 +374,9 @@ def _training_graph(
 
 def resized(images: Any, data: DataConfig) -> Any:
     """Crops as the squares that are trained on."""
-    return fn.resize(images, size=[data.train_size] * 2, interp_type=_INTERPOLATION[data.interpolation], antialias=data.antialias)
+    return fn.resize(
+        images, size=[data.train_size] * 2, interp_type=_INTERPOLATION[data.interpolation], antialias=data.antialias
+    )
 
 
 def normalised(images: Any, mirror: Any | None, data: DataConfig, pixels: PixelFormat) -> Any:
@@ -345,21 +385,29 @@ def normalised(images: Any, mirror: Any | None, data: DataConfig, pixels: PixelF
     layout = "HWC" if pixels.channels_last else "CHW"
     return fn.crop_mirror_normalize(
         images, mean=data.mean, std=data.std, dtype=pixels.dali_dtype, output_layout=layout, **mirrored
-    )  # fmt: skip
+    )
 
 
 @pipeline_def
 def _evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, raw: bool) -> Any:
     stored, start, end, labels = fn.external_source(
-        source=feed, num_outputs=4, batch=True, no_copy=True,
-        dtype=[types.UINT8, types.FLOAT, types.FLOAT, types.INT64], ndim=[3 if raw else 1, 1, 1, 0],
+        source=feed,
+        num_outputs=4,
+        batch=True,
+        no_copy=True,
+        dtype=[types.UINT8, types.FLOAT, types.FLOAT, types.INT64],
+        ndim=[3 if raw else 1, 1, 1, 0],
         layout=["HWC" if raw else "", "", "", ""],
-    )  # fmt: skip
+    )
     images = to_device(stored, pixels) if raw else fn.decoders.image(stored, **decoder_options(data, pixels))
     images = fn.resize(
-        images, size=[data.eval_size] * 2, roi_start=start, roi_end=end,
-        interp_type=_INTERPOLATION[data.interpolation], antialias=data.antialias,
-    )  # fmt: skip
+        images,
+        size=[data.eval_size] * 2,
+        roi_start=start,
+        roi_end=end,
+        interp_type=_INTERPOLATION[data.interpolation],
+        antialias=data.antialias,
+    )
     return normalised(images, None, data, pixels), to_device(labels, pixels)
 
 
@@ -378,11 +426,13 @@ def run_graph(pipe: Pipeline, explain: Callable[[RuntimeError], Exception]) -> l
     tensors = [output.as_tensor() for output in outputs]
     if pipe.device_id is None:
         return [torch.from_dlpack(tensor) for tensor in tensors]
-    # Into torch's own memory. A tensor that torch shares with DALI is freed by a thread of DALI's which waits for the device:
-    # that ends the process while another thread records a CUDA graph, and keeps a core busy at other times.
+    # Into torch's own memory. A tensor that torch shares with DALI is freed by a thread of DALI's which waits for the
+    # device: that ends the process while another thread records a CUDA graph, and keeps a core busy at other times.
     stream = torch.cuda.current_stream(pipe.device_id)
     return [
-        feed_ndarray(tensor, torch.empty(tensor.shape(), dtype=to_torch_type[tensor.dtype], device=stream.device), stream)
+        feed_ndarray(
+            tensor, torch.empty(tensor.shape(), dtype=to_torch_type[tensor.dtype], device=stream.device), stream
+        )
         for tensor in tensors
     ]
 
@@ -410,7 +460,8 @@ def _find_undecodable(split: Split, storage: Storage, images: NDArray[np.int64],
 
 
 def decode(encoded: NDArray[np.uint8], device_id: int | None) -> NDArray[np.uint8]:
-    """The pixels of one image, (h, w, 3), decoded alone on the CPU (None) or a GPU: to see whether that works at all."""
+    """The pixels of one image, (h, w, 3), decoded alone on the CPU (None) or a GPU: to see whether that works at
+    all."""
     pipe = _decoding_graph(encoded, batch_size=1, num_threads=1, device_id=device_id)
     pipe.build()
     (images,) = pipe.run()

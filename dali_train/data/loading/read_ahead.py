@@ -1,15 +1,15 @@
 """Reading ahead: what a rank will need soon is brought closer before it is decoded.
 
 A decoder that touches a page that is not in memory waits for the disk, 128 kB at a time. Here threads have the storage
-prefetch the same bytes some time before, in requests of 1 MB as far as they are adjacent, several at once: in a block order
-complete windows, in another order the next images, with adjacent ones merged.
+prefetch the same bytes some time before, in requests of 1 MB as far as they are adjacent, several at once: in a block
+order complete windows, in another order the next images, with adjacent ones merged.
 
-What is in memory already is copied once more to no effect: that costs a fifth of the speed of raw pixels, and nothing that
-could be measured where images are decoded. (Asking first, with RWF_NOWAIT, makes the kernel fetch what is asked about, a
-page here and a page there: a disk of 500 requests per second was slower than without reading ahead.)
+What is in memory already is copied once more to no effect: that costs a fifth of the speed of raw pixels, and nothing
+that could be measured where images are decoded. (Asking first, with RWF_NOWAIT, makes the kernel fetch what is asked
+about, a page here and a page there: a disk of 500 requests per second was slower than without reading ahead.)
 
-Nothing here decides which images come. A storage that does not answer ends reading ahead but not the run; a shard that is
-not what was indexed ends the run with an error that names it.
+Nothing here decides which images come. A storage that does not answer ends reading ahead but not the run; a shard that
+is not what was indexed ends the run with an error that names it.
 """
 
 import atexit
@@ -73,7 +73,12 @@ class _Plan:
     _started: "weakref.WeakSet[_Plan]" = weakref.WeakSet()
 
     def __init__(
-        self, split: Split, storage: Storage, micro_batches: MicroBatches, places: Iterator[tuple[int, int]], num_ahead: int
+        self,
+        split: Split,
+        storage: Storage,
+        micro_batches: MicroBatches,
+        places: Iterator[tuple[int, int]],
+        num_ahead: int,
     ) -> None:
         self._rows, self._storage, self._micro_batches, self._num_ahead = split.rows, storage, micro_batches, num_ahead
         self._turn = threading.Lock()  # the thread that holds it works out what comes next, or waits until it is time
@@ -86,7 +91,8 @@ class _Plan:
 
     def start(self) -> None:
         self._threads = [
-            threading.Thread(target=self.work, name=f"read-ahead-{number}", daemon=True) for number in range(NUM_THREADS)
+            threading.Thread(target=self.work, name=f"read-ahead-{number}", daemon=True)
+            for number in range(NUM_THREADS)
         ]
         for thread in self._threads:
             thread.start()
@@ -94,8 +100,8 @@ class _Plan:
 
     @classmethod
     def end_all(cls) -> None:
-        """Stop and wait. A thread that the end of the interpreter finds in NumPy's C++ code (``np.unique`` without Python's lock)
-        cannot unwind from there: the process would end with SIGABRT."""
+        """Stop and wait. A thread that the end of the interpreter finds in NumPy's C++ code (``np.unique`` without
+        Python's lock) cannot unwind from there: the process would end with SIGABRT."""
         plans = list(cls._started)
         for plan in plans:
             plan.stop()
@@ -165,7 +171,9 @@ class _Plan:
 atexit.register(_Plan.end_all)
 
 
-def requests(rows: NDArray[np.void], images: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def requests(
+    rows: NDArray[np.void], images: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """(shards, first bytes, sizes) of the reads that fetch `images`, in the order on disk, each at most REQUEST_BYTES.
 
     Args:

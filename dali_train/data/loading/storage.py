@@ -27,10 +27,12 @@ class Storage(Protocol):
     """One split's shards. Both methods are called from several threads at once."""
 
     def read(self, shard: int, offset: int, size: int) -> NDArray[np.uint8]:
-        """These bytes, (size,) uint8, possibly a read-only view. Called in the order of use, just before the bytes are needed."""
+        """These bytes, (size,) uint8, possibly a read-only view. Called in the order of use, just before the bytes are
+        needed."""
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
-        """Bring these ranges closer, so that a `read` of them some seconds from now does not wait. May take as long as it takes.
+        """Bring these ranges closer, so that a `read` of them some seconds from now does not wait. May take as long as
+        it takes.
 
         Raises:
             OSError: the storage does not answer; reading ahead ends with a warning and training continues without it.
@@ -42,9 +44,9 @@ class MappedFiles:
     """Files, mapped into memory: a read copies nothing, and what decodes is what waits for the disk.
 
     `prefetch` reads the same bytes into the page cache instead of advising the kernel (madvise or posix_fadvise with
-    WILLNEED). One advice is cut to the device's largest request (force_page_cache_ra in Linux' mm/readahead.c), Lustre's
-    client ignores it (its llite sets ra_pages and io_pages to 0), and Python's mmap.madvise holds the interpreter's lock. A
-    read works wherever the data can be read.
+    WILLNEED). One advice is cut to the device's largest request (force_page_cache_ra in Linux' mm/readahead.c),
+    Lustre's client ignores it (its llite sets ra_pages and io_pages to 0), and Python's mmap.madvise holds the
+    interpreter's lock. A read works wherever the data can be read.
     """
 
     def __init__(self, split: Split) -> None:
@@ -70,11 +72,12 @@ class MappedFiles:
             while size > 0:
                 num_read = os.preadv(descriptor, [buffer[:size]], offset)
                 if num_read == 0:
-                    # The decoder would touch a page of the map that has no file behind it and the process would die of SIGBUS.
+                    # The decoder would touch a page of the map that has no file behind it and the process would die of
+                    # SIGBUS.
                     length = os.fstat(descriptor).st_size
                     raise DatasetError(
-                        f"{self._paths[shard]} has become shorter while it was in use: it ends at byte {length}, the index says "
-                        f"that an image lies at byte {offset}. Restore the shard, and start again"
+                        f"{self._paths[shard]} has become shorter while it was in use: it ends at byte {length}, the "
+                        f"index says that an image lies at byte {offset}. Restore the shard, and start again"
                     )
                 offset, size = offset + num_read, size - num_read
 
@@ -102,7 +105,8 @@ STORAGES: dict[str, Callable[[Split], Storage]] = {"file": MappedFiles}
 
 
 def open_storage(split: Split, data: DataConfig) -> Storage:
-    """The storage that holds the shards of `split`: of data.root, or of the local copy of it that `split` was opened from.
+    """The storage that holds the shards of `split`: of data.root, or of the local copy of it that `split` was opened
+    from.
 
     Raises:
         ConfigError: the URL's scheme is unknown.
@@ -111,7 +115,9 @@ def open_storage(split: Split, data: DataConfig) -> Storage:
     if not separator or data.local_copy is not None:
         scheme = "file"
     if scheme not in STORAGES:
-        raise ConfigError(f"data.root is {data.root}: there is no storage for {scheme}://, only for {', '.join(STORAGES)}")
+        raise ConfigError(
+            f"data.root is {data.root}: there is no storage for {scheme}://, only for {', '.join(STORAGES)}"
+        )
     return STORAGES[scheme](split)
 
 

@@ -32,7 +32,16 @@ from dali_train.data.dataset.manifest import Shard, text_index_path
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.loading.decoder import decoder_options, decodes_boxes
 from dali_train.data.loading.mixing import mix
-from dali_train.data.loading.pipeline import Produced, Source, in_format, normalised, queue_depth, resized, run_graph, to_device
+from dali_train.data.loading.pipeline import (
+    Produced,
+    Source,
+    in_format,
+    normalised,
+    queue_depth,
+    resized,
+    run_graph,
+    to_device,
+)
 from dali_train.data.loading.pixels import PixelFormat
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
 from dali_train.data.sampling.rng import Purpose, philox_generator
@@ -60,19 +69,28 @@ class StreamPipeline(Source):
         saved_states: what ``state()`` gave on each coordinate of the run that is resumed.
 
     Raises:
-        ConfigError, DatasetError: see `check_shards`; or `saved_states` do not fit and run.accept_changed_recipe is not set.
+        ConfigError, DatasetError: see `check_shards`; or `saved_states` do not fit and run.accept_changed_recipe is not
+            set.
         RunError: the storage does not give the first shard.
     """
 
     def __init__(
-        self, split: Split, draws: Iterator[MicroBatchDraws], config: Config, pixels: PixelFormat, *,
-        rank: int, num_ranks: int, start_step: int = 0, saved_states: Sequence[dict[str, Any]] = (),
-    ) -> None:  # fmt: skip
+        self,
+        split: Split,
+        draws: Iterator[MicroBatchDraws],
+        config: Config,
+        pixels: PixelFormat,
+        *,
+        rank: int,
+        num_ranks: int,
+        start_step: int = 0,
+        saved_states: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self._basis = position_basis(split, config, pixels, num_ranks)
         position, warnings = find_position(self._basis, config, start_step, rank, saved_states)
         self.warnings = [
-            f"data.reader is stream: every rank reads a part of the shards in the order of storage, so the samples depend on the "
-            f"number of ranks, {num_ranks}, and the run can be resumed only with the same number",
+            "data.reader is stream: every rank reads a part of the shards in the order of storage, so the samples "
+            f"depend on the number of ranks, {num_ranks}, and the run can be resumed only with the same number",
             *warnings,
         ]
         check_shards(split, config.data, num_ranks)
@@ -82,10 +100,20 @@ class StreamPipeline(Source):
         # Fed to DALI and not given back yet, oldest first.
         self._in_flight: deque[MicroBatchDraws] = deque()
         self._pipe = _stream_graph(
-            self._feed, split, config.data, pixels, rank, num_ranks, boxes=decodes_boxes(pixels),
-            batch_size=config.batch.micro_batch, num_threads=pixels.num_threads, device_id=pixels.device_id,
-            prefetch_queue_depth=queue_depth(config.data), enable_checkpointing=True, checkpoint=position,
-        )  # fmt: skip
+            self._feed,
+            split,
+            config.data,
+            pixels,
+            rank,
+            num_ranks,
+            boxes=decodes_boxes(pixels),
+            batch_size=config.batch.micro_batch,
+            num_threads=pixels.num_threads,
+            device_id=pixels.device_id,
+            prefetch_queue_depth=queue_depth(config.data),
+            enable_checkpointing=True,
+            checkpoint=position,
+        )
         try:
             self._pipe.build()
         except RuntimeError as error:
@@ -108,7 +136,8 @@ class StreamPipeline(Source):
         return {"basis": self._basis, "position": base64.b64encode(self._pipe.checkpoint()).decode()}
 
     def _feed(self, _: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """DALI's own count of the batches goes unused: it would restart with a new pass, and warns where there is none."""
+        """DALI's own count of the batches goes unused: it would restart with a new pass, and warns where there is
+        none."""
         with record_function("data: choose"):
             draws = next(self._draws)
             self._in_flight.append(draws)
@@ -117,7 +146,9 @@ class StreamPipeline(Source):
     def _explain(self, error: RuntimeError) -> Exception:
         """DALI's message without its traceback of the graph, and what to do."""
         text = str(error)
-        reason = " ".join(line for line in text.rpartition("encountered:")[2].split("\n") if line and not _NOISE.match(line))
+        reason = " ".join(
+            line for line in text.rpartition("encountered:")[2].split("\n") if line and not _NOISE.match(line)
+        )
         for sign, fault in _FAULTS.items():
             if sign in text:
                 return DatasetError(
@@ -137,7 +168,8 @@ def shard_urls(split: Split, data: DataConfig) -> list[str]:
 
 
 def position_basis(split: Split, config: Config, pixels: PixelFormat, num_ranks: int) -> dict[str, Any]:
-    """What a position holds for, as plain values by name. DALI takes one from another place, too, and reads wrong data."""
+    """What a position holds for, as plain values by name. DALI takes one from another place, too, and reads wrong
+    data."""
     shards = json.dumps([(shard.name, shard.num_records) for shard in split.shards])
     return {
         "version of the graph": 2,  # DALI takes a position only for the same operators
@@ -148,7 +180,8 @@ def position_basis(split: Split, config: Config, pixels: PixelFormat, num_ranks:
         "data.shuffle_buffer": config.data.shuffle_buffer,
         "shards": hashlib.sha256(shards.encode()).hexdigest()[:16],
         # Operators that differ with it:
-        "decoder": ("CPU" if pixels.device_id is None else "GPU") + ("" if decodes_boxes(pixels) else ", complete images"),
+        "decoder": ("CPU" if pixels.device_id is None else "GPU")
+        + ("" if decodes_boxes(pixels) else ", complete images"),
         "DALI": dali.__version__,
     }
 
@@ -181,7 +214,9 @@ def find_position(
 def _differences(saved: dict[str, Any], current: dict[str, Any]) -> str:
     if not saved:
         return "it holds no place in a stream"
-    return "; ".join(f"{name} {saved.get(name)} -> {value}" for name, value in current.items() if saved.get(name) != value)
+    return "; ".join(
+        f"{name} {saved.get(name)} -> {value}" for name, value in current.items() if saved.get(name) != value
+    )
 
 
 def check_shards(split: Split, data: DataConfig, num_ranks: int) -> None:
@@ -195,12 +230,13 @@ def check_shards(split: Split, data: DataConfig, num_ranks: int) -> None:
     """
     if split.manifest.encoding == "raw":
         raise ConfigError(
-            f"data.reader is stream, but {split.root} holds raw pixels: only encoded images can be streamed; set data.reader index"
+            f"data.reader is stream, but {split.root} holds raw pixels: only encoded images can be streamed; set "
+            "data.reader index"
         )
     if len(split) < num_ranks:
         raise ConfigError(
-            f"data.reader is stream, but {split.root} has {len(split)} {split.name} images for {num_ranks} ranks: each needs at "
-            f"least one of its own; use at most {len(split)} ranks, or data.reader index"
+            f"data.reader is stream, but {split.root} has {len(split)} {split.name} images for {num_ranks} ranks: "
+            f"each needs at least one of its own; use at most {len(split)} ranks, or data.reader index"
         )
     for shard in split.shards:
         _check_text_index(text_index_path(split.root, split.name, shard.name), shard, split.root)
@@ -230,11 +266,17 @@ def _check_text_index(path: Path, shard: Shard, root: Path) -> None:
 def _check_first_record(split: Split, path: Path) -> None:
     try:
         content = memoryview(map_file(path))
-        record = index_record(content, next(walk_records(content, path, check_payload=True)), path, Features.of(split.manifest))
+        record = index_record(
+            content, next(walk_records(content, path, check_payload=True)), path, Features.of(split.manifest)
+        )
     except (FileNotFoundError, StopIteration):
-        raise DatasetError(f"{path} is missing or empty, dataset.json names it: data.stream_url is where train/ lies") from None
+        raise DatasetError(
+            f"{path} is missing or empty, dataset.json names it: data.stream_url is where train/ lies"
+        ) from None
     except TFRecordError as error:
-        raise DatasetError(f"{error}. Index the shards as they are (dali-train data index), or convert the images again") from error
+        raise DatasetError(
+            f"{error}. Index the shards as they are (dali-train data index), or convert the images again"
+        ) from error
     label = int(split.rows["label"][0]) + split.manifest.label_base
     if record.label != label:
         raise DatasetError(
@@ -256,18 +298,21 @@ def _stream_graph(
     reader_seed, crop_seed, flip_seed = _seeds(data.seed, rank, num_ranks)
     shuffling: dict[str, Any] = {}
     if data.shuffle != "none":
-        # Every pass has the shards in another order, the same on all ranks, and cuts it into parts anew. Without it the ranks
-        # exchange their parts from pass to pass.
+        # Every pass has the shards in another order, the same on all ranks, and cuts it into parts anew. Without it the
+        # ranks exchange their parts from pass to pass.
         shuffling = {
-            "random_shuffle": True, "initial_fill": data.shuffle_buffer, "seed": reader_seed,
-            "shuffle_after_epoch": True, "shuffle_after_epoch_seed": _seeds(data.seed, num_ranks, num_ranks)[0],
-        }  # fmt: skip
+            "random_shuffle": True,
+            "initial_fill": data.shuffle_buffer,
+            "seed": reader_seed,
+            "shuffle_after_epoch": True,
+            "shuffle_after_epoch_seed": _seeds(data.seed, num_ranks, num_ranks)[0],
+        }
     features: Any = fn.readers.tfrecord(
         name="reader",
         path=shard_urls(split, data),
         index_path=[str(text_index_path(split.root, split.name, shard.name)) for shard in split.shards],
-        # Of variable length, so that a label that is missing or of another type has another shape. Of fixed length it would
-        # be whatever the memory held.
+        # Of variable length, so that a label that is missing or of another type has another shape. Of fixed length it
+        # would be whatever the memory held.
         features={
             split.manifest.image_key: tfrecord.FixedLenFeature([], tfrecord.string, ""),
             split.manifest.label_key: tfrecord.VarLenFeature(tfrecord.int64, 0),
@@ -279,12 +324,18 @@ def _stream_graph(
         prefetch_queue_depth=data.prefetch,
         **shuffling,
     )
-    draws: Any = fn.external_source(source=feed, num_outputs=2, batch=True, dtype=[types.INT32, types.FLOAT], ndim=[0, 0])
+    draws: Any = fn.external_source(
+        source=feed, num_outputs=2, batch=True, dtype=[types.INT32, types.FLOAT], ndim=[0, 0]
+    )
     partner, weight = draws
     images = _random_crops(
-        features[split.manifest.image_key], boxes=boxes, random_area=data.crop_area, random_aspect_ratio=data.crop_aspect,
-        seed=crop_seed, **decoder_options(data, pixels, split),
-    )  # fmt: skip
+        features[split.manifest.image_key],
+        boxes=boxes,
+        random_area=data.crop_area,
+        random_aspect_ratio=data.crop_aspect,
+        seed=crop_seed,
+        **decoder_options(data, pixels, split),
+    )
     mirror = fn.random.coin_flip(probability=data.horizontal_flip, seed=flip_seed, name="flip")
     labels = features[split.manifest.label_key] - split.manifest.label_base
     # (2,) int64; refuses labels that are not of shape (1,).
@@ -294,11 +345,22 @@ def _stream_graph(
 
 
 def _random_crops(
-    encoded: Any, *, boxes: bool, random_area: tuple[float, float], random_aspect_ratio: tuple[float, float], seed: int,
+    encoded: Any,
+    *,
+    boxes: bool,
+    random_area: tuple[float, float],
+    random_aspect_ratio: tuple[float, float],
+    seed: int,
     **decoder: Any,
-) -> Any:  # fmt: skip
-    """A node with random crops, (height, width, 3) uint8: the same whether only the boxes are decoded or the complete images."""
-    drawn: dict[str, Any] = {"random_area": random_area, "random_aspect_ratio": random_aspect_ratio, "seed": seed, "name": "crop"}
+) -> Any:
+    """A node with random crops, (height, width, 3) uint8: the same whether only the boxes are decoded or the complete
+    images."""
+    drawn: dict[str, Any] = {
+        "random_area": random_area,
+        "random_aspect_ratio": random_aspect_ratio,
+        "seed": seed,
+        "name": "crop",
+    }
     if boxes:
         return fn.decoders.image_random_crop(encoded, **drawn, **decoder)
     anchor, shape = fn.random_crop_generator(fn.peek_image_shape(encoded, adjust_orientation=False), **drawn)

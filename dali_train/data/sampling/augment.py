@@ -1,8 +1,8 @@
 """What is drawn for an image's augmentation: which operators, how strong, and which box is erased.
 
-A policy is groups one after the other; of each group an image gets one alternative, and an alternative is steps one after
-the other. RandAugment is n groups of one-step alternatives; AutoAugment one group of two-step alternatives; color jitter one
-group that has each order of three steps.
+A policy is groups one after the other; of each group an image gets one alternative, and an alternative is steps one
+after the other. RandAugment is n groups of one-step alternatives; AutoAugment one group of two-step alternatives; color
+jitter one group that has each order of three steps.
 
 A level says how strong: 1 is the strong end of an operator's usual range, and its sign says in which direction, for
 operators that have two. What operators do with a level, and with pixels, is in one table, in data/loading/augment.py.
@@ -24,26 +24,79 @@ IDENTITY = "Identity"
 
 # timm's sets (Cubuk et al., "RandAugment", arXiv 1909.13719, as its author's TensorFlow code has it).
 _RAND = (
-    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "SolarizeAdd", "Color", "Contrast", "Brightness",
-    "Sharpness", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel",
-)  # fmt: skip
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+    "Rotate",
+    "Posterize",
+    "Solarize",
+    "SolarizeAdd",
+    "Color",
+    "Contrast",
+    "Brightness",
+    "Sharpness",
+    "ShearX",
+    "ShearY",
+    "TranslateXRel",
+    "TranslateYRel",
+)
 # big_vision's randaug(2, 10): translations in pixels, and Cutout.
 _BIG_VISION = (
-    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness",
-    "ShearX", "ShearY", "TranslateX100", "TranslateY100", "SolarizeAdd", "Cutout40",
-)  # fmt: skip
-# ColossalAI's (examples/vit_b16_imagenet_data_parallel/dataloader/rand_augment.py): the same with shorter translations, another
-# threshold, and shears that are given as 0.3 degrees, which moves no pixel by more than one.
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+    "Rotate",
+    "Posterize",
+    "Solarize",
+    "Color",
+    "Contrast",
+    "Brightness",
+    "Sharpness",
+    "ShearX",
+    "ShearY",
+    "TranslateX100",
+    "TranslateY100",
+    "SolarizeAdd",
+    "Cutout40",
+)
+# ColossalAI's (examples/vit_b16_imagenet_data_parallel/dataloader/rand_augment.py): the same with shorter translations,
+# another threshold, and shears that are given as 0.3 degrees, which moves no pixel by more than one.
 _COLOSSALAI = (
-    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize200", "Color", "Contrast", "Brightness", "Sharpness",
-    IDENTITY, IDENTITY, "TranslateX40", "TranslateY40", "SolarizeAdd", "Cutout40",
-)  # fmt: skip
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+    "Rotate",
+    "Posterize",
+    "Solarize200",
+    "Color",
+    "Contrast",
+    "Brightness",
+    "Sharpness",
+    IDENTITY,
+    IDENTITY,
+    "TranslateX40",
+    "TranslateY40",
+    "SolarizeAdd",
+    "Cutout40",
+)
 _INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
 # Müller and Hutter, "TrivialAugment", arXiv 2103.10158, the wide space.
 _TRIVIAL = (
-    IDENTITY, "ShearXWide", "ShearYWide", "TranslateX32", "TranslateY32", "RotateWide", "BrightnessWide", "ColorWide",
-    "ContrastWide", "SharpnessWide", "PosterizeWide", "SolarizeIncreasing", "AutoContrast", "Equalize",
-)  # fmt: skip
+    IDENTITY,
+    "ShearXWide",
+    "ShearYWide",
+    "TranslateX32",
+    "TranslateY32",
+    "RotateWide",
+    "BrightnessWide",
+    "ColorWide",
+    "ContrastWide",
+    "SharpnessWide",
+    "PosterizeWide",
+    "SolarizeIncreasing",
+    "AutoContrast",
+    "Equalize",
+)
 # Touvron et al., "DeiT III", arXiv 2204.07118.
 _THREE = ("Grayscale", "Solarize128", "GaussianBlur")
 _JITTER = ("BrightnessBy", "ContrastBy", "ColorBy")
@@ -89,8 +142,15 @@ def policy_of(data: DataConfig) -> Policy:
 def _groups(spec: AugmentSpec) -> tuple[tuple[Alternative, ...], ...]:
     std = np.inf if spec.magnitude_std > 100 else spec.magnitude_std / 10
     if spec.policy == "rand":
-        names = spec.operators or tuple(f"{name}Increasing" if spec.increasing and name in _INCREASING else name for name in _RAND)
-        common = {"probability": spec.probability, "level": spec.magnitude / 10, "std": std, "max_level": spec.magnitude_max / 10}
+        names = spec.operators or tuple(
+            f"{name}Increasing" if spec.increasing and name in _INCREASING else name for name in _RAND
+        )
+        common = {
+            "probability": spec.probability,
+            "level": spec.magnitude / 10,
+            "std": std,
+            "max_level": spec.magnitude_max / 10,
+        }
         return (tuple((Step(operator=name, **common),) for name in names),) * spec.num_layers
     if spec.policy in ("big-vision", "colossalai"):
         names = _BIG_VISION if spec.policy == "big-vision" else _COLOSSALAI
@@ -115,7 +175,8 @@ def _groups(spec: AugmentSpec) -> tuple[tuple[Alternative, ...], ...]:
         return (
             tuple(
                 tuple(
-                    Step(operator=_CIFAR_NAMES.get(name, name), probability=p, level=(number or 0) / 9) for name, p, number in pair
+                    Step(operator=_CIFAR_NAMES.get(name, name), probability=p, level=(number or 0) / 9)
+                    for name, p, number in pair
                 )
                 for pair in AutoAugment(AutoAugmentPolicy.CIFAR10).policies
             ),
@@ -125,9 +186,11 @@ def _groups(spec: AugmentSpec) -> tuple[tuple[Alternative, ...], ...]:
 
 # torchvision's names -> the rows with its ranges.
 _CIFAR_NAMES = {
-    "TranslateX": "TranslateXRel", "TranslateY": "TranslateYRel", "Posterize": "Posterize8",
+    "TranslateX": "TranslateXRel",
+    "TranslateY": "TranslateYRel",
+    "Posterize": "Posterize8",
     **{name: f"{name}Increasing" for name in ("Solarize", "Color", "Contrast", "Brightness", "Sharpness")},
-}  # fmt: skip
+}
 
 
 def draw_operators(
@@ -145,7 +208,11 @@ def draw_operators(
     num_counters = len(policy.groups) + policy.num_steps
     blocks = np.arange(1, num_counters + 1)
     draws = uniform(
-        seed, Purpose.AUGMENT, np.tile(blocks, count), low=np.repeat(images, num_counters), high=np.repeat(epochs, num_counters)
+        seed,
+        Purpose.AUGMENT,
+        np.tile(blocks, count),
+        low=np.repeat(images, num_counters),
+        high=np.repeat(epochs, num_counters),
     ).reshape(count, num_counters, 4)
     counter = column = 0
     for group in policy.groups:
@@ -176,25 +243,35 @@ def erased_boxes(
 ) -> NDArray[np.int32]:
     """The box of each training image that is erased: (top, left, height, width) in pixels, (n, 4); all zero: none.
 
-    Zhong et al., "Random erasing", arXiv 1708.04896, with timm's ranges: 2 % to a third of the area, aspects from 0.3 to 1 / 0.3.
+    Zhong et al., "Random erasing", arXiv 1708.04896, with timm's ranges: 2 % to a third of the area, aspects from 0.3
+    to 1 / 0.3.
     """
     if probability == 0:
         return np.zeros((len(images), 4), dtype=np.int32)
     sides = np.full(len(images), size)
     boxes = crop_boxes(
-        seed, epochs=epochs, images=images, heights=sides, widths=sides, area=(0.02, 1 / 3), aspect=(0.3, 1 / 0.3),
+        seed,
+        epochs=epochs,
+        images=images,
+        heights=sides,
+        widths=sides,
+        area=(0.02, 1 / 3),
+        aspect=(0.3, 1 / 0.3),
         purpose=Purpose.ERASE,
-    )  # fmt: skip
-    whether = uniform(seed, Purpose.ERASE, np.full_like(images, 11), low=images, high=epochs)[:, 0]  # blocks to 10 are tries
+    )
+    whether = uniform(seed, Purpose.ERASE, np.full_like(images, 11), low=images, high=epochs)[
+        :, 0
+    ]  # blocks to 10 are tries
     boxes[whether >= probability] = 0
     return boxes
 
 
 def erasing_noise(data: DataConfig, *, step: int, k: int) -> NDArray[np.uint8]:
-    """Pixels that the erased boxes of one micro-batch show, (train_size, train_size, 3), or (0, 0, 3) where they show the mean.
+    """Pixels that the erased boxes of one micro-batch show, (train_size, train_size, 3), or (0, 0, 3) where they show
+    the mean.
 
-    Normally distributed around the mean with the standard deviation of data.normalise, as in timm, but limited to what a pixel
-    can be. One for all of its images: a box shows the part that it covers.
+    Normally distributed around the mean with the standard deviation of data.normalise, as in timm, but limited to what
+    a pixel can be. One for all of its images: a box shows the part that it covers.
     """
     if data.random_erasing == 0 or data.random_erasing_fill == "mean":
         return np.zeros((0, 0, 3), dtype=np.uint8)

@@ -64,9 +64,10 @@ def inception_boxes(
 ) -> NDArray[np.int32]:
     """TensorFlow's sample_distorted_bounding_box, the original Inception crop, as `crop_boxes`: (n, 4).
 
-    The aspect ratio is uniform in `aspect`, then the height uniform between those of the smallest and of the largest `area` with
-    that ratio that the image has room for: small crops are more frequent than with an area that is uniform. A box that does
-    not start at 0 leaves out the last possible row and column, as there. After ten tries: the complete image.
+    The aspect ratio is uniform in `aspect`, then the height uniform between those of the smallest and of the largest
+    `area` with that ratio that the image has room for: small crops are more frequent than with an area that is uniform.
+    A box that does not start at 0 leaves out the last possible row and column, as there. After ten tries: the complete
+    image.
     """
 
     def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -120,13 +121,20 @@ def flips(seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], pr
 
 
 def padded_crops(
-    seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], heights: NDArray[np.int64], widths: NDArray[np.int64],
-    side: int, padding: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
+    seed: int,
+    *,
+    epochs: NDArray[np.int64],
+    images: NDArray[np.int64],
+    heights: NDArray[np.int64],
+    widths: NDArray[np.int64],
+    side: int,
+    padding: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """(boxes, offsets): squares of `side` pixels, anywhere in images that have `padding` black pixels on each side.
 
     boxes: (n, 4), the part of the square that is in the image: top, left, height, width in pixels of the stored image;
-    offsets: (n, 2), where that part begins in the square, from the top and from the left. As torchvision's RandomCrop. The
+    offsets: (n, 2), where that part begins in the square, from the top and from the left. As torchvision's RandomCrop.
+        The
     square must be larger than the padding, and not larger than the padded images.
     """
     draws = uniform(seed, Purpose.CROP, np.ones_like(images), low=images, high=epochs)
@@ -146,15 +154,17 @@ class Mixing:
 
     partners: NDArray[np.int32]  # place of the partner within the micro-batch
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
-    cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
+    cuts: NDArray[
+        np.int32
+    ]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
 
 
 def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int, side: int) -> Mixing:
     """The mixing of `size` images of `side` pixels, drawn once per image or once for all of them.
 
-    Mixup (Zhang et al., arXiv 1710.09412) has lambda from Beta(alpha, alpha). CutMix (Yun et al., arXiv 1905.04899) has a square
-    of about 1 - lambda of the area around a uniformly random center, cut off at the image's edges, after which lambda is
-    what is left of the image. Rounded as in timm. With both alphas 0 nothing is mixed.
+    Mixup (Zhang et al., arXiv 1710.09412) has lambda from Beta(alpha, alpha). CutMix (Yun et al., arXiv 1905.04899) has
+    a square of about 1 - lambda of the area around a uniformly random center, cut off at the image's edges, after which
+    lambda is what is left of the image. Rounded as in timm. With both alphas 0 nothing is mixed.
     """
     cuts = np.zeros((size, 4), dtype=np.int32)
     if not config.enabled:
@@ -183,8 +193,11 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
     return Mixing(partners=partners, lambdas=np.broadcast_to(lambdas, size).astype(np.float32), cuts=cuts)
 
 
-def _cut_boxes(lambdas: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.float64], side: int) -> NDArray[np.int32]:
-    """(n, 4): squares that cover 1 - lambda of an image, around (y, x) as fractions of it, as far as they are within it."""
+def _cut_boxes(
+    lambdas: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.float64], side: int
+) -> NDArray[np.int32]:
+    """(n, 4): squares that cover 1 - lambda of an image, around (y, x) as fractions of it, as far as they are within
+    it."""
     cut = (side * np.sqrt(1 - lambdas)).astype(np.int64)
     corners = []
     for center in ((y * side).astype(np.int64), (x * side).astype(np.int64)):

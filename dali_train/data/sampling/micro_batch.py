@@ -26,14 +26,18 @@ class MicroBatchDraws:
     k: int
     partners: NDArray[np.int32]  # place of the partner that it is mixed with within the micro-batch
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
-    cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
+    cuts: NDArray[
+        np.int32
+    ]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
     dropout_seed: int
     size: int  # side of the training images, in pixels
 
     @classmethod
     def at(cls, config: Config, step: int, k: int) -> "MicroBatchDraws":
         seed = config.data.seed
-        mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=config.batch.micro_batch, side=config.data.train_size)
+        mixing = draw_mixing(
+            config.mixup, seed, step=step, k=k, size=config.batch.micro_batch, side=config.data.train_size
+        )
         dropout_seed = torch_seed(seed, Purpose.DROPOUT, step=step, k=k)
         return cls(step=step, k=k, **vars(mixing), dropout_seed=dropout_seed, size=config.data.train_size)
 
@@ -46,7 +50,9 @@ class MicroBatch(MicroBatchDraws):
     images: NDArray[np.int64]  # numbers in the split's index
     labels: NDArray[np.int64]  # from 0
     boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
-    offsets: NDArray[np.int32]  # (n, 2): where the box begins in the square of data.crop_side, from the top and left; else 0
+    offsets: NDArray[
+        np.int32
+    ]  # (n, 2): where the box begins in the square of data.crop_side, from the top and left; else 0
     flips: NDArray[np.int32]  # 1: mirrored
     operators: NDArray[np.int32]  # (n, steps): numbers in the policy's names, applied one after the other
     levels: NDArray[np.float32]  # (n, steps): how strong each of them is, with a sign
@@ -105,14 +111,24 @@ class MicroBatches:
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
             boxes = BOXES[data.crop](
-                data.seed, epochs=epochs, images=images, heights=heights, widths=widths,
-                area=data.crop_area, aspect=data.crop_aspect,
-            )  # fmt: skip
+                data.seed,
+                epochs=epochs,
+                images=images,
+                heights=heights,
+                widths=widths,
+                area=data.crop_area,
+                aspect=data.crop_aspect,
+            )
         else:
             boxes, offsets = padded_crops(
-                data.seed, epochs=epochs, images=images, heights=heights, widths=widths,
-                side=data.crop_side, padding=data.crop_padding,
-            )  # fmt: skip
+                data.seed,
+                epochs=epochs,
+                images=images,
+                heights=heights,
+                widths=widths,
+                side=data.crop_side,
+                padding=data.crop_padding,
+            )
         return MicroBatch(
             **vars(MicroBatchDraws.at(config, step, k)),
             positions=positions,
@@ -127,4 +143,4 @@ class MicroBatches:
                 data.seed, epochs=epochs, images=images, probability=data.random_erasing, size=data.train_size
             ),
             noise=erasing_noise(data, step=step, k=k),
-        )  # fmt: skip
+        )

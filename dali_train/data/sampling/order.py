@@ -33,28 +33,40 @@ class SampleOrder:
         repeats: so many neighbouring positions have the same image. Blocks are those of the order without repeats.
     """
 
-    def __init__(self, num_images: int, *, seed: int, shuffle: Literal["full", "none"] | Blocks, repeats: int = 1) -> None:
+    def __init__(
+        self, num_images: int, *, seed: int, shuffle: Literal["full", "none"] | Blocks, repeats: int = 1
+    ) -> None:
         self.num_images = num_images
         self.seed = seed
         self.shuffle = shuffle
         self.repeats = repeats
         self._orders: dict[int, FullOrder | BlockOrder] = {}
-        self._making = threading.Lock()  # threads that read ahead ask too, and make the next epoch's order before it begins
+        self._making = (
+            threading.Lock()
+        )  # threads that read ahead ask too, and make the next epoch's order before it begins
 
     @classmethod
     def of(cls, config: Config, num_images: int) -> "SampleOrder":
         data, batch = config.data, config.batch
         blocks = Blocks(
-            num_images=num_images, block_images=data.block_images, window_blocks=data.window_blocks,
-            global_batch=batch.global_batch // data.repeats, micro_batch=batch.micro_batch // data.repeats,
-        )  # fmt: skip
-        return cls(num_images, seed=data.seed, shuffle=blocks if data.shuffle == "block" else data.shuffle, repeats=data.repeats)
+            num_images=num_images,
+            block_images=data.block_images,
+            window_blocks=data.window_blocks,
+            global_batch=batch.global_batch // data.repeats,
+            micro_batch=batch.micro_batch // data.repeats,
+        )
+        return cls(
+            num_images,
+            seed=data.seed,
+            shuffle=blocks if data.shuffle == "block" else data.shuffle,
+            repeats=data.repeats,
+        )
 
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(images, epochs) at `positions`, each of the same shape.
 
-        With repeats, epochs count the times that an image has been seen: no two of the same image are equal, so that each is
-        augmented differently.
+        With repeats, epochs count the times that an image has been seen: no two of the same image are equal, so that
+        each is augmented differently.
         """
         if self.repeats > 1:
             images, passes = self._images_at(positions // self.repeats)

@@ -1,7 +1,7 @@
 """Collectives with a gradient, along one dimension of the mesh.
 
-Each pair is its own transpose: where forward hands a tensor to several ranks, backward sums what they send back, and the
-other way around. A dimension of one rank costs nothing.
+Each pair is its own transpose: where forward hands a tensor to several ranks, backward sums what they send back, and
+the other way around. A dimension of one rank costs nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ class Axis:
 
 
 Splits = tuple[tuple[int, Axis], ...]
-"""How an activation (images, tokens, features) is split: tensor dimensions with the axis they are split along, the outermost
-split first where one dimension has several."""
+"""How an activation (images, tokens, features) is split: tensor dimensions with the axis they are split along, the
+outermost split first where one dimension has several."""
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
@@ -50,7 +50,8 @@ def reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
-    """The parts of all ranks along `axis`, joined in `dim`; each rank computes a part of the result, so gradients are summed."""
+    """The parts of all ranks along `axis`, joined in `dim`; each rank computes a part of the result, so gradients are
+    summed."""
     return _Gather.apply(tensor, dim, axis) if axis.size > 1 else tensor
 
 
@@ -60,7 +61,8 @@ def scatter(tensor: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def enter(tensor: torch.Tensor, splits: Splits) -> torch.Tensor:
-    """This rank's part of a tensor that all ranks hold. Dimensions that do not divide are padded with zeros at the end."""
+    """This rank's part of a tensor that all ranks hold. Dimensions that do not divide are padded with zeros at the
+    end."""
     return _Enter.apply(tensor, splits) if splits else tensor
 
 
@@ -74,8 +76,8 @@ def leave(tensor: torch.Tensor, splits: Splits, sizes: Sequence[int]) -> torch.T
 
 
 def part(tensor: torch.Tensor, splits: Splits) -> torch.Tensor:
-    """What `enter` gives, as a tensor of its own and with the ordinary gradient: for masks, and where gradients are summed
-    later."""
+    """What `enter` gives, as a tensor of its own and with the ordinary gradient: for masks, and where gradients are
+    summed later."""
     for dim in sorted({dim for dim, _ in splits}):
         tensor = padded(tensor, dim, prod(axis.size for other, axis in splits if other == dim))
     for dim, axis in splits:

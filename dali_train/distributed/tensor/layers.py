@@ -21,8 +21,8 @@ class ParallelLinear(nn.Module):
     """A linear layer whose weight and bias are DTensors and whose input and output are this rank's parts.
 
     Args:
-        num_joined: how many layers are joined in its rows, 3 where they are queries, keys and values. Each rank gets a part
-            of every one of them, so the rows of the DTensor are those of timm regrouped by rank: see `TimmOrder`.
+        num_joined: how many layers are joined in its rows, 3 where they are queries, keys and values. Each rank gets a
+            part of every one of them, so the rows of the DTensor are those of timm regrouped by rank: see `TimmOrder`.
     """
 
     def __init__(self, linear: nn.Linear, plan: LinearPlan, mesh: DeviceMesh, num_joined: int = 1) -> None:
@@ -30,7 +30,11 @@ class ParallelLinear(nn.Module):
         self.plan = plan
         self.num_joined = num_joined
         self.weight = _distributed(linear.weight, mesh, plan.placements(mesh.ndim), num_joined)
-        self.bias = None if linear.bias is None else _distributed(linear.bias, mesh, plan.bias_placements(mesh.ndim), num_joined)
+        self.bias = (
+            None
+            if linear.bias is None
+            else _distributed(linear.bias, mesh, plan.bias_placements(mesh.ndim), num_joined)
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         weight = copy(_local(self.weight), self.plan.weight_copies)
@@ -70,7 +74,9 @@ class OnParts(nn.Module):
             self.register_parameter(name, parameter)
         bare = copying.copy(layer)  # what the layer computes, without parameters and hooks of its own
         bare._forward_pre_hooks, bare._forward_hooks = OrderedDict(), OrderedDict()
-        bare._parameters = {name: nn.Parameter(p.detach().to("meta")) for name, p in layer.named_parameters(recurse=False)}
+        bare._parameters = {
+            name: nn.Parameter(p.detach().to("meta")) for name, p in layer.named_parameters(recurse=False)
+        }
         self._layer = (bare,)  # in a tuple: not a child of this module
         self._axes, self._splits, self._before, self._after = tuple(axes), splits, tuple(before), tuple(after)
 
@@ -120,11 +126,15 @@ def _complete_shape(tensor: torch.Tensor, splits: Splits, sizes: list[int]) -> l
     """Without padding. Features are never padded."""
     shape = list(tensor.shape)
     for dim in {dim for dim, _ in splits}:
-        shape[dim] = shape[dim] * prod(axis.size for other, axis in splits if other == dim) if dim == FEATURES else sizes[dim]
+        shape[dim] = (
+            shape[dim] * prod(axis.size for other, axis in splits if other == dim) if dim == FEATURES else sizes[dim]
+        )
     return shape
 
 
-def _distributed(parameter: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], num_joined: int) -> nn.Parameter:
+def _distributed(
+    parameter: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], num_joined: int
+) -> nn.Parameter:
     """`parameter`, which every rank holds, as a DTensor of which this rank keeps only its part."""
     local = parameter.detach()
     for mesh_dim, placement in enumerate(placements):
@@ -135,7 +145,9 @@ def _distributed(parameter: torch.Tensor, mesh: DeviceMesh, placements: Sequence
             else:
                 local = local.chunk(size, dim=dim)[rank]
     local = local.clone(memory_format=torch.contiguous_format)  # the rest of the parameter is freed
-    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    tensor = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 

@@ -1,19 +1,20 @@
 """Where activations and weights lie in each mode, and what a linear layer exchanges.
 
 The transformer's blocks alternate between two layouts: that of the residual stream, and that within attention and MLP,
-between the two linear layers of each. `first` layers (queries, keys and values; the MLP's expansion) lead from the one to
-the other, `second` layers (projection; contraction) back. Features within attention are heads.
+between the two linear layers of each. `first` layers (queries, keys and values; the MLP's expansion) lead from the one
+to the other, `second` layers (projection; contraction) back. Features within attention are heads.
 
 | mode | mesh | residual stream | within | weight (out, in) |
 |---|---|---|---|---|
 | 1d | (t) | complete, or tokens by t | features by t | first: out by t; second: in by t |
 | 2d | (r, c) | images by r, features by c | the same | out by c, in stored by r |
 | 2.5d | (d, r, c) | images by d and r, features by c | the same | as 2d, a copy for each d |
-| 3d | (a, b, c) | images by a and c, features by b | images by b and c, features by a | first: out by a, in by b, stored by c |
+| 3d | (a, b, c) | images by a and c, features by b | images by b and c, features by a | first: out by a, in by b,
+stored by c |
 
-3d's second layers have a and b exchanged. "Stored by" means that the columns are split further, and gathered before the layer
-multiplies. 1d exchanges activations of full size, 2d activations and weights of 1/q of theirs, 2.5d activations of 1/(d q), 3d
-gathers along two dimensions and sums over the third.
+3d's second layers have a and b exchanged. "Stored by" means that the columns are split further, and gathered before the
+layer multiplies. 1d exchanges activations of full size, 2d activations and weights of 1/q of theirs, 2.5d activations
+of 1/(d q), 3d gathers along two dimensions and sums over the third.
 """
 
 import math
@@ -91,9 +92,12 @@ def make_grid(mesh: DeviceMesh, mode: TensorMode, depth: int | None = None) -> D
     sizes = grid_sizes(mode, mesh.size(), depth)
     assert math.prod(sizes) == mesh.size(), (mode, mesh.size(), depth)  # the config has checked it
     prefix = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tensor"
-    names = tuple(f"{prefix}_{name}" for name in (("a", "b", "c") if mode == "3d" else ("depth", "row", "column")[-len(sizes) :]))
+    names = tuple(
+        f"{prefix}_{name}" for name in (("a", "b", "c") if mode == "3d" else ("depth", "row", "column")[-len(sizes) :])
+    )
     grid = mesh._unflatten(0, sizes, names)
-    # DTensor computes a norm in one collective where the dimensions that a weight is divided along are a mesh of their own.
+    # DTensor computes a norm in one collective where the dimensions that a weight is divided along are a mesh of their
+    # own.
     grid[names if mode == "3d" else names[-2:]]._flatten()
     return grid
 
@@ -103,16 +107,20 @@ def make_plan(mode: TensorMode, axes: tuple[Axis, ...], *, sequence_parallel: bo
     if mode == "1d":
         return _sequence_parallel(*axes) if sequence_parallel else _one_dimension(*axes)
     if sequence_parallel:
-        raise ConfigError(f"parallel.tensor has sequence_parallel with mode {mode}: only mode 1d takes it, the others split images")
+        raise ConfigError(
+            f"parallel.tensor has sequence_parallel with mode {mode}: only mode 1d takes it, the others split images"
+        )
     return _three_dimensions(*axes) if mode == "3d" else _two_dimensions(*axes)
 
 
 def _one_dimension(t: Axis) -> Plan:
     return Plan(
-        axes=(t,), stream=(), within=((FEATURES, t),),
+        axes=(t,),
+        stream=(),
+        within=((FEATURES, t),),
         first=LinearPlan(out=t, before=(partial(copy, axes=(t,)),)),
         second=LinearPlan(inside=t, after=(partial(reduce, axis=t),)),
-    )  # fmt: skip
+    )
 
 
 def _sequence_parallel(t: Axis) -> Plan:
@@ -126,10 +134,15 @@ def _sequence_parallel(t: Axis) -> Plan:
         return scatter(padded(tensor, TOKENS, t.size), TOKENS, t)
 
     return Plan(
-        axes=(t,), stream=((TOKENS, t),), within=((FEATURES, t),), sizes=sizes,
-        first=LinearPlan(out=t), second=LinearPlan(inside=t, after=(share,), bias_copies=(t,)),
-        norm_after=(complete,), stream_copies=(t,),
-    )  # fmt: skip
+        axes=(t,),
+        stream=((TOKENS, t),),
+        within=((FEATURES, t),),
+        sizes=sizes,
+        first=LinearPlan(out=t),
+        second=LinearPlan(inside=t, after=(share,), bias_copies=(t,)),
+        norm_after=(complete,),
+        stream_copies=(t,),
+    )
 
 
 def _two_dimensions(*axes: Axis) -> Plan:
@@ -138,11 +151,14 @@ def _two_dimensions(*axes: Axis) -> Plan:
     whole = partial(gather, dim=FEATURES, axis=c)
     linear = {"out": c, "stored": r, "weight_copies": tuple(copies), "bias_copies": (*copies, r)}
     return Plan(
-        axes=axes, stream=(*images, (FEATURES, c)), within=(*images, (FEATURES, c)),
+        axes=axes,
+        stream=(*images, (FEATURES, c)),
+        within=(*images, (FEATURES, c)),
         first=LinearPlan(**linear),  # type: ignore[arg-type]
         second=LinearPlan(**linear, before=(whole,)),  # type: ignore[arg-type]
-        norm_before=(whole,), stream_copies=axes,
-    )  # fmt: skip
+        norm_before=(whole,),
+        stream_copies=axes,
+    )
 
 
 def _three_dimensions(a: Axis, b: Axis, c: Axis) -> Plan:
@@ -151,13 +167,22 @@ def _three_dimensions(a: Axis, b: Axis, c: Axis) -> Plan:
         stream=((IMAGES, a), (IMAGES, c), (FEATURES, b)),
         within=((IMAGES, b), (IMAGES, c), (FEATURES, a)),
         first=LinearPlan(
-            out=a, inside=b, stored=c, bias_copies=(b, c),
-            before=(partial(gather, dim=IMAGES, axis=a),), after=(partial(scatter, dim=IMAGES, axis=b),),
+            out=a,
+            inside=b,
+            stored=c,
+            bias_copies=(b, c),
+            before=(partial(gather, dim=IMAGES, axis=a),),
+            after=(partial(scatter, dim=IMAGES, axis=b),),
         ),
         second=LinearPlan(
-            out=b, inside=a, stored=c, bias_copies=(a, c),
-            before=(partial(gather, dim=IMAGES, axis=b),), after=(partial(scatter, dim=IMAGES, axis=a),),
+            out=b,
+            inside=a,
+            stored=c,
+            bias_copies=(a, c),
+            before=(partial(gather, dim=IMAGES, axis=b),),
+            after=(partial(scatter, dim=IMAGES, axis=a),),
         ),
-        norm_before=(partial(gather, dim=FEATURES, axis=b),), norm_after=(partial(part, splits=((FEATURES, b),)),),
+        norm_before=(partial(gather, dim=FEATURES, axis=b),),
+        norm_after=(partial(part, splits=((FEATURES, b),)),),
         stream_copies=(a, b, c),
-    )  # fmt: skip
+    )

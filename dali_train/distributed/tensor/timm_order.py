@@ -7,11 +7,11 @@ from dali_train.distributed.tensor.layers import ParallelLinear
 
 
 class TimmOrder:
-    """Between the order of the DTensors of `tensor_parallel` and timm's, for parameters and for whatever has their shape, such
-    as an optimizer's moments or a moving average.
+    """Between the order of the DTensors of `tensor_parallel` and timm's, for parameters and for whatever has their
+    shape, such as an optimizer's moments or a moving average.
 
-    timm joins queries, keys and values in the rows of one weight. Here each rank holds its heads' rows of all three, so in
-    the DTensor they stand rank by rank. All other parameters are in timm's order anyway.
+    timm joins queries, keys and values in the rows of one weight. Here each rank holds its heads' rows of all three, so
+    in the DTensor they stand rank by rank. All other parameters are in timm's order anyway.
 
     Args:
         model: after `tensor_parallel`. Names are those of its `named_parameters`.

@@ -1,7 +1,8 @@
-"""Tensor parallelism of timm's VisionTransformer: its blocks are changed in place, everything around them stays as it is.
+"""Tensor parallelism of timm's VisionTransformer: its blocks are changed in place, everything around them stays as it
+is.
 
-Patch embedding, final norm and classifier are computed by all ranks alike. The first block takes the complete activations
-and the last one gives them, so what lies before, after and between pipeline stages need not know.
+Patch embedding, final norm and classifier are computed by all ranks alike. The first block takes the complete
+activations and the last one gives them, so what lies before, after and between pipeline stages need not know.
 """
 
 from typing import Any
@@ -23,12 +24,12 @@ def tensor_parallel(model: nn.Module, grid: DeviceMesh, mode: TensorMode, *, seq
     """Spread the blocks of `model` over the ranks of `grid`, in place.
 
     Every rank calls it with the same weights; it communicates nothing. Afterwards the linear layers of the blocks have
-    DTensors for parameters, in the order of `TimmOrder`, and all other parameters are the plain tensors they were, equal on
-    all ranks and with equal gradients. The masks of dropout are parts of those that one process draws.
+    DTensors for parameters, in the order of `TimmOrder`, and all other parameters are the plain tensors they were,
+    equal on all ranks and with equal gradients. The masks of dropout are parts of those that one process draws.
 
     Args:
-        model: timm's VisionTransformer, or a pipeline stage of one: `model.blocks` are the blocks of this process. Before it
-            is compiled, wrapped or given an optimizer; the meta device is fine.
+        model: timm's VisionTransformer, or a pipeline stage of one: `model.blocks` are the blocks of this process.
+            Before it is compiled, wrapped or given an optimizer; the meta device is fine.
         grid: of `make_grid`.
         sequence_parallel: mode 1d only: split norms, dropout and residual additions by tokens.
 
@@ -54,8 +55,8 @@ def check_model(model: nn.Module, mode: TensorMode, sizes: tuple[int, ...]) -> N
     """
     if not isinstance(model, VisionTransformer):
         raise ConfigError(
-            f"parallel.tensor divides timm's VisionTransformer, and the model is a {type(model).__name__}: leave parallel.tensor "
-            "out, or choose a model.name such as vit_base_patch16_224"
+            f"parallel.tensor divides timm's VisionTransformer, and the model is a {type(model).__name__}: leave "
+            "parallel.tensor out, or choose a model.name such as vit_base_patch16_224"
         )
     heads = sizes[-1]
     features = heads**2 if mode == "3d" else heads
@@ -65,8 +66,8 @@ def check_model(model: nn.Module, mode: TensorMode, sizes: tuple[int, ...]) -> N
         for found, kind in kinds:
             if type(found) is not kind:
                 raise ConfigError(
-                    f"{where} has a {type(found).__name__} where only {kind.__name__} can be divided: choose another model.name, "
-                    "or leave parallel.tensor out"
+                    f"{where} has a {type(found).__name__} where only {kind.__name__} can be divided: choose another "
+                    "model.name, or leave parallel.tensor out"
                 )
         _check_options(block, where)
         _check_sizes(block, where, heads, features, 1 if mode == "1d" else features)
@@ -76,18 +77,21 @@ def _check_options(block: Any, where: str) -> None:
     attention = block.attn
     if attention.attn_drop.p > 0:
         raise ConfigError(
-            f"{where} has attn_drop_rate {attention.attn_drop.p}: fused attention draws these masks itself, and those of a part of "
-            "the heads would be others; set model.kwargs.attn_drop_rate 0"
+            f"{where} has attn_drop_rate {attention.attn_drop.p}: fused attention draws these masks itself, and "
+            "those of a part of the heads would be others; set model.kwargs.attn_drop_rate 0"
         )
     for part, name in ((attention.norm, "scale_attn_norm"), (block.mlp.norm, "scale_mlp_norm")):
         if not isinstance(part, nn.Identity):
-            raise ConfigError(f"{where} has {name}, a norm over features that are divided: leave it out of model.kwargs")
+            raise ConfigError(
+                f"{where} has {name}, a norm over features that are divided: leave it out of model.kwargs"
+            )
     if getattr(attention, "gate", None) is not None:
         raise ConfigError(f"{where} has gated attention, which is not divided: choose another model.name")
 
 
 def _check_sizes(block: Any, where: str, heads: int, features: int, width: int) -> None:
-    """The numbers of parts that heads, features within attention and MLP, and those of the residual stream are divided into."""
+    """The numbers of parts that heads, features within attention and MLP, and those of the residual stream are divided
+    into."""
     for what, size, parts in (
         ("attention heads", block.attn.num_heads, heads),
         ("features within its attention", block.attn.proj.in_features, features),
@@ -95,7 +99,9 @@ def _check_sizes(block: Any, where: str, heads: int, features: int, width: int) 
         ("features", block.attn.qkv.in_features, width),
     ):
         if size % parts:
-            raise ConfigError(f"{where} has {size} {what}, which cannot be divided by {parts}: choose another parallel.tensor.size")
+            raise ConfigError(
+                f"{where} has {size} {what}, which cannot be divided by {parts}: choose another parallel.tensor.size"
+            )
 
 
 def _change_block(block: Any, plan: Plan, mesh: DeviceMesh) -> None:
@@ -141,8 +147,8 @@ def _enter_and_leave(first: nn.Module, last: nn.Module, plan: Plan, num_parts: i
         stream, *others = inputs
         if module.training and stream.shape[IMAGES] % num_parts:
             raise ConfigError(
-                f"batch.micro_batch is {stream.shape[IMAGES]}, and parallel.tensor divides it into {num_parts} parts: use a "
-                f"multiple of {num_parts}"
+                f"batch.micro_batch is {stream.shape[IMAGES]}, and parallel.tensor divides it into {num_parts} "
+                f"parts: use a multiple of {num_parts}"
             )
         plan.sizes[:] = stream.shape
         return (enter(stream, plan.stream), *others)

@@ -22,8 +22,8 @@ from dali_train.hooks.samples import sample_images, sheet
 class Tracker(Hook):
     """A tracker decides how it logs; this class decides what and when.
 
-    Training scalars are ``train/NAME`` and ``eval/NAME`` with the names of metrics.jsonl. A new tracker is a file with a
-    subclass, which implements `wanted`, `log_scalars` and `log_image`, and a row in TRACKERS.
+    Training scalars are ``train/NAME`` and ``eval/NAME`` with the names of metrics.jsonl. A new tracker is a file with
+    a subclass, which implements `wanted`, `log_scalars` and `log_image`, and a row in TRACKERS.
     """
 
     off: ClassVar[str]
@@ -73,13 +73,14 @@ class Tracker(Hook):
             return importlib.import_module(module)
         except ImportError as error:
             raise HookUnavailableError(
-                f"{self.off.split()[0]} needs a package that is not there: pip install 'dali-train[{extra}]', or set {self.off}"
+                f"{self.off.split()[0]} needs a package that is not there: pip install 'dali-train[{extra}]', or set "
+                f"{self.off}"
             ) from error
 
 
 class GradientCopies:
-    """Copies of the gradients as the optimizer gets them, every `every_steps` steps: histograms need the host, and the step
-    must not wait for it. Costs the memory of one more gradient while they are kept."""
+    """Copies of the gradients as the optimizer gets them, every `every_steps` steps: histograms need the host, and the
+    step must not wait for it. Costs the memory of one more gradient while they are kept."""
 
     def __init__(self, record: RunStart, every_steps: int) -> None:
         self._names = {parameter: name for name, parameter in record.model.named_parameters()}
@@ -88,7 +89,8 @@ class GradientCopies:
         record.optimizer.register_step_pre_hook(self._before_step)
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Those that are waiting, by parameter; without values that are not finite, which have no place in a histogram."""
+        """Those that are waiting, by parameter; without values that are not finite, which have no place in a
+        histogram."""
         copies, self._copies = self._copies, {}
         return {name: kept for name, copy in copies.items() if len(kept := copy[copy.isfinite()])}
 

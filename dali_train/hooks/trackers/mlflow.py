@@ -39,7 +39,8 @@ class MLflow(Tracker):
             self._begin(record, uri)
         except mlflow.exceptions.MlflowException as error:
             raise HookUnavailableError(
-                f"hooks.mlflow {uri} cannot be used ({' '.join(str(error).split())[:300]}): start the server, or give a directory"
+                f"hooks.mlflow {uri} cannot be used ({' '.join(str(error).split())[:300]}): start the server, or "
+                "give a directory"
             ) from error
         self._worker = ThreadPoolExecutor(1, "mlflow")
         self._pending: list[Future[Any]] = []

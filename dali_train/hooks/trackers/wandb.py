@@ -61,7 +61,9 @@ class WandB(Tracker):
         self._run.log({name: self._wandb.Image(pixels)}, step=step)
 
     def log_histograms(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
-        self._run.log({name: self._wandb.Histogram(tensor.cpu().tolist()) for name, tensor in values.items()}, step=step)
+        self._run.log(
+            {name: self._wandb.Histogram(tensor.cpu().tolist()) for name, tensor in values.items()}, step=step
+        )
 
     def _begin(self, record: RunStart, mode: str) -> Any:
         hooks, wandb = record.config.hooks, self._wandb
@@ -74,14 +76,23 @@ class WandB(Tracker):
 
         def begin(mode: str) -> Any:
             return wandb.init(
-                mode=mode, project=hooks.wandb_project, entity=hooks.wandb_entity, dir=str(record.directory),
-                id=run_id, resume="allow", name=record.directory.name, config=json.loads(record.config.to_json()),
+                mode=mode,
+                project=hooks.wandb_project,
+                entity=hooks.wandb_entity,
+                dir=str(record.directory),
+                id=run_id,
+                resume="allow",
+                name=record.directory.name,
+                config=json.loads(record.config.to_json()),
                 # The terminal is the trainer's; a server that dies while the run ends must not hold the GPUs.
                 settings=wandb.Settings(
-                    init_timeout=REACH_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S, finish_timeout_raises=False,
-                    silent=True, console="off",
+                    init_timeout=REACH_TIMEOUT_S,
+                    finish_timeout=FINISH_TIMEOUT_S,
+                    finish_timeout_raises=False,
+                    silent=True,
+                    console="off",
                 ),
-            )  # fmt: skip
+            )
 
         if mode == "online":
             try:
@@ -92,6 +103,8 @@ class WandB(Tracker):
             except wandb.errors.Error as error:
                 logger.warning(
                     "hooks.wandb online: %s. Training continues and records offline; "
-                    "`wandb sync %s/wandb/offline-run-*` uploads it later", " ".join(str(error).split()), record.directory,
-                )  # fmt: skip
+                    "`wandb sync %s/wandb/offline-run-*` uploads it later",
+                    " ".join(str(error).split()),
+                    record.directory,
+                )
         return begin("offline")
