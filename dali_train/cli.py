@@ -14,8 +14,9 @@ from dali_train import __version__
 from dali_train.commands.data import add_data_command
 from dali_train.config import Config
 from dali_train.config.override import config_with
-from dali_train.distributed.orphan import end_with_launcher
-from dali_train.distributed.status import (
+from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.runtime.orphan import end_with_launcher
+from dali_train.runtime.status import (
     FINISHED,
     MISTAKE,
     START_AGAIN,
@@ -24,8 +25,7 @@ from dali_train.distributed.status import (
     read_status,
     stopped_before_restart,
 )
-from dali_train.distributed.stop import StopReason, StopRequests
-from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.runtime.stop import StopReason, StopRequests
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 
@@ -210,7 +210,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         return START_AGAIN
     stop_requests = StopRequests(config.run.max_seconds)  # before torch: a signal during its import would kill
     from dali_train.commands.train import run, run_rank
-    from dali_train.distributed.launch import LaunchOptions
+    from dali_train.runtime.launch import LaunchOptions
 
     if options.num_processes is not None:
         stop_requests.close()  # the processes have their own
@@ -236,7 +236,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         options.config = options.directory / "config.json"
     config = _config(options, overrides)
     from dali_train.commands.evaluate import evaluate
-    from dali_train.distributed.launch import LaunchOptions
+    from dali_train.runtime.launch import LaunchOptions
 
     evaluate(config, options.directory, options.checkpoint, LaunchOptions(**options.launch))
     return FINISHED
@@ -257,9 +257,9 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"{' '.join(overrides)}: without --config FILE doctor takes no further arguments")
     config = _config(options, overrides) if options.config is not None or overrides else None
     from dali_train.commands.doctor import examine
-    from dali_train.distributed.device import choose_device
-    from dali_train.distributed.launch import LaunchOptions, discover
-    from dali_train.distributed.process_group import process_group
+    from dali_train.runtime.device import choose_device
+    from dali_train.runtime.launch import LaunchOptions, discover
+    from dali_train.runtime.process_group import process_group
 
     launch = discover(LaunchOptions(**options.launch))
     device = choose_device(config.run.device if config is not None else "auto", launch)

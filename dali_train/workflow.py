@@ -48,9 +48,9 @@ from dali_train.commands.train import run
 from dali_train.config import Config
 from dali_train.config.load import config_from_json
 from dali_train.config.override import config_with
-from dali_train.distributed.status import FINISHED, MISTAKE, START_AGAIN
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.report import write_report
+from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
 UPLOAD_S = 30.0
 """Between two looks whether there is a new checkpoint to upload."""

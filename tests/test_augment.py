@@ -20,6 +20,7 @@ from dali_train.config import Config, DataConfig, MixupConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading import storage as storages
 from dali_train.data.loading.augment import OPERATORS, Operator, none, slide
+from dali_train.data.loading.dali import CpuTrainingPipeline, DaliTrainingPipeline, IndexedSource
 from dali_train.data.loading.decoder import (
     COMMON_OPTIONS,
     decode_boxes,
@@ -29,7 +30,6 @@ from dali_train.data.loading.decoder import (
 )
 from dali_train.data.loading.loader import Batch, make_loader, pixel_format
 from dali_train.data.loading.mixing import mix
-from dali_train.data.loading.pipeline import CpuTrainingPipeline, DaliTrainingPipeline, IndexedSource
 from dali_train.data.loading.storage import MappedFiles
 from dali_train.data.loading.stream import _random_crops
 from dali_train.data.sampling.augment import IDENTITY, draw_operators, erased_boxes, policy_of

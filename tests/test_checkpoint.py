@@ -32,8 +32,8 @@ from dali_train.checkpoint.storage import CheckpointError
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
-from dali_train.distributed.status import newest_step
 from dali_train.errors import ConfigError
+from dali_train.runtime.status import newest_step
 
 from .conftest import REPOSITORY, Train, final_weights, jpeg, photograph, relative_differences, write_shard
 from .helpers import FLOAT32_BOUND, in_ranks, samples

@@ -14,7 +14,7 @@ from dali_train.commands import doctor, doctor_run
 from dali_train.commands.doctor import Finding, table
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
-from dali_train.distributed.launch import LaunchOptions, discover
+from dali_train.runtime.launch import LaunchOptions, discover
 
 from .conftest import Ranks, Train, jpeg, photograph, write_shard
 

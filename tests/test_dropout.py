@@ -12,8 +12,8 @@ from dali_train.checkpoint.load import load_newest
 from dali_train.commands.trainer import build_trainer
 from dali_train.config import ModelConfig, load_config
 from dali_train.data.sampling.rng import Purpose, torch_seed
-from dali_train.distributed.layout import Layout
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
 from dali_train.training.dropout import block_seed, choose_seeding, seed_each_block
 from dali_train.training.model import compile_blocks, repeated_blocks
 

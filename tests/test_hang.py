@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from dali_train.distributed.watchdog import Beat, name_missing
+from dali_train.runtime.watchdog import Beat, name_missing
 
 from .conftest import FORK, StartTraining, free_port
 from .helpers import LONG, wait_for_steps

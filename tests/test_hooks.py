@@ -36,7 +36,6 @@ from dali_train.config import (
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.loader import Batch
-from dali_train.distributed.layout import Layout
 from dali_train.errors import ConfigError
 from dali_train.hooks import RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.console import Console
@@ -46,6 +45,7 @@ from dali_train.hooks.lamb import LambView
 from dali_train.hooks.names import class_names
 from dali_train.hooks.observers import Observers
 from dali_train.hooks.samples import sample_images, sheet
+from dali_train.parallel.layout import Layout
 from dali_train.training.events import read_events
 from dali_train.training.optim import make_optimizer
 

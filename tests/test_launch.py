@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dali_train.distributed import process_group as meeting
-from dali_train.distributed.device import choose_device, numa_node_cores
-from dali_train.distributed.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.process_group import LaunchError, process_group
-from dali_train.distributed.status import read_status
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.runtime import process_group as meeting
+from dali_train.runtime.device import choose_device, numa_node_cores
+from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
+from dali_train.runtime.process_group import LaunchError, process_group
+from dali_train.runtime.status import read_status
 
 from .conftest import REPOSITORY, free_port
 from .helpers import LONG, samples

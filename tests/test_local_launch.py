@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import dali_train
-from dali_train.distributed.launch import LaunchOptions, discover
-from dali_train.distributed.local_launch import WorkerError, launch_locally
 from dali_train.errors import ConfigError
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.local_launch import WorkerError, launch_locally
 
 FAULTS = """
 import os, resource, signal

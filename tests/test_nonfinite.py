@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from dali_train.config import ParallelConfig
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.parallelize import parallelize, warm_up
-from dali_train.distributed.status import read_status
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.parallelize import parallelize, warm_up
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.status import read_status
 from dali_train.training.metrics import all_finite
 from dali_train.training.running_statistics import RunningStatistics
 

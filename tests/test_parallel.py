@@ -23,10 +23,10 @@ from dali_train.config import (
     ScheduleConfig,
     TensorConfig,
 )
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.mesh import local
-from dali_train.distributed.process_group import process_group
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.mesh import local
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.process_group import process_group
 from dali_train.training.memory import estimate_memory
 from dali_train.training.model import build_model
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from dali_train.cli import main
 from dali_train.commands.plan import RankPlan, describe_ranks
 from dali_train.config import BatchConfig, Config, ModelConfig, ParallelConfig
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.mesh import local
-from dali_train.distributed.parallelize import parallelize
-from dali_train.distributed.pipeline import (
+from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.mesh import local
+from dali_train.parallel.parallelize import parallelize
+from dali_train.parallel.stages import (
     Stream,
     bubble,
     check_micro_batches,
@@ -23,7 +23,7 @@ from dali_train.distributed.pipeline import (
     make_stages,
     stages_of_rank,
 )
-from dali_train.errors import ConfigError
+from dali_train.runtime.launch import Launch
 from dali_train.training.memory import Memory
 from dali_train.training.model import build_model, repeated_blocks
 

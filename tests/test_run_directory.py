@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.distributed.run_lock import RunLock
-from dali_train.distributed.status import read_status
 from dali_train.errors import ConfigError
+from dali_train.runtime.lock import RunLock
+from dali_train.runtime.status import read_status
 
 from .conftest import Train
 

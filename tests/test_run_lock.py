@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.distributed import run_lock
-from dali_train.distributed.run_lock import FILE, RunLock, find_holder
 from dali_train.errors import ConfigError
+from dali_train.runtime import lock as run_lock
+from dali_train.runtime.lock import FILE, RunLock, find_holder
 
 from .conftest import REPOSITORY, StartTraining, Train
 from .helpers import LONG, wait_for_steps
@@ -57,7 +57,7 @@ def test_the_second_start_is_refused_on_all_ranks(start_training: StartTraining,
 
 
 def test_a_dead_holder_on_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
-    script = "import sys, os; from pathlib import Path; from dali_train.distributed.run_lock import RunLock; "
+    script = "import sys, os; from pathlib import Path; from dali_train.runtime.lock import RunLock; "
     script += "RunLock(Path(sys.argv[1]), print); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", script, tmp_path], check=False, cwd=REPOSITORY)
     assert (tmp_path / FILE).exists() and find_holder(tmp_path) is None
@@ -114,7 +114,7 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:
     """Over a dead holder's lock, too."""
     hold(tmp_path)._closing.set()
     pretend(tmp_path, pid=2**22 + 1)
-    script = "import sys, time; from pathlib import Path; from dali_train.distributed.run_lock import RunLock; "
+    script = "import sys, time; from pathlib import Path; from dali_train.runtime.lock import RunLock; "
     script += "RunLock(Path(sys.argv[1]), print); print('mine', flush=True); time.sleep(6)"
     starts = [
         subprocess.Popen(
@@ -126,7 +126,7 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_was_taken_for_dead_ends(tmp_path: Path) -> None:
-    script = "import sys, time; from pathlib import Path; from dali_train.distributed.run_lock import RunLock; "
+    script = "import sys, time; from pathlib import Path; from dali_train.runtime.lock import RunLock; "
     script += "RunLock(Path(sys.argv[1]), print); print('mine', flush=True); time.sleep(60)"
     frozen = subprocess.Popen(
         [sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dali_train.distributed.launch import Launch, LaunchOptions, discover
-from dali_train.distributed.status import newest_step, read_status
+from dali_train.runtime.launch import Launch, LaunchOptions, discover
+from dali_train.runtime.status import newest_step, read_status
 
 from .conftest import REPOSITORY, Train, final_weights
 from .helpers import samples

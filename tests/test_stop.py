@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dali_train.distributed.status import RunStatus, exit_status, newest_step, read_status, stopped_before_restart
-from dali_train.distributed.stop import StopReason, job_end
 from dali_train.errors import ConfigError
+from dali_train.runtime.status import RunStatus, exit_status, newest_step, read_status, stopped_before_restart
+from dali_train.runtime.stop import StopReason, job_end
 
 from .conftest import REPOSITORY, Ranks, StartTraining, Train, final_weights
 from .helpers import LONG, samples, wait_for_steps
@@ -190,7 +190,7 @@ def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int
     printed."""
     script = """if True:
         import ctypes
-        from dali_train.distributed.stop import StopRequests
+        from dali_train.runtime.stop import StopRequests
         StopRequests(None)
         print("ready", flush=True)
         mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -212,7 +212,7 @@ def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int
 @pytest.mark.parametrize("under_torchrun", [True, False])
 def test_a_rank_ends_with_its_launcher(tmp_path: Path, under_torchrun: bool) -> None:
     """torchrun that is killed leaves no rank behind; what a shell has started stays when the shell goes."""
-    rank = "from dali_train.distributed.orphan import end_with_launcher; import os, time; end_with_launcher(); "
+    rank = "from dali_train.runtime.orphan import end_with_launcher; import os, time; end_with_launcher(); "
     rank += "print(os.getpid(), flush=True); time.sleep(6)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     environment = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC")}

@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dali_train.config import OptimizerConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
-from dali_train.distributed.tensor import TensorMode, TimmOrder, batch_shards, check_model, make_grid, tensor_parallel
 from dali_train.errors import ConfigError
+from dali_train.parallel.tensor import TensorMode, TimmOrder, batch_shards, check_model, make_grid, tensor_parallel
 from dali_train.training.dropout import seed_each_block
 from dali_train.training.half import compute_in
 from dali_train.training.optim import make_optimizer

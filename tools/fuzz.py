@@ -44,8 +44,8 @@ from dali_train.data.dataset.index import Split  # noqa: E402
 from dali_train.data.dataset.jpeg import JpegError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
-from dali_train.distributed.status import newest_step, read_status  # noqa: E402
 from dali_train.errors import ConfigError, DatasetError, RunError  # noqa: E402
+from dali_train.runtime.status import newest_step, read_status  # noqa: E402
 from tools.bench.generated import write_dataset  # noqa: E402
 
 DECLARED: tuple[type[Exception], ...] = (ConfigError, DatasetError, RunError)  # with their subclasses

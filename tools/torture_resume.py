@@ -40,7 +40,7 @@ from dali_train.checkpoint.load import load_newest
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.tfrecord import write_records
-from dali_train.distributed.status import newest_step
+from dali_train.runtime.status import newest_step
 
 NUM_IMAGES = 50
 CONFIG = """

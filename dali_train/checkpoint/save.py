@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
 from dali_train.checkpoint.storage import CheckpointError, Manifest, Tensors, Writer
-from dali_train.distributed.mesh import local
 from dali_train.files import NO_SPACE, sync_directory
+from dali_train.parallel.mesh import local
 
 # More writers than this do not make a file system faster, and each has to hold its share in host memory.
 _MAX_WRITERS = 8

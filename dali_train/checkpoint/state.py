@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from dali_train.checkpoint.load import Checkpoint
 from dali_train.checkpoint.storage import Tensors
 from dali_train.data.loading.loader import Loader
-from dali_train.distributed.mesh import laid_out_like
-from dali_train.distributed.parallelize import Parallel
-from dali_train.distributed.tensor import TimmOrder
 from dali_train.errors import ConfigError
+from dali_train.parallel.mesh import laid_out_like
+from dali_train.parallel.parallelize import Parallel
+from dali_train.parallel.tensor import TimmOrder
 from dali_train.training.precision import Precision
 
 

@@ -18,11 +18,11 @@ from PIL import Image
 
 from dali_train.commands.doctor_run import Finding, Verdict, dataset, decoding_a_batch, recipe, run_directory
 from dali_train.config import Config
-from dali_train.data.loading.pipeline import decode
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.mesh import DIMENSIONS, make_mesh
+from dali_train.data.loading.dali import decode
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.mesh import DIMENSIONS, make_mesh
+from dali_train.runtime.launch import Launch
 from dali_train.training.flops import data_sheet_peak, measured_peak
 
 _WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}

@@ -24,10 +24,10 @@ from dali_train.config import Config, HooksConfig, RunConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
 from dali_train.data.loading.loader import make_loader
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.pipeline import check_micro_batches
 from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.stages import check_micro_batches
+from dali_train.runtime.launch import Launch
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import build_model, check_evaluation_size, check_training_size, compare_with_timm
 

@@ -15,8 +15,8 @@ from nvidia import dali
 from dali_train.config import Config
 from dali_train.data.loading.decoder import describe_decoder
 from dali_train.data.loading.loader import pixel_format
-from dali_train.distributed.launch import Launch
 from dali_train.files import write_atomically
+from dali_train.runtime.launch import Launch
 from dali_train.text import plural
 
 

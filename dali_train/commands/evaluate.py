@@ -9,11 +9,11 @@ from dali_train.checkpoint.recipe import changes_between, recipe_settings
 from dali_train.checkpoint.state import restore_weights
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
-from dali_train.distributed.device import choose_device
-from dali_train.distributed.launch import LaunchOptions, discover
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.process_group import process_group
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.runtime.device import choose_device
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.process_group import process_group
 from dali_train.training.evaluation import EvaluationResult, Evaluator
 from dali_train.training.precision import Precision
 from dali_train.training.setup import configure_torch

@@ -10,9 +10,9 @@ from torch import nn
 
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.pipeline import (
+from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.stages import (
     Stage,
     Stream,
     bubble,
@@ -22,8 +22,8 @@ from dali_train.distributed.pipeline import (
     make_stages,
     stages_of_rank,
 )
-from dali_train.distributed.tensor import check_model, grid_sizes, parameters_per_rank
-from dali_train.errors import ConfigError
+from dali_train.parallel.tensor import check_model, grid_sizes, parameters_per_rank
+from dali_train.runtime.launch import Launch
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
     build_model,

@@ -19,7 +19,7 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.tfrecord import write_records
-from dali_train.data.loading.pipeline import EvaluationPipeline
+from dali_train.data.loading.dali import EvaluationPipeline
 from dali_train.data.loading.pixels import PixelFormat
 from dali_train.errors import ConfigError
 

@@ -29,25 +29,25 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import Batch, Loader, make_loader
 from dali_train.data.loading.local_copy import find_dataset
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
-from dali_train.distributed.agreement import StopAgreement
-from dali_train.distributed.device import choose_device
-from dali_train.distributed.launch import Launch, LaunchOptions, discover
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.local_launch import launch_locally
-from dali_train.distributed.pipeline import check_micro_batches
-from dali_train.distributed.process_group import host_group, locked, process_group
-from dali_train.distributed.status import RunStatus, newest_step
-from dali_train.distributed.stop import StopReason, StopRequests
-from dali_train.distributed.watchdog import Watchdog
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import write_atomically
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.observers import Observers
 from dali_train.hooks.standard import make_hooks
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.stages import check_micro_batches
+from dali_train.runtime.agreement import StopAgreement
+from dali_train.runtime.device import choose_device
+from dali_train.runtime.launch import Launch, LaunchOptions, discover
+from dali_train.runtime.local_launch import launch_locally
+from dali_train.runtime.process_group import host_group, locked, process_group
+from dali_train.runtime.status import RunStatus, newest_step
+from dali_train.runtime.stop import StopReason, StopRequests
+from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.evaluation import Evaluator
 from dali_train.training.flops import ModelFlops, model_flops
 from dali_train.training.metrics import not_saved
-from dali_train.training.pipeline import PipelineForward
+from dali_train.training.pipelined import PipelineForward
 from dali_train.training.schedule import check_schedule, learning_rate
 from dali_train.training.setup import configure_torch
 from dali_train.training.trainer import Trainer

@@ -10,10 +10,10 @@ from dali_train.checkpoint.load import Checkpoint
 from dali_train.checkpoint.state import from_timm_order, restore
 from dali_train.config import Config
 from dali_train.data.loading.loader import blank_images, pixel_format
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.parallelize import parallelize, warm_up
-from dali_train.distributed.pipeline import Stream
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.parallelize import parallelize, warm_up
+from dali_train.parallel.stages import Stream
 from dali_train.training.dropout import choose_seeding, drops, seed_each_block
 from dali_train.training.ema import Ema
 from dali_train.training.half import compute_in
@@ -21,7 +21,7 @@ from dali_train.training.loss import make_objective
 from dali_train.training.metrics import TrainingMetrics
 from dali_train.training.model import build_model, check_evaluation_size, check_training_size, repeated_blocks
 from dali_train.training.optim import make_optimizer
-from dali_train.training.pipeline import Pipeline, PipelineTrainer
+from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision
 from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.timing import PhaseClock

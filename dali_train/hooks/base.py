@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dali_train.config import Config
 from dali_train.data.loading.loader import Batch
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
-from dali_train.distributed.launch import Launch
+from dali_train.runtime.launch import Launch
 from dali_train.training.evaluation import EvaluationDetails, EvaluationResult
 from dali_train.training.metrics import TrainingSums
 from dali_train.training.timing import PhaseClock, StepTimes

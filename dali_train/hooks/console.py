@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dali_train.distributed.layout import Layout
 from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.parallel.layout import Layout
 from dali_train.text import duration, plural
 from dali_train.training.events import Event, read_events
 

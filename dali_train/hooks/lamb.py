@@ -11,9 +11,9 @@ from timm.optim import Lamb
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dali_train.distributed.layout import Layout
 from dali_train.hooks.base import Hook, RunEnd, RunStart
 from dali_train.hooks.files import JsonLines
+from dali_train.parallel.layout import Layout
 
 
 class LambView(Hook):

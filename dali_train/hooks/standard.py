@@ -1,7 +1,6 @@
 """Which hooks a config asks for, rank by rank."""
 
 from dali_train.config import Config
-from dali_train.distributed.layout import Layout
 from dali_train.hooks.base import Hook
 from dali_train.hooks.console import Console
 from dali_train.hooks.files import MetricsFile, SampleTrace
@@ -14,6 +13,7 @@ from dali_train.hooks.profile import Profile
 from dali_train.hooks.samples import SampleImages
 from dali_train.hooks.system import SystemFacts
 from dali_train.hooks.trackers import TRACKERS
+from dali_train.parallel.layout import Layout
 
 
 def make_hooks(config: Config, layout: Layout) -> Observers:

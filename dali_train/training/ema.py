@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dali_train.config import EmaConfig
-from dali_train.distributed.mesh import laid_out_like, local
+from dali_train.parallel.mesh import laid_out_like, local
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from dali_train.distributed.mesh import local
 from dali_train.errors import RunError
+from dali_train.parallel.mesh import local
 
 # Where a value was first not finite, as one float64 whose minimum over the ranks is the first place:
 # step * _PER_STEP + micro-batch, with the largest micro-batch number for "in the gradients only".

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from dali_train.data.loading.loader import Batch, Loader
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
-from dali_train.distributed.parallelize import Parallel
+from dali_train.parallel.parallelize import Parallel
 from dali_train.training.dropout import DropoutSeeding, seed_micro_batch
 from dali_train.training.ema import Ema
 from dali_train.training.loss import Objective, first_target_correct

@@ -24,10 +24,10 @@ from dali_train.config import Config
 from dali_train.config.override import config_with
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import blank_images, pixel_format
-from dali_train.distributed.device import choose_device
-from dali_train.distributed.launch import LaunchOptions, discover
-from dali_train.distributed.stop import StopRequests
 from dali_train.hooks.base import Hook, RunStart, StepRecord
+from dali_train.runtime.device import choose_device
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.stop import StopRequests
 from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer
 from dali_train.training.setup import configure_torch

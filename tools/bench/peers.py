@@ -111,8 +111,8 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     from nvidia.dali.pipeline import pipeline_def
 
     from dali_train.data.loading.cpu import CpuTransform
+    from dali_train.data.loading.dali import crop_graph
     from dali_train.data.loading.loader import pixel_format
-    from dali_train.data.loading.pipeline import crop_graph
     from dali_train.data.sampling.micro_batch import MicroBatches
 
     split, config = Split(task.dataset, "train"), _config(task)

@@ -16,7 +16,7 @@ import torch
 
 from dali_train.config import BatchConfig, Config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.pipeline import Produced, Source, training_source
+from dali_train.data.loading.dali import Produced, Source, training_source
 from dali_train.data.loading.pixels import PixelFormat
 from dali_train.data.loading.read_ahead import ReadAhead
 from dali_train.data.loading.storage import Storage, open_storage

@@ -37,10 +37,10 @@ from dali_train.data.dataset.build_index import map_shards
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, index_path, text_index_path
 from dali_train.data.progress import Progress
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.process_group import host_group
 from dali_train.errors import DatasetError
 from dali_train.files import NO_SPACE, try_lock, write_atomically
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.process_group import host_group
 
 WAITING_LINE_S = 30.0
 _NUM_STREAMS = 4  # a parallel file system gives one reader only part of its speed

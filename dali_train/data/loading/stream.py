@@ -30,9 +30,7 @@ from dali_train.data.dataset.build_index import Features, index_record
 from dali_train.data.dataset.index import Split, map_file
 from dali_train.data.dataset.manifest import Shard, text_index_path
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
-from dali_train.data.loading.decoder import decoder_options, decodes_boxes
-from dali_train.data.loading.mixing import mix
-from dali_train.data.loading.pipeline import (
+from dali_train.data.loading.dali import (
     Produced,
     Source,
     in_format,
@@ -42,6 +40,8 @@ from dali_train.data.loading.pipeline import (
     run_graph,
     to_device,
 )
+from dali_train.data.loading.decoder import decoder_options, decodes_boxes
+from dali_train.data.loading.mixing import mix
 from dali_train.data.loading.pixels import PixelFormat
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
 from dali_train.data.sampling.rng import Purpose, philox_generator

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dali_train.distributed.launch import Launch
 from dali_train.errors import ConfigError
+from dali_train.runtime.launch import Launch
 
 
 def choose_device(name: str, launch: Launch) -> torch.device:

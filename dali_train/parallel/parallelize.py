@@ -17,12 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from dali_train.config import ParallelConfig
-from dali_train.distributed.layout import Layout
-from dali_train.distributed.mesh import average_gradients, make_mesh
-from dali_train.distributed.pipeline import Stage, Stream, cut, joined, make_stages, stages_of_rank
-from dali_train.distributed.shard import Level, prepare_backward, shard_model
-from dali_train.distributed.tensor import TimmOrder, make_grid, tensor_parallel
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.mesh import average_gradients, make_mesh
+from dali_train.parallel.shard import Level, prepare_backward, shard_model
+from dali_train.parallel.stages import Stage, Stream, cut, joined, make_stages, stages_of_rank
+from dali_train.parallel.tensor import TimmOrder, make_grid, tensor_parallel
 
 Prepare = Callable[[nn.Module], None]
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from dali_train.config import Config
-from dali_train.distributed.launch import Launch
-from dali_train.distributed.run_lock import Holder, RunLock
 from dali_train.errors import ConfigError, RunError
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.lock import Holder, RunLock
 
 MEETING_TIMEOUT = timedelta(seconds=50)  # a minute with the start of the program
 # The watchdog ends a rank that waits for longer than parallel.timeout_s, with a report; collectives give up after it.

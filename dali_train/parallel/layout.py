@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from dali_train.config import ParallelConfig
-from dali_train.distributed.launch import Launch
 from dali_train.errors import ConfigError
+from dali_train.runtime.launch import Launch
 from dali_train.text import plural
 
 

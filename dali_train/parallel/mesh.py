@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dali_train.distributed.layout import Layout
+from dali_train.parallel.layout import Layout
 
 DIMENSIONS = ("pipeline", "replicas", "shard", "tensor")
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from dali_train.config.parallel import TensorMode
-from dali_train.distributed.tensor.collectives import Axis
-from dali_train.distributed.tensor.modes import make_plan
+from dali_train.parallel.tensor.collectives import Axis
+from dali_train.parallel.tensor.modes import make_plan
 
 
 def parameters_per_rank(model: nn.Module, mode: TensorMode, sizes: tuple[int, ...]) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dali_train.distributed.tensor.layers import ParallelLinear
+from dali_train.parallel.tensor.layers import ParallelLinear
 
 
 class TimmOrder:

@@ -23,8 +23,8 @@ from typing import Protocol, Self
 
 import torch.distributed as dist
 
-from dali_train.distributed.launch import Launch
 from dali_train.errors import RunError
+from dali_train.runtime.launch import Launch
 
 LATE_S = 30.0  # without progress: rank 0 says whom it waits for
 BEAT_S = 1.0

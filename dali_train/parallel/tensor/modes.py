@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dali_train.config.parallel import TensorMode, grid_sizes
-from dali_train.distributed.tensor.collectives import Axis, Splits, Step, copy, gather, padded, part, reduce, scatter
 from dali_train.errors import ConfigError
+from dali_train.parallel.tensor.collectives import Axis, Splits, Step, copy, gather, padded, part, reduce, scatter
 
 IMAGES, TOKENS, FEATURES = range(3)  # the dimensions of an activation
 OUT, IN = range(2)  # and of a weight

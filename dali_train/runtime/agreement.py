@@ -4,7 +4,7 @@ has left."""
 import torch
 import torch.distributed as dist
 
-from dali_train.distributed.stop import StopReason, StopRequests
+from dali_train.runtime.stop import StopReason, StopRequests
 
 
 class StopAgreement:

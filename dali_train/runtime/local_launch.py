@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dali_train.distributed.orphan import end_with_launcher
 from dali_train.errors import ConfigError, RunError
+from dali_train.runtime.orphan import end_with_launcher
 
 Result = TypeVar("Result")
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dali_train.config.parallel import TensorMode, batch_shards
-from dali_train.distributed.tensor.collectives import axes_of, enter, leave
-from dali_train.distributed.tensor.layers import OnParts, ParallelDropout, ParallelDropPath, ParallelLinear
-from dali_train.distributed.tensor.modes import FEATURES, IMAGES, Plan, make_plan
 from dali_train.errors import ConfigError
+from dali_train.parallel.tensor.collectives import axes_of, enter, leave
+from dali_train.parallel.tensor.layers import OnParts, ParallelDropout, ParallelDropPath, ParallelLinear
+from dali_train.parallel.tensor.modes import FEATURES, IMAGES, Plan, make_plan
 
 
 def tensor_parallel(model: nn.Module, grid: DeviceMesh, mode: TensorMode, *, sequence_parallel: bool = False) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from dali_train.distributed.tensor.collectives import Axis, Splits, Step, copy, gather, part
-from dali_train.distributed.tensor.modes import FEATURES, IMAGES, IN, LinearPlan
+from dali_train.parallel.tensor.collectives import Axis, Splits, Step, copy, gather, part
+from dali_train.parallel.tensor.modes import FEATURES, IMAGES, IN, LinearPlan
 
 
 class ParallelLinear(nn.Module):

@@ -18,8 +18,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from dali_train.config import Config
 from dali_train.data.loading.loader import Batch, Loader, blank_images, pixel_format
 from dali_train.data.sampling.micro_batch import MicroBatchDraws
-from dali_train.distributed.parallelize import Parallel
-from dali_train.distributed.pipeline import Stage
+from dali_train.parallel.parallelize import Parallel
+from dali_train.parallel.stages import Stage
 from dali_train.training.dropout import seed_micro_batch
 from dali_train.training.loss import first_target_correct
 from dali_train.training.trainer import Trainer

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from types import FrameType
 
-from dali_train.distributed.status import STOPPED_BY_TERM
+from dali_train.runtime.status import STOPPED_BY_TERM
 
 
 class StopReason(IntEnum):

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from dali_train.distributed.run_lock import find_holder
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited, write_atomically
+from dali_train.runtime.lock import find_holder
 
 FINISHED, MISTAKE, START_AGAIN = 0, 2, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h. Anything else is a failure
 

@@ -1,0 +1,1 @@
+"""The life of a process: launch, process group, stop, status, lock, watchdog."""
