@@ -32,7 +32,7 @@ def recipe_settings(config: Config) -> dict[str, Any]:
     fields = {
         name: sections[section][field]
         for name, (section, _, field) in ((name, name.partition(".")) for name in SETTINGS)
-        if not SETTINGS[name].machine
+        if SETTINGS[name].in_recipe
     }
     if config.data.shuffle != "block":  # then they decide nothing
         del fields["data.block_images"], fields["data.window_blocks"]
@@ -65,7 +65,7 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     A setting that one of them lacks has its default there: a checkpoint may be older than the setting. One that is no
     longer part of the recipe does not count.
     """
-    names = sorted(name for name in {*saved, *current} if name not in SETTINGS or not SETTINGS[name].machine)
+    names = sorted(name for name in {*saved, *current} if name not in SETTINGS or SETTINGS[name].in_recipe)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]
     return [f"{name} {old} -> {new}" for name, old, new in values if old != new]
 

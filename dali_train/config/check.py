@@ -1,7 +1,7 @@
 """What the sections have in common: each value is checked once against its field's type hint, wherever it comes from.
 
 A section is a frozen dataclass under `section`. A type hint says all that is required of one value: its type, a `Range`
-or words in ``Annotated``, and whether it is a `Machine` setting. What concerns several fields stands in
+or words in ``Annotated``, and whether it is `NotInRecipe`. What concerns several fields stands in
 ``__post_init__``, which sees only values that fit their hints.
 """
 
@@ -36,12 +36,12 @@ class Remedy:
     words: str
 
 
-class _Machine:
+class _NotInRecipe:
     """Marks a setting that decides how fast, where or how closely watched a run is, but not its result."""
 
 
-Machine = Annotated[T, _Machine()]
-"""Such a setting may change when a run is resumed. A setting that is not marked belongs to the recipe and may not."""
+NotInRecipe = Annotated[T, _NotInRecipe()]
+"""May change when a run is resumed: not part of the recipe, to which every setting without this mark belongs."""
 
 OVER_0 = math.ulp(0.0)
 UNDER_1 = math.nextafter(1.0, 0.0)
@@ -99,8 +99,9 @@ def default_of(field: Any) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
-def is_machine(hint: Any) -> bool:
-    return any(isinstance(note, _Machine) for note in get_args(hint)[1:])
+def is_in_recipe(hint: Any) -> bool:
+    """Return whether a setting with this type hint decides the result of a run."""
+    return not any(isinstance(note, _NotInRecipe) for note in get_args(hint)[1:])
 
 
 def checked(name: str, value: Any, hint: Any, default: Any = None) -> Any:

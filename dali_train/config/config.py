@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
 from dali_train.config.batch import BatchConfig
-from dali_train.config.check import Machine, default_of, is_machine, require, section
+from dali_train.config.check import NotInRecipe, default_of, is_in_recipe, require, section
 from dali_train.config.data import DataConfig
 from dali_train.config.ema import EmaConfig
 from dali_train.config.hooks import HooksConfig
@@ -41,8 +41,8 @@ class Config:
     ema: EmaConfig = field(default_factory=EmaConfig)
     mixup: MixupConfig = field(default_factory=MixupConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: Machine[ParallelConfig] = field(default_factory=ParallelConfig)
-    hooks: Machine[HooksConfig] = field(default_factory=HooksConfig)
+    parallel: NotInRecipe[ParallelConfig] = field(default_factory=ParallelConfig)
+    hooks: NotInRecipe[HooksConfig] = field(default_factory=HooksConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -204,21 +204,20 @@ class Setting(NamedTuple):
     """The field's type hint, with what `dali_train.config.check` needs to know."""
     default: Any
     """MISSING if there is none."""
-    machine: bool
-    """It decides how fast, where or how closely watched a run is. Otherwise it belongs to the recipe, which decides the
-    result."""
+    in_recipe: bool
+    """Whether it decides the result; otherwise only how fast, where or how closely watched a run is."""
 
 
-def _settings(cls: type, prefix: str = "", *, machine: bool = False) -> Iterator[tuple[str, Setting]]:
-    """All settings of a section, with those of the sections in it; `machine`: that all of them are."""
+def _settings(cls: type, prefix: str = "", *, in_recipe: bool = True) -> Iterator[tuple[str, Setting]]:
+    """All settings of a section, with those of the sections in it; `in_recipe`: whether it belongs to the recipe."""
     hints = get_type_hints(cls, include_extras=True)
     plain = get_type_hints(cls)
     for one in fields(cls):
-        is_for_machine = machine or is_machine(hints[one.name])
+        decides = in_recipe and is_in_recipe(hints[one.name])
         if is_dataclass(plain[one.name]):
-            yield from _settings(plain[one.name], f"{prefix}{one.name}.", machine=is_for_machine)
+            yield from _settings(plain[one.name], f"{prefix}{one.name}.", in_recipe=decides)
         else:
-            yield f"{prefix}{one.name}", Setting(hints[one.name], default_of(one), is_for_machine)
+            yield f"{prefix}{one.name}", Setting(hints[one.name], default_of(one), decides)
 
 
 SETTINGS = dict(_settings(Config))

@@ -8,7 +8,7 @@ from dali_train.config.augment import parse_augment
 from dali_train.config.check import (
     OVER_0,
     Directory,
-    Machine,
+    NotInRecipe,
     Pixels,
     Positive,
     Range,
@@ -29,7 +29,7 @@ NORMALISATIONS: dict[str, tuple[Triple, Triple]] = {
 @section("data")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    root: Machine[Annotated[str, Remedy("name a dataset's directory, which holds dataset.json")]]
+    root: NotInRecipe[Annotated[str, Remedy("name a dataset's directory, which holds dataset.json")]]
     """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`)."""
     seed: Annotated[int, Range(0, (1 << 64) - 1, "a number from 0 to 2**64 - 1")] = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
@@ -43,34 +43,34 @@ class DataConfig:
     window_blocks: Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 blocks")] = 8
     """Number of consecutive blocks whose images are shuffled together (one window). Each micro-batch of a step draws
     from its own window; `dali-train plan` reports the memory that all windows take."""
-    read_ahead_mb: Machine[
+    read_ahead_mb: NotInRecipe[
         Annotated[int, Range(0, 1 << 20, "0 for no read-ahead, or more, at most 1,048,576 (1 TB)")]
     ] = 256
     """Megabytes of coming images that a rank reads into the page cache before they are needed. 0: none."""
-    local_copy: Machine[Directory | None] = None
+    local_copy: NotInRecipe[Directory | None] = None
     """Directory on a local disk of each host: the dataset is copied there once before training and read from there.
     None: data.root is read."""
     reader: Literal["index", "stream", "synthetic"] = "index"
     """index: images are slices of memory-mapped shards. synthetic: noise, to see what loading data costs. stream:
     DALI's TFRecord reader, for storage that allows only sequential reads; samples then depend on the number of ranks,
     and a run can be resumed only on the same number."""
-    stream_url: Machine[Annotated[str, Remedy("name s3://BUCKET/PREFIX or a directory")] | None] = None
+    stream_url: NotInRecipe[Annotated[str, Remedy("name s3://BUCKET/PREFIX or a directory")] | None] = None
     """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, where
     everything else is in any case."""
     # Where it matters, with data.reader stream, the reader itself compares it when a run is resumed.
-    shuffle_buffer: Machine[Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 records")]] = 1024
+    shuffle_buffer: NotInRecipe[Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 records")]] = 1024
     """With data.reader stream: records from which each rank draws its next image. Use more for a dataset sorted by
     class."""
-    device: Machine[Literal["auto", "cpu", "gpu"]] = "auto"
+    device: NotInRecipe[Literal["auto", "cpu", "gpu"]] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
-    num_threads: Machine[Annotated[int, Range(1, 1024, "at least 1 and at most 1024 threads")] | None] = None
+    num_threads: NotInRecipe[Annotated[int, Range(1, 1024, "at least 1 and at most 1024 threads")] | None] = None
     """Decoding threads per rank. None: this rank's share of the cores that the job may use."""
-    prefetch: Machine[
+    prefetch: NotInRecipe[
         Annotated[int, Range(1, 64, "at least 1 and at most 64, since each takes the memory of a micro-batch")]
     ] = 2
     """Micro-batches that are prepared ahead of the one in use. Two cover the worst: of 5,000 micro-batches of 256
     ImageNet photographs the largest has 1.3 times the mean's pixels, of 32 photographs 2.3 times."""
-    hw_decoder_load: Machine[Annotated[float, Range(0, 1, "a share from 0 to 1")] | None] = None
+    hw_decoder_load: NotInRecipe[Annotated[float, Range(0, 1, "a share from 0 to 1")] | None] = None
     """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later). None: by the
     number of decoding threads, from 0.99 with 6 to 0.12 with 70; `python -m tools.bench.gpu_data` measures the best."""
     train_size: Pixels = 224
@@ -127,12 +127,12 @@ class DataConfig:
     go from -1 to 1. Or
     numbers: 123.7,116.3,103.5 58.4,57.1,57.4. A timm model's own are in its `default_cfg`, there for pixel values from
         0 to 1."""
-    eval_resize: Machine[Literal["short-side", "squash"]] = "short-side"
+    eval_resize: NotInRecipe[Literal["short-side", "squash"]] = "short-side"
     """How evaluation images are resized to eval_resize_to. short-side: the short side, keeping the aspect ratio.
     squash: both sides, which distorts."""
-    eval_resize_to: Machine[Pixels] = 256
+    eval_resize_to: NotInRecipe[Pixels] = 256
     """In pixels; the central eval_size square of the result is evaluated."""
-    eval_size: Machine[Pixels] = 224
+    eval_size: NotInRecipe[Pixels] = 224
     """Side of the square evaluation images, in pixels."""
 
     @property

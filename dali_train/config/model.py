@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dali_train.config.check import Machine, require, section
+from dali_train.config.check import NotInRecipe, require, section
 
 
 @section("model")
@@ -19,14 +19,14 @@ class ModelConfig:
     other classes is initialised anew, position embeddings are fitted to another resolution. None: random."""
     freeze: tuple[str, ...] = ()
     """Names of weights that are not trained, with * for anything: patch_embed.* blocks.0.*"""
-    channels_last: Machine[bool] = False
+    channels_last: NotInRecipe[bool] = False
     """Memory format of weights and images; convolutional models on GPUs are faster with it."""
-    compile: Machine[Literal["auto", "none", "model", "blocks"]] = "auto"
+    compile: NotInRecipe[Literal["auto", "none", "model", "blocks"]] = "auto"
     """torch.compile. model: all of it. blocks: each repeated block; identical blocks share the code, so the first step
     comes sooner. auto: blocks on a GPU if the model has any, and not compiled, with a warning, if the compiler fails;
     none on a CPU, and where parallel divides the model among ranks.
     Dropout masks differ from those without it, but are still a function of the micro-batch."""
-    attention: Machine[Literal["auto", "torch", "cudnn", "flash", "efficient", "math"]] = "auto"
+    attention: NotInRecipe[Literal["auto", "torch", "cudnn", "flash", "efficient", "math"]] = "auto"
     """Which attention kernel is tried first. torch: torch's own order. auto: cudnn on GPUs of compute capability 9 and
     later (H100, B200), torch's order elsewhere. With run.deterministic a kernel that is not deterministic is passed
     over."""
@@ -34,10 +34,10 @@ class ModelConfig:
     """With precision.dtype bf16 or fp16, keep the residual stream in that format and normalise in it. Less memory
     traffic, other
     rounding: part of the recipe. Without it both are float32, as autocast has it."""
-    cuda_graphs: Machine[bool] = False
+    cuda_graphs: NotInRecipe[bool] = False
     """Record the compiled model's kernels once and replay them: for models whose kernels take longer to launch than to
     run."""
-    activation_checkpointing: Machine[bool | Literal["selective"]] = False
+    activation_checkpointing: NotInRecipe[bool | Literal["selective"]] = False
     """Compute each block's activations again in the backward pass instead of keeping them: less memory, a third more
     work.
     selective: keep the results of matrix products and attention, and compute only the cheap rest again."""

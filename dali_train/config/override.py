@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import tyro
 
-from dali_train.config.check import Machine
+from dali_train.config.check import NotInRecipe
 from dali_train.config.config import KWARGS, SETTINGS, Config
 from dali_train.config.load import load_config
 from dali_train.config.names import unknown_setting
@@ -71,7 +71,7 @@ def _name(written: str) -> str:
 def _value(name: str, words: list[str]) -> Any:
     hint = SETTINGS[name].hint if name in SETTINGS else Any
     if not words:
-        default = "true" if hint in (bool, Machine[bool]) else "VALUE"
+        default = "true" if hint in (bool, NotInRecipe[bool]) else "VALUE"
         raise ConfigError(f"--{name} has no value: write --{name} {default}")
     value = _read(words, hint)
     if isinstance(value, str) and len(words) > 1 and _takes_text(hint):

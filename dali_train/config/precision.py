@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from dali_train.config.check import Count, Machine, Positive, require, section
+from dali_train.config.check import Count, NotInRecipe, Positive, require, section
 
 
 @section("precision")
@@ -19,7 +19,7 @@ class PrecisionConfig:
     """First loss scale of fp16."""
     growth_interval: Count = 2000
     """Steps without an overflow after which fp16's loss scale doubles."""
-    tf32: Machine[bool] = True
+    tf32: NotInRecipe[bool] = True
     """On GPUs that have TensorFloat-32, compute float32 matrix products and convolutions in it: 10 bits of mantissa
     instead of 23, sums in float32. Deterministic, but set it to false to compare with a CPU."""
 

@@ -3,42 +3,42 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, Count, Directory, Fraction, Machine, Positive, Range, Remedy, section
+from dali_train.config.check import OVER_0, Count, Directory, Fraction, NotInRecipe, Positive, Range, Remedy, section
 
 
 @section("run")
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    dir: Machine[Directory]
+    dir: NotInRecipe[Directory]
     """Run directory: config, metrics, checkpoints and what the hooks write."""
     epochs: Annotated[float, Range(1e-4, 1e9, "a number over 0, from 0.0001 to 1,000,000,000")]
     """Passes over the training split. The schedule spans them, rounded up to complete steps."""
-    max_steps: Machine[Count | None] = None
+    max_steps: NotInRecipe[Count | None] = None
     """Stop after this many steps; the schedule stays that of run.epochs."""
-    eval_every_epochs: Machine[Positive | None] = 1.0
+    eval_every_epochs: NotInRecipe[Positive | None] = 1.0
     """Epochs between evaluations; the last one is at the end. None: only at the end."""
-    checkpoint_every_steps: Machine[Count | None] = None
+    checkpoint_every_steps: NotInRecipe[Count | None] = None
     """Save every this many steps, before each evaluation, and at the end. None: after each epoch."""
-    keep_checkpoints: Machine[Count] = 2
+    keep_checkpoints: NotInRecipe[Count] = 2
     """Newest checkpoints that are kept."""
-    keep_best_checkpoints: Machine[Count] = 1
+    keep_best_checkpoints: NotInRecipe[Count] = 1
     """Checkpoints with the best top-1 that are kept besides. A new best evaluation is always saved."""
-    max_seconds: Machine[Annotated[float, Range(OVER_0, float("inf"), "a number of seconds over 0")] | None] = None
+    max_seconds: NotInRecipe[Annotated[float, Range(OVER_0, float("inf"), "a number of seconds over 0")] | None] = None
     """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's
     end."""
-    resume: Machine[Annotated[str, Remedy("use auto, never or the path of a checkpoint")]] = "auto"
+    resume: NotInRecipe[Annotated[str, Remedy("use auto, never or the path of a checkpoint")]] = "auto"
     """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0 in an empty
     run.dir. Or the path of a checkpoint: of another run, to start from it, or of this run, to return to it."""
-    accept_changed_recipe: Machine[bool] = False
+    accept_changed_recipe: NotInRecipe[bool] = False
     """Resume although the config's recipe or the dataset is not that of the checkpoint; what changed is named."""
-    device: Machine[Literal["auto", "cpu", "cuda"]] = "auto"
+    device: NotInRecipe[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where the model runs. auto: a GPU where there is one."""
-    backend: Machine[Literal["auto", "nccl", "gloo"]] = "auto"
+    backend: NotInRecipe[Literal["auto", "nccl", "gloo"]] = "auto"
     """Communication between ranks. auto: nccl on GPUs, gloo on CPUs."""
-    deterministic: Machine[bool] = False
+    deterministic: NotInRecipe[bool] = False
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
-    published_top1: Machine[Fraction | None] = None
+    published_top1: NotInRecipe[Fraction | None] = None
     """Accuracy that the recipe's source published, a fraction: a line in the report to compare with."""
-    max_nonfinite_steps: Machine[Count] = 50
+    max_nonfinite_steps: NotInRecipe[Count] = 50
     """The run ends after this many steps in a row with a loss or gradient that is not finite. FP16 needs about 10 to
     find its scale."""
