@@ -469,12 +469,6 @@ def test_the_config_of_a_run_is_read_again(tmp_path: Path, capsys: pytest.Captur
         assert load_config(path) == config()
 
     values = json.loads(config().to_json())
-    before = {
-        **values,
-        "data": {"root": "data", "mean": [120.0] * 3, "std": [60.0] * 3},
-    }  # as runs wrote it before data.normalise
-    path.write_text(json.dumps(before))
-    assert load_config(path).data.normalise == ((120.0,) * 3, (60.0,) * 3)
     for text, message in (
         ("{", "config.json cannot be read as a run's config.json: Expecting property name"),
         ("[" * 100_000, "config.json cannot be read as a run's config.json: "),

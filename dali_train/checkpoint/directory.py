@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from dali_train.checkpoint.storage import MANIFEST, CheckpointError, Manifest, read_regular
+from dali_train.checkpoint.storage import MANIFEST, CheckpointError, read_regular
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
 
@@ -53,18 +53,14 @@ def step_of(path: Path) -> int:
 
 
 def saved_top1(path: Path) -> float | None:
-    """The accuracy of a checkpoint, a fraction, if it was evaluated: in a file beside the manifest, since it comes
-    later."""
+    """Return the accuracy of a checkpoint, a fraction, if it was evaluated.
+
+    It is in a file beside the manifest, since it comes later.
+    """
     try:
         top1 = float(json.loads(read_regular(path / SCORE, 1000))["top1"])
         return top1 if math.isfinite(top1) else None
-    except FileNotFoundError:
-        pass  # not evaluated, or by an older version, which wrote it into the manifest
-    except (OSError, ValueError, TypeError, KeyError, CheckpointError):
-        return None
-    try:
-        return Manifest.read(path).top1
-    except (OSError, CheckpointError):  # damaged: load_checkpoint() says so where it matters
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, CheckpointError):
         return None
 
 

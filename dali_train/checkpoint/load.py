@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dali_train.checkpoint import legacy, storage
 from dali_train.checkpoint.directory import checkpoint_paths, step_of, wrong_path
-from dali_train.checkpoint.storage import CheckpointError, Manifest, Tensors
+from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, read_safetensors
 from dali_train.errors import ConfigError
 
 # What DCP says in a single process; that is what is meant here.
@@ -43,18 +42,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if problem := wrong_path(path):
         raise ConfigError(problem)
     try:
-        manifest = Manifest.read(path)
+        manifest = CheckpointManifest.read(path)
         named = step_of(path.resolve())
         if named not in (-1, manifest.step):
             raise CheckpointError(f"{path} is the checkpoint of step {manifest.step} under another name")
         manifest.verify(path)
-        old = legacy.METADATA in manifest.files
-        tensors = (legacy if old else storage).read_tensors(path, set(manifest.files))
         state: dict[str, Tensors] = {}
-        for name, tensor in tensors.items():
+        for name, tensor in read_safetensors(path, set(manifest.files)).items():
             section, _, rest = name.partition(".")
             state.setdefault(section, {})[rest] = tensor
-        return Checkpoint(path, manifest.step, state, legacy.modern_values(manifest.values) if old else manifest.values)
+        return Checkpoint(path, manifest.step, state, manifest.values)
     except CheckpointError:
         raise
     except (Exception, CheckpointException) as error:  # whatever damaged bytes happen to lead to

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
-from dali_train.checkpoint.storage import CheckpointError, Manifest, Tensors, Writer
+from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, Writer
 from dali_train.files import NO_SPACE, sync_directory
 from dali_train.parallel.mesh import local
 
@@ -162,7 +162,7 @@ class CheckpointWriter:
             if self._rank == 0:
                 files = {name: digest for part in digests for name, digest in part.items()}
                 try:
-                    self._commit(partial, final, Manifest(step=step, top1=None, values=values, files=files))
+                    self._commit(partial, final, CheckpointManifest(step=step, values=values, files=files))
                 except BaseException as fault:
                     error = fault
             self._error = self._from_rank_0(error)
@@ -171,7 +171,7 @@ class CheckpointWriter:
         if self._error is not None and self._rank == 0:  # so that the room is free again
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
+    def _commit(self, partial: Path, final: Path, manifest: CheckpointManifest) -> None:
         manifest.write(partial)
         if os.path.lexists(final):
             set_aside(final)

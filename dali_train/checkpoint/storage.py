@@ -25,6 +25,7 @@ from torch.futures import Future
 from dali_train.errors import RunError
 from dali_train.files import sha256, sync_directory, write_atomically
 
+FORMAT = 1  # of manifest and files; the next one gets the next number
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
 # With data.reader stream it holds the loader's state on every rank, about 100 kB each.
 _MAX_MANIFEST_BYTES = 256 * 2**20
@@ -37,13 +38,13 @@ class CheckpointError(RunError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """What is in a checkpoint besides the tensors, each field of the kind that it says."""
 
     step: int  # optimizer steps done
-    top1: float | None  # of checkpoints in the older format: validation accuracy. It has a file of its own today
     values: dict[str, Any]  # the state that is not tensors
     files: dict[str, str]  # SHA-256 in hexadecimal by plain file name
+    format: int = FORMAT
 
     def __post_init__(self) -> None:
         def require(fulfilled: bool, name: str, kind: str) -> None:
@@ -51,7 +52,6 @@ class Manifest:
                 raise CheckpointError(f"{name} is not {kind}")
 
         require(type(self.step) is int and 0 <= self.step < 10**18, "step", "a number of steps")
-        require(self.top1 is None or (_is_number(self.top1) and math.isfinite(self.top1)), "top1", "a number")
         require(isinstance(self.values, dict), "values", "an object")
         for name, fits in _KINDS.items():
             require(
@@ -71,31 +71,41 @@ class Manifest:
             )
 
     @classmethod
-    def read(cls, directory: Path) -> "Manifest":
-        """Raises:
-        OSError: it cannot be read.
-        CheckpointError: it is damaged, or something in it is not of the kind it must be.
+    def read(cls, directory: Path) -> "CheckpointManifest":
+        """Read and check the manifest of the checkpoint in `directory`.
+
+        Raises:
+            OSError: it cannot be read.
+            CheckpointError: it is damaged, of another format, or something in it is not of the kind it must be.
         """
         path = directory / MANIFEST
         content = read_regular(path, _MAX_MANIFEST_BYTES)
         if read_regular(directory / MANIFEST_DIGEST, 1000) != _digest_line(content):
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST_DIGEST}")
         try:
-            return cls(**json.loads(content))
+            fields = json.loads(content)
+            if isinstance(fields, dict) and fields.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"its format is {fields.get('format')!r} and this version reads {FORMAT}, so resume with the "
+                    "version that wrote it, or choose another run.dir to start at step 0"
+                )
+            return cls(**fields)
         except (ValueError, TypeError, RecursionError, CheckpointError) as error:
-            raise CheckpointError(f"{path} is not the manifest of a checkpoint: {error}") from None
+            raise CheckpointError(f"{path} is not the manifest of a checkpoint that can be read: {error}") from None
 
     def write(self, directory: Path) -> None:
-        """Write it and flush it and the directory's list of names."""
+        """Write it, and flush it and the directory's list of names."""
         content = (json.dumps(asdict(self), indent=1) + "\n").encode()
         write_atomically(directory / MANIFEST, content)
         write_atomically(directory / MANIFEST_DIGEST, _digest_line(content))
         sync_directory(directory)
 
     def verify(self, directory: Path) -> None:
-        """Raises:
-        OSError: a file cannot be read.
-        CheckpointError: a file is not what was written.
+        """Compare all files with their checksums.
+
+        Raises:
+            OSError: a file cannot be read.
+            CheckpointError: a file is not what was written.
         """
         for name, digest in self.files.items():
             check_regular(directory / name, (directory / name).lstat())
@@ -119,9 +129,10 @@ class Writer(dcp.HuggingFaceStorageWriter):
         return written
 
 
-def read_tensors(directory: Path, names: set[str]) -> Tensors:
-    """All tensors in the safetensors files of these `names`, on the CPU and complete, whatever layout of ranks wrote
-    them.
+def read_safetensors(directory: Path, names: set[str]) -> Tensors:
+    """Return all tensors in the safetensors files of these `names`, complete and on the CPU.
+
+    Any layout of ranks may have written them.
 
     Raises:
         CheckpointError: a tensor lacks a part, or there are safetensors files of other names.
@@ -143,7 +154,7 @@ def read_tensors(directory: Path, names: set[str]) -> Tensors:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """The content of an ordinary file: a link is not followed and a FIFO or device is not waited for.
+    """Return the content of a regular file, without following a link or waiting for a FIFO or device.
 
     Raises:
         OSError: it cannot be read.
@@ -158,12 +169,13 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def check_regular(path: Path, status: os.stat_result) -> None:
+    """Raise CheckpointError unless `status` is that of a regular file."""
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
 
 
 def _digest_line(manifest: bytes) -> bytes:
-    """As sha256sum -c reads it."""
+    """Return the line that ``sha256sum -c`` reads."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
@@ -186,15 +198,11 @@ def _is_optimizer(value: object) -> bool:
     )
 
 
-def _are_group_steps(value: object) -> bool:
-    return isinstance(value, list) and all(step is None or _is_number(step) for step in value)
-
-
 _KINDS = {
     "optimizer": _is_optimizer,
     "scaler": _are_numbers,
     "recipe": lambda value: isinstance(value, dict),
     "loader": lambda value: isinstance(value, list) and all(isinstance(state, dict) for state in value),
     "epoch_accuracies": lambda value: isinstance(value, list) and all(map(_is_number, value)),
-    "group_steps": _are_group_steps,  # of checkpoints in the older format
+    "dropout": lambda value: value in ("block", "micro-batch"),
 }

@@ -39,16 +39,15 @@ def build_trainer(
 ) -> tuple[Trainer, nn.Module, list[str]]:
     """The trainer, its model without wrappers, and warnings about what `resumed` could not give them."""
     model = build_model(config, num_classes, device, with_weights=resumed is None, on_host=layout.splits_model)
-    # A run of a version that did not note it seeds as it began.
-    dropout = choose_seeding(config.model, None if resumed is None else resumed.values.get("dropout", "micro-batch"))
+    dropout = choose_seeding(config.model, None if resumed is None else resumed.values["dropout"])
     if dropout == "block":
         seed_each_block(model, device)
     elif config.parallel.pipeline > 1 and drops(model):
         assert resumed is not None  # whoever compiles the complete model cannot have a pipeline
         raise ConfigError(
-            f"{resumed.path} is of a version that seeded dropout once per micro-batch, and the stages of "
-            f"parallel.pipeline {config.parallel.pipeline} cannot draw its masks: set parallel.pipeline 1, or choose "
-            "another run.dir to start anew"
+            f"{resumed.path} is of a run that began with model.compile model, whose dropout masks the stages of "
+            f"parallel.pipeline {config.parallel.pipeline} cannot draw: set parallel.pipeline 1, or choose another "
+            "run.dir to start anew"
         )
     check_training_size(model, config)
     if evaluates or layout.pipeline > 1:  # stages agree at the start on what they exchange

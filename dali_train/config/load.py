@@ -100,9 +100,6 @@ def _assembled(source: str, values: Any) -> Config:
     for name in values:
         if name not in sections:
             raise ConfigError(unknown_setting(name, sections))
-    data = values.get("data", {})
-    if "mean" in data and "std" in data:  # as runs wrote it before data.normalise
-        data["normalise"] = (data.pop("mean"), data.pop("std"))
     if hooks := values.get("hooks", {}).pop("user", None):
         warnings.warn(
             f"{source}: hooks.user {hooks} are left out, since only a config file in Python can name them", stacklevel=4

@@ -25,8 +25,7 @@ def choose_seeding(config: ModelConfig, saved: str | None) -> DropoutSeeding:
     """How a run seeds its dropout.
 
     Args:
-        saved: what the checkpoint says from which it resumes, None for a new run. Checkpoints of versions that seeded
-            each micro-batch alone say nothing: pass "micro-batch" for them.
+        saved: what the checkpoint says from which it resumes; None for a new run.
 
     A model that is compiled in one piece has no place between its blocks, so there it stays one seed per micro-batch.
     """
