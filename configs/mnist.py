@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 1 -m dali_train train --config configs/mnist.py --data.root data/mnist
 
 The batch is 128 a process: --batch.global_batch 256 on two. The same command trains on Fashion-MNIST. No accuracy was
-published; the tutorial logs tables of predictions to W&B: --hooks.wandb true --hooks.predictions 32.
+published; the tutorial logs tables of predictions to W&B: --hooks.trackers wandb --hooks.predictions 32.
 """
 
 from dali_train.config import (

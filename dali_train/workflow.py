@@ -114,6 +114,14 @@ ENVIRONMENT = flyte.TaskEnvironment(
     image=flyte.Image.from_debian_base(name="dali-train").with_pip_packages(*_requirements()),
     resources=Machine().resources(),
 )
+TRACKER_VARIABLES = (
+    "WANDB_MODE",
+    "WANDB_PROJECT",
+    "WANDB_ENTITY",
+    "MLFLOW_TRACKING_URI",
+    "MLFLOW_EXPERIMENT_NAME",
+)
+"""What a cluster's tasks get of this machine's environment; keys are secrets, and do not belong here."""
 WANDB_KEY = flyte.Secret(key="wandb-api-key", as_env_var="WANDB_API_KEY")
 
 
@@ -173,7 +181,8 @@ def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutpu
     prepared = _cached(
         data_task if dataset in DATASETS else data_task.override(cache="disable"), _dataset_path, dataset, machine
     )
-    secrets = [WANDB_KEY] if settings.hooks.wandb == "online" and not _is_local() else None
+    online = "wandb" in settings.hooks.trackers and os.environ.get("WANDB_MODE", "online") == "online"
+    secrets = [WANDB_KEY] if online and not _is_local() else None
     training = train_task.override(resources=machine.resources(), interruptible=machine.interruptible, secrets=secrets)
     data, length = settings.data, settings.run
     # Besides the recipe: when a training ends, and how its accuracies are measured.
@@ -231,7 +240,8 @@ def _run(options: argparse.Namespace, config: Config, machine: Machine) -> Train
     else:
         machine = replace(machine, work=str(options.work.absolute()))
         flyte.init()
-    context = flyte.with_runcontext(mode="remote" if options.remote else "local")
+    trackers = {name: os.environ[name] for name in TRACKER_VARIABLES if name in os.environ}
+    context = flyte.with_runcontext(mode="remote" if options.remote else "local", env_vars=trackers)
     action = context.run(train_workflow, options.dataset, config.to_json(), machine)
     print(f"run {action.url}", flush=True)
     if options.remote:

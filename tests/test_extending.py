@@ -13,10 +13,8 @@ from timm.optim._optim_factory import OptimInfo, default_registry
 
 import dali_train
 from dali_train.checkpoint.load import load_newest
-from dali_train.config import HooksConfig
 from dali_train.data.loading.augment import OPERATORS, Operator, none
-from dali_train.hooks.trackers import TRACKERS
-from dali_train.hooks.trackers.base import Tracker
+from dali_train.hooks.trackers import TRACKERS, Tracker
 
 from .conftest import REPOSITORY, TINY_CONFIG
 
@@ -37,12 +35,7 @@ class SignDescent(torch.optim.Optimizer):
 
 
 class Collected(Tracker):
-    off = "nothing"
     scalars: dict[str, list[float]] = {}
-
-    @classmethod
-    def wanted(cls, hooks: HooksConfig) -> bool:
-        return True
 
     def log_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
@@ -62,7 +55,7 @@ def test_an_operator_an_optimizer_and_a_tracker(dataset: Path, tmp_path: Path, m
     monkeypatch.setitem(OPERATORS, "UpsideDown", Operator(none, upside_down, lambda images, _: images))
     default_registry.register(OptimInfo(name="signdescent", opt_class=SignDescent, description="for this test"))
     monkeypatch.setattr(Collected, "scalars", {})
-    monkeypatch.setattr("dali_train.hooks.standard.TRACKERS", [*TRACKERS, Collected])
+    monkeypatch.setitem(TRACKERS, "collected", Collected)
 
     path = tmp_path / "config.py"
     path.write_text(TINY_CONFIG.format(root=str(dataset)))
@@ -73,6 +66,7 @@ def test_an_operator_an_optimizer_and_a_tracker(dataset: Path, tmp_path: Path, m
             "data.augment": "rand-n1-p1-tUpsideDown",
             "optimizer.name": "signdescent",
             "optimizer.lr": 1e-3,
+            "hooks.trackers": ("collected",),
         }
     )
     dali_train.run(config)

@@ -38,11 +38,11 @@ from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.loader import Batch
 from dali_train.errors import ConfigError
 from dali_train.hooks import RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.hooks.class_names import class_names
 from dali_train.hooks.console import Console
 from dali_train.hooks.files import JsonLines
 from dali_train.hooks.health import HISTORY, Health
 from dali_train.hooks.lamb import LambView
-from dali_train.hooks.names import class_names
 from dali_train.hooks.observers import Observers
 from dali_train.hooks.samples import sample_images, sheet
 from dali_train.parallel.layout import Layout
@@ -116,40 +116,6 @@ config = replace(config, hooks=replace(config.hooks, user=(Warning,)))
 """
 
 
-CALLBACKS_HOOK = """
-from dataclasses import replace
-from dali_train.hooks import Hook
-
-class Callbacks(Hook):
-    required = {required}
-
-    def start(self, record):
-        self.called = set()
-        head, weight = record.model.head, record.model.head.weight
-        head.register_forward_hook(self.failing("forward"))
-        head.register_full_backward_hook(self.failing("backward"))
-        weight.register_hook(self.failing("gradient"))
-        weight.register_post_accumulate_grad_hook(self.failing("accumulated"))
-        record.optimizer.register_step_pre_hook(self.failing("step"))
-        record.optimizer.register_step_post_hook(hook=self.failing("stepped"))
-
-    def failing(self, name):
-        def callback(*arguments):
-            self.called.add(name)
-            raise ZeroDivisionError("a user's mistake")
-        return callback
-
-    def end(self, record):
-        print("called:", *sorted(self.called))
-
-class HalfStarted(Hook):
-    def start(self, record):
-        record.model.register_forward_hook(lambda *arguments: print("must not be called"))
-        raise ValueError("cannot start")
-
-config = replace(config, hooks=replace(config.hooks, user=(Callbacks, HalfStarted)))
-"""
-
 REMOVING_HOOK = """
 import shutil
 from dataclasses import replace
@@ -217,23 +183,6 @@ def test_a_required_hook_ends_the_run(train: Train, tiny_config: Path, tmp_path:
     assert events(tmp_path / "run", "end")[0]["error"] == "ZeroDivisionError: a user's mistake"
 
 
-def test_a_hooks_torch_callbacks_do_not_end_the_run(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    train("plain")
-    printed = train("run", config=extended(tiny_config, CALLBACKS_HOOK.format(required=False)))
-    failure = (
-        "hook Callbacks failed at a callback that it registered with torch: ZeroDivisionError: a user's mistake. "
-        "Training continues"
-    )
-    assert printed.count(failure) == 1
-    assert "called: accumulated backward forward gradient step stepped" in printed
-    assert (
-        "hook HalfStarted failed at start: ValueError: cannot start" in printed and "must not be called" not in printed
-    )
-    assert max(relative_differences(final_weights(tmp_path / "plain"), final_weights(tmp_path / "run")).values()) == 0
-    printed = train("required", config=extended(tiny_config, CALLBACKS_HOOK.format(required=True)), status=1)
-    assert "ZeroDivisionError: a user's mistake" in printed
-
-
 def test_a_hook_is_named_by_its_class() -> None:
     with pytest.raises(ConfigError, match="name the class or a function that makes the hook, not a hook itself"):
         HooksConfig(user=(cast(Any, Health()),))
@@ -243,8 +192,6 @@ def test_a_hook_is_named_by_its_class() -> None:
     ("fields", "message"),
     [
         ({"profile": (3, 2)}, r"hooks.profile is \(3, 2\): use a first step from 1 on"),
-        ({"model_graph": True}, "hooks.model_graph needs a place to go: set hooks.tensorboard true"),
-        ({"gradient_histograms": True}, "hooks.gradient_histograms needs a place to go"),
         ({"detail_every_steps": 0}, "hooks.detail_every_steps is 0: use at least 1, or None"),
     ],
 )
@@ -260,12 +207,8 @@ def test_hooks_change_nothing(train: Train, tmp_path: Path) -> None:
     everything = (
         "--hooks.detail_every_steps",
         "1",
-        "--hooks.tensorboard",
-        "true",
-        "--hooks.gradient_histograms",
-        "true",
-        "--hooks.model_graph",
-        "true",
+        "--hooks.trackers",
+        "tensorboard",
         "--hooks.profile",
         "2",
         "3",

@@ -2,10 +2,14 @@
 else."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dali_train.errors import ConfigError
+from dali_train.hooks.trackers import make_trackers
 
 from .conftest import Train
 
@@ -13,19 +17,15 @@ mlflow = pytest.importorskip("mlflow")
 wandb = pytest.importorskip("wandb")
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-# A tracker of one's own: one file with the class, one row in TRACKERS, here both in the config.
+# A tracker of one's own in a config file, where the packages of the others are missing.
 OWN_TRACKER = """
-import json
-from pathlib import Path
-from dali_train.hooks import trackers
+import json, sys
+from dali_train.hooks.trackers import TRACKERS, Tracker
 
-class Lines(trackers.Tracker):
-    off = "nothing"
+for name in ("tensorboard", "wandb", "mlflow"):
+    sys.modules[name] = None
 
-    @classmethod
-    def wanted(cls, hooks):
-        return hooks.log_every_steps == 1
-
+class Lines(Tracker):
     def start(self, record):
         super().start(record)
         self.file = (record.directory / "lines.jsonl").open("w")
@@ -36,14 +36,24 @@ class Lines(trackers.Tracker):
     def log_image(self, step, name, pixels):
         self.file.write(json.dumps([step, {"image": pixels.shape[2]}]) + "\\n")
 
-    def log_histograms(self, step, values):
-        self.file.write(json.dumps([step, {"histograms": len(values)}]) + "\\n")
-
     def end(self, record):
         self.file.close()
 
-trackers.TRACKERS.append(Lines)
+TRACKERS["lines"] = Lines
 """
+FAILING = """
+from dataclasses import replace
+from dali_train.hooks import Hook
+
+class Fail(Hook):
+    required = True
+
+    def step(self, record):
+        raise KeyError("enough")
+
+config = replace(config, hooks=replace(config.hooks, user=(Fail,)))
+"""
+ALL = ("--hooks.trackers", "tensorboard", "wandb", "mlflow")
 
 Scalars = dict[tuple[str, int], float]
 
@@ -61,7 +71,7 @@ def scalars_of_tensorboard(directory: Path) -> Scalars:
     reader = event_accumulator.EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
     tags = reader.Tags()
-    assert tags["images"] == ["samples"] and tags["graph"] and "gradients/head.weight" in tags["histograms"]
+    assert tags["images"] == ["samples"] and tags["histograms"] == ["eval/class_accuracy"]
     events = [(name, event) for name in tags["scalars"] for event in reader.Scalars(name)]
     scalars = {(name, event.step): event.value for name, event in events}
     assert len(scalars) == len(events), "a step was logged twice"
@@ -118,30 +128,14 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     """Over a resumed run: its second half resumes from step 4, and the first one had reached step 7."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for this test's own reading
     store = tmp_path / "mlruns"
-    on = (
-        "--hooks.tensorboard",
-        "true",
-        "--hooks.wandb",
-        "offline",
-        "--hooks.mlflow",
-        str(store),
-        "--hooks.detail_every_steps",
-        "2",
-        "--hooks.gradient_histograms",
-        "true",
-        "--hooks.model_graph",
-        "true",
-        "--hooks.wandb_project",
-        "ours",
-        "--run.checkpoint_every_steps",
-        "4",
-    )
+    settings = {"WANDB_MODE": "offline", "WANDB_PROJECT": "ours", "MLFLOW_TRACKING_URI": str(store)}
+    on = (*ALL, "--hooks.detail_every_steps", "2", "--run.checkpoint_every_steps", "4")
     run = tmp_path / "run"
-    first = train("run", *on)
+    first = train("run", *on, environment=settings)
     ids = [json.loads((run / f"{name}-id.json").read_text())["id"] for name in ("wandb", "mlflow")]
     for step in (5, 7):  # 5 was saved because it was evaluated
         (run / "checkpoints" / f"step-{step:08d}").rename(tmp_path / f"lost-{step}")
-    second = train("run", *on, ranks=2)
+    second = train("run", *on, ranks=2, environment=settings)
     assert "resuming from step 4" in second
     assert "warning: hook" not in first + second
     assert ids == [json.loads((run / f"{name}-id.json").read_text())["id"] for name in ("wandb", "mlflow")]
@@ -180,61 +174,46 @@ def extended(config: Path, text: str) -> Path:
     return path
 
 
-def test_a_tracker_is_one_file_and_one_row(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    on = ("--hooks.tensorboard", "true", "--hooks.gradient_histograms", "true", "--hooks.detail_every_steps", "3")
-    printed = train("run", *on, config=extended(tiny_config, OWN_TRACKER))
-    assert "warning: hook" not in printed
+def test_a_tracker_is_one_row_and_a_missing_package_one_warning(
+    train: Train, tiny_config: Path, tmp_path: Path
+) -> None:
+    printed = train("run", *ALL, "lines", config=extended(tiny_config, OWN_TRACKER))
+    for name in ALL[1:]:
+        assert len(re.findall(rf"failed at start: hooks.trackers {name} .* 'dali-train\[{name}\]'", printed)) == 1
+    assert printed.count("Training continues without it") == printed.count("warning: hook ") == 3
     lines = [json.loads(line) for line in (tmp_path / "run" / "lines.jsonl").read_text().splitlines()]
     scalars = {(name, step): value for step, values in lines for name, value in values.items() if "/" in name}
     assert scalars == scalars_of_metrics(tmp_path / "run")
     assert [line for line in lines if "image" in line[1]] == [[1, {"image": 3}]]
-    assert [step for step, values in lines if values.get("histograms")] == [3, 6]
 
 
-def test_missing_packages(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    gone = "import sys\nfor name in ('tensorboard', 'wandb', 'mlflow'):\n    sys.modules[name] = None\n"
-    on = ("--hooks.tensorboard", "true", "--hooks.wandb", "offline", "--hooks.mlflow", str(tmp_path / "store"))
-    printed = train("run", *on, config=extended(tiny_config, gone))
-    for hook, name in (("TensorBoard", "tensorboard"), ("WandB", "wandb"), ("MLflow", "mlflow")):
-        message = (
-            f"hook {hook} failed at start: hooks.{name} needs a package that is not there: pip install "
-            f"'dali-train[{name}]', or"
-        )
-        assert printed.count(message) == 1
-    assert printed.count("Training continues without it") == 3
-    assert {step for _, step in scalars_of_metrics(tmp_path / "run")} == set(range(1, 8))
+def test_a_name_that_no_tracker_has() -> None:
+    with pytest.raises(ConfigError, match=r"hooks.trackers.*'Wandb'.*use wandb"):
+        make_trackers(("tensorboard", "Wandb"))
 
 
 def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """Port 9 (discard) refuses. The key must stay in the environment, whatever goes wrong."""
-    key = "0123456789abcdef" * 2 + "01234567"
-    nowhere = (
-        "import os\nfrom dali_train.hooks.trackers import wandb\nwandb.REACH_TIMEOUT_S = 2\n"
-        f"os.environ.update(WANDB_BASE_URL='http://127.0.0.1:9', WANDB_API_KEY='{key}', HOME={str(tmp_path)!r})\n"
-    )
-    config = extended(tiny_config, nowhere)
-    printed = train("run", "--hooks.wandb", "online", "--hooks.mlflow", "http://127.0.0.1:9", config=config)
-    assert printed.count("warning: hooks.wandb online: ") == 1
-    assert (
-        f"Training continues and records offline; `wandb sync {tmp_path}/run/wandb/offline-run-*` uploads it later"
-        in printed
-    )
-    assert printed.count("hook MLflow failed at start: hooks.mlflow http://127.0.0.1:9 cannot be used (") == 1
+    key, nowhere = "0123456789abcdef" * 2 + "01234567", "http://127.0.0.1:9"
+    impatient = "from dali_train.hooks.trackers import wandb\nwandb.REACH_TIMEOUT_S = 2\n"
+    settings = {"WANDB_BASE_URL": nowhere, "WANDB_API_KEY": key, "MLFLOW_TRACKING_URI": nowhere, "HOME": str(tmp_path)}
+    words = ("--hooks.trackers", "wandb", "mlflow")
+    printed = train("run", *words, config=extended(tiny_config, impatient), environment=settings)
+    assert printed.count("warning: hooks.trackers wandb: ") == 1
+    assert re.search(rf"continues and records offline.*`wandb sync {tmp_path}/run/wandb/offline-run-\*`", printed)
+    assert printed.count(f"hook MLflow failed at start: hooks.trackers mlflow: {nowhere} cannot be used (") == 1
     metrics = scalars_of_metrics(tmp_path / "run")
     offline = scalars_of_wandb(tmp_path / "run")
     assert offline == pytest.approx({place: metrics[place] for place in offline}) and len(offline) == len(metrics)
     for path in tmp_path.rglob("*"):
-        if path.is_file() and path != config:
+        if path.is_file():
             assert key.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
-def test_no_key(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    alone = (
-        "import os\nos.environ.pop('WANDB_API_KEY', None)\nos.environ['HOME'] = os.environ['NETRC'] = "
-        f"{str(tmp_path)!r}\n"
-    )
-    printed = train("run", "--hooks.wandb", "online", "--run.max_steps", "1", config=extended(tiny_config, alone))
-    assert "hooks.wandb online: " in printed and "records offline" in printed
+def test_no_key(train: Train, tmp_path: Path) -> None:
+    settings = {"WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": str(tmp_path)}
+    printed = train("run", "--hooks.trackers", "wandb", "--run.max_steps", "1", environment=settings)
+    assert re.search("warning: hooks.trackers wandb: .* records offline", printed)
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
 
 
@@ -242,14 +221,9 @@ def test_a_failed_run_closes_its_trackers(
     train: Train, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    failing = (
-        "from dataclasses import replace\nfrom dali_train.hooks import Hook\n"
-        "class Fail(Hook):\n    required = True\n    def step(self, record):\n        raise KeyError('enough')\n"
-        "config = replace(config, hooks=replace(config.hooks, user=(Fail,)))\n"
-    )
     store = tmp_path / "mlruns"
-    on = ("--hooks.wandb", "offline", "--hooks.mlflow", str(store), "--hooks.tensorboard", "true")
-    train("run", *on, config=extended(tiny_config, failing), status=1)
+    settings = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": str(store)}
+    train("run", *ALL, config=extended(tiny_config, FAILING), status=1, environment=settings)
     run_id = json.loads((tmp_path / "run" / "mlflow-id.json").read_text())["id"]
     assert mlflow.MlflowClient(tracking_uri=f"file:{store}").get_run(run_id).info.status == "FAILED"
     records = wandb_records(next((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")))

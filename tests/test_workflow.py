@@ -62,7 +62,10 @@ def trainings(work: Path) -> list[int]:
     return sorted(len(starts(run)) for run in (work / "runs").iterdir())
 
 
-def test_what_was_trained_is_not_trained_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_trained_is_not_trained_again(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
     two, work = ("--num-processes", "2"), place / "work"
     assert workflow.main(words(place, *two)) == 0
     *_, run, accuracies, weights = capsys.readouterr().out.splitlines()
@@ -77,7 +80,7 @@ def test_what_was_trained_is_not_trained_again(place: Path, capsys: pytest.Captu
     # Neither the machine nor what only watches a run decides.
     assert workflow.main(words(place, "--num-processes", "1", "--hooks.log_every_steps", "5")) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == first and trainings(work) == [1]
-    assert workflow.main(words(place, "--optimizer.lr", "0.02", "--hooks.wandb", "offline")) == 0
+    assert workflow.main(words(place, "--optimizer.lr", "0.02", "--hooks.trackers", "wandb")) == 0
     assert trainings(work) == [1, 1]
     tables = list(work.glob("runs/*/wandb/offline-run-*/files/media/table/predictions_*.json"))
     table = json.loads(tables[0].read_text())

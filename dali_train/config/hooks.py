@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from dali_train.config.check import Count, CountOr0, Remedy, require, section
 
@@ -18,8 +18,7 @@ class HooksConfig:
     trace_samples: bool = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had."""
     detail_every_steps: Count | None = 50
-    """Steps between two looks at every layer: LAMB's trust ratios, and gradient histograms if they are on. None:
-    never."""
+    """Steps between two looks at LAMB's trust ratio in every layer. None: never."""
     sample_images: CountOr0 = 16
     """Images of the first step that are kept as the network sees them. 0: none."""
     predictions: CountOr0 = 320
@@ -27,22 +26,9 @@ class HooksConfig:
     tables."""
     profile: Annotated[tuple[Count, Count], Remedy(f"use {STEPS}, e.g. 20,25")] | None = None
     """First and last step of a torch profiler trace, counted from 1, e.g. 20,25."""
-    tensorboard: bool = False
-    """Write TensorBoard event files to run.dir/tensorboard."""
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Record with Weights & Biases; the key comes from WANDB_API_KEY or `wandb login`."""
-    wandb_project: str = "dali-train"
-    """The project that the run belongs to at Weights & Biases."""
-    wandb_entity: str | None = None
-    """The team or user at Weights & Biases. None: the account's default."""
-    mlflow: str | None = None
-    """Record with MLflow: the URI of a tracking server or database, or a directory."""
-    mlflow_experiment: str = "dali-train"
-    """The experiment that the run belongs to in MLflow."""
-    gradient_histograms: bool = False
-    """Histograms of each layer's gradient in TensorBoard and W&B, every detail_every_steps."""
-    model_graph: bool = False
-    """The model's graph in TensorBoard."""
+    trackers: tuple[str, ...] = ()
+    """Services that record the run too: tensorboard, wandb, mlflow. Each has its own environment variables: WANDB_MODE,
+    WANDB_PROJECT, WANDB_ENTITY, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
     user: tuple[Factory, ...] = ()
     """Hooks of your own: subclasses of dali_train.hooks.Hook, or functions that make one. Every rank makes its own.
     Only a config file can name them."""
@@ -51,12 +37,4 @@ class HooksConfig:
         require(
             self.profile is None or self.profile[0] <= self.profile[1],
             f"hooks.profile is {self.profile}: use {STEPS}",
-        )
-        require(
-            not self.gradient_histograms or self.tensorboard or self.wandb != "disabled",
-            "hooks.gradient_histograms needs a place to go: set hooks.tensorboard true or hooks.wandb offline",
-        )
-        require(
-            not self.model_graph or self.tensorboard,
-            "hooks.model_graph needs a place to go: set hooks.tensorboard true",
         )

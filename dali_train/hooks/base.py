@@ -111,9 +111,8 @@ class Hook:
 
         config = Config(..., hooks=HooksConfig(user=(ModelNorm,)))
 
-    A hook that raises is reported and does not end the run, unless it is `required`. The same holds for callbacks that
-    `start` registers with torch, on modules, tensors and optimizers. Those that are registered later, or through
-    functions of torch for all modules, torch calls directly: what they raise ends the run.
+    A hook that raises is reported and does not end the run, unless it is `required`. Callbacks that a hook registers
+    with torch (`Module.register_forward_hook`, ...) are called by torch: what they raise ends the run.
     """
 
     required: ClassVar[bool] = False

@@ -1,36 +1,16 @@
 """All hooks of a rank. One that raises is reported by name and training continues."""
 
-import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from dali_train.files import NO_SPACE
 from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.text import plural
 
 logger = logging.getLogger("dali_train")
-
-_REGISTRATIONS: dict[type, tuple[str, ...]] = {
-    nn.Module: (
-        "register_forward_pre_hook",
-        "register_forward_hook",
-        "register_full_backward_pre_hook",
-        "register_full_backward_hook",
-        "register_backward_hook",
-    ),
-    torch.Tensor: ("register_hook", "register_post_accumulate_grad_hook"),
-    Optimizer: ("register_step_pre_hook", "register_step_post_hook"),
-}
-"""Through which methods torch takes callbacks that it calls while training."""
 
 
 class HookUnavailableError(RuntimeError):
@@ -53,12 +33,8 @@ class Observers:
     def start(self, record: RunStart) -> None:
         self._directory = str(record.directory)
         for hook in list(self._hooks):
-            with _guarding_callbacks(partial(self._guarded_callback, hook)) as handles:
-                started = self._guarded(hook, "start", partial(hook.start, record))
-            if not started:
+            if not self._guarded(hook, "start", partial(hook.start, record)):
                 self._hooks.remove(hook)
-                for handle in handles:
-                    handle.remove()
         self._measuring = self._overriding("measure")
         self._stepping = self._overriding("step")
         self._evaluating = self._overriding("evaluation")
@@ -96,19 +72,6 @@ class Observers:
             self._report(hook, moment, error)
             return False
 
-    def _guarded_callback(self, hook: Hook, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """`callback` of `hook`, for torch to call; one that raises changes nothing."""
-
-        @functools.wraps(callback, updated=())
-        def guarded(*arguments: Any, **named: Any) -> Any:
-            try:
-                return callback(*arguments, **named)
-            except Exception as error:
-                self._report(hook, "a callback that it registered with torch", error)
-                return None
-
-        return guarded
-
     def _report(self, hook: Hook, moment: str, error: Exception) -> None:
         if hook.required:
             raise error
@@ -127,30 +90,6 @@ class Observers:
             f"{type(error).__name__}: {error}. Training continues; the traceback is in {self._directory}/logs. "
             "Remove the hook or correct it; one with `required = True` ends the run instead"
         )
-
-
-@contextmanager
-def _guarding_callbacks(guard: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[list[RemovableHandle]]:
-    """Every callback that is registered with torch in the block goes through `guard` first; gives the handles."""
-    handles: list[RemovableHandle] = []
-    originals = [(owner, name, getattr(owner, name)) for owner, names in _REGISTRATIONS.items() for name in names]
-
-    def guarding(register: Callable[..., RemovableHandle]) -> Callable[..., RemovableHandle]:
-        @functools.wraps(register)
-        def registered(observed: Any, hook: Callable[..., Any], *arguments: Any, **named: Any) -> RemovableHandle:
-            handle = register(observed, guard(hook), *arguments, **named)
-            handles.append(handle)
-            return handle
-
-        return registered
-
-    for owner, name, register in originals:
-        setattr(owner, name, guarding(register))
-    try:
-        yield handles
-    finally:
-        for owner, name, register in originals:
-            setattr(owner, name, register)
 
 
 def _measure(hook: Hook, measured: dict[str, float]) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import picture
 from dali_train.hooks.base import EvaluationRecord, Hook, RunStart
-from dali_train.hooks.names import class_names
+from dali_train.hooks.class_names import class_names
 from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
 
 NUM_PAIRS = 50

@@ -8,7 +8,7 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.pictures import contact_sheet
 from dali_train.data.loading.loader import Batch
 from dali_train.hooks.base import Hook, RunStart, StepRecord
-from dali_train.hooks.names import class_names
+from dali_train.hooks.class_names import class_names
 from dali_train.text import printable
 
 _TILE = 224  # pixels

@@ -1,4 +1,4 @@
-"""Which hooks a config asks for, rank by rank."""
+"""The hooks that a config asks for, rank by rank."""
 
 from dali_train.config import Config
 from dali_train.hooks.base import Hook
@@ -12,13 +12,17 @@ from dali_train.hooks.predictions import Predictions
 from dali_train.hooks.profile import Profile
 from dali_train.hooks.samples import SampleImages
 from dali_train.hooks.system import SystemFacts
-from dali_train.hooks.trackers import TRACKERS
+from dali_train.hooks.trackers import make_trackers
 from dali_train.parallel.layout import Layout
 
 
 def make_hooks(config: Config, layout: Layout) -> Observers:
-    """Logs first, so that every other hook can log; the user's own last, on every rank."""
-    chosen = config.hooks
+    """Return the hooks of this rank: logs first, so that every other hook can log, and the user's own last.
+
+    Raises:
+        ConfigError: hooks.trackers names one that is not there; on every rank.
+    """
+    chosen, trackers = config.hooks, make_trackers(config.hooks.trackers)
     hooks: list[Hook] = [RunLogs(), Console()]
     if layout.rank == 0:
         hooks += [MetricsFile(), SystemFacts(), Health()]
@@ -36,7 +40,7 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
             hooks.append(Predictions())
         if chosen.profile is not None:
             hooks.append(Profile(*chosen.profile))
-        hooks += [tracker() for tracker in TRACKERS if tracker.wanted(chosen)]
+        hooks += trackers
     if chosen.trace_samples and layout.pipeline_rank == 0 and layout.tensor_rank == 0:  # once per micro-batch
         hooks.append(SampleTrace())
     return Observers([*hooks, *(make() for make in chosen.user)])

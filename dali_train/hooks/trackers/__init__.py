@@ -1,8 +1,23 @@
-"""Trackers: services outside of the run directory that can record a run. One file and one row here for each."""
+"""Trackers: services outside of the run directory that can record a run. One file and one row in TRACKERS for each."""
 
-from dali_train.hooks.trackers.base import Tracker
+from dali_train.config.names import close_value
+from dali_train.errors import ConfigError
 from dali_train.hooks.trackers.mlflow import MLflow
 from dali_train.hooks.trackers.tensorboard import TensorBoard
+from dali_train.hooks.trackers.tracker import Tracker
 from dali_train.hooks.trackers.wandb import WandB
 
-TRACKERS: list[type[Tracker]] = [TensorBoard, WandB, MLflow]
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+"""By the name that hooks.trackers has. A config file can add a row of its own."""
+
+
+def make_trackers(names: tuple[str, ...]) -> list[Tracker]:
+    """Return one tracker for each of `names`, the value of hooks.trackers.
+
+    Raises:
+        ConfigError: a name that is not in TRACKERS.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"hooks.trackers has {name!r}: {close_value(name, tuple(TRACKERS))}")
+    return [TRACKERS[name]() for name in dict.fromkeys(names)]

@@ -1,4 +1,4 @@
-"""MLflow, with a tracking server, a database or a directory."""
+"""MLflow, with its own settings: MLFLOW_TRACKING_URI (a server, a database or a directory), MLFLOW_EXPERIMENT_NAME."""
 
 import json
 import os
@@ -9,38 +9,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.config import HooksConfig
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.observers import HookUnavailableError
-from dali_train.hooks.trackers.base import Tracker, load_id, save_id
+from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
 
 
 class MLflow(Tracker):
     """One MLflow run; a resumed run continues it and logs no step twice. Training never waits for the server."""
-
-    off = "hooks.mlflow None"
-
-    @classmethod
-    def wanted(cls, hooks: HooksConfig) -> bool:
-        return hooks.mlflow is not None
 
     def start(self, record: RunStart) -> None:
         super().start(record)
         # MLflow itself waits minutes per call for a silent server. Both are read at each request.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        uri = record.config.hooks.mlflow
-        assert uri is not None
+        mlflow = self._mlflow = load_package("mlflow", "mlflow")
+        uri = mlflow.get_tracking_uri()
         if "://" not in uri or uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 refuses a directory otherwise
-        mlflow = self._mlflow = self.load("mlflow", "mlflow")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         try:
             self._begin(record, uri)
         except mlflow.exceptions.MlflowException as error:
             raise HookUnavailableError(
-                f"hooks.mlflow {uri} cannot be used ({' '.join(str(error).split())[:300]}): start the server, or "
-                "give a directory"
+                f"hooks.trackers mlflow: {uri} cannot be used ({' '.join(str(error).split())[:300]}): start the "
+                "server, or let MLFLOW_TRACKING_URI name another, a database or a directory"
             ) from error
         self._worker = ThreadPoolExecutor(1, "mlflow")
         self._pending: list[Future[Any]] = []
@@ -92,7 +84,7 @@ class MLflow(Tracker):
                 history = client.get_metric_history(self._run_id, f"{kind}/loss")
                 self._logged[kind] = max((metric.step for metric in history), default=-1)
             return
-        name = record.config.hooks.mlflow_experiment
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", DEFAULT_PROJECT)
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment is not None else client.create_experiment(name)
         self._run_id = client.create_run(experiment_id, run_name=record.directory.name).info.run_id

@@ -1,20 +1,20 @@
-"""Weights & Biases. The key comes from WANDB_API_KEY or `wandb login`, never from a config file."""
+"""Weights & Biases, with its own settings: WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY; the key comes from WANDB_API_KEY
+or `wandb login`."""
 
 import json
+import os
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from dali_train.config import HooksConfig
 from dali_train.data.dataset.index import Split
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.observers import logger
 from dali_train.hooks.predictions import ClassTables, prediction_table, thumbnail
-from dali_train.hooks.trackers.base import Tracker, load_id, save_id
+from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
 
 REACH_TIMEOUT_S = 30
 """A server that does not answer within this time is unreachable."""
@@ -25,16 +25,10 @@ FINISH_TIMEOUT_S = 300
 class WandB(Tracker):
     """A run in ``wandb/``, online or offline. A resumed run keeps its id; where no server answers, it goes offline."""
 
-    off = "hooks.wandb disabled"
-
-    @classmethod
-    def wanted(cls, hooks: HooksConfig) -> bool:
-        return hooks.wandb != "disabled"
-
     def start(self, record: RunStart) -> None:
         super().start(record)
-        self._wandb = self.load("wandb", "wandb")
-        self._run = self._begin(record, record.config.hooks.wandb)
+        self._wandb = load_package("wandb", "wandb")
+        self._run = self._begin(record)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         super().evaluation(record)
@@ -60,13 +54,8 @@ class WandB(Tracker):
     def log_image(self, step: int, name: str, pixels: NDArray[np.uint8]) -> None:
         self._run.log({name: self._wandb.Image(pixels)}, step=step)
 
-    def log_histograms(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
-        self._run.log(
-            {name: self._wandb.Histogram(tensor.cpu().tolist()) for name, tensor in values.items()}, step=step
-        )
-
-    def _begin(self, record: RunStart, mode: str) -> Any:
-        hooks, wandb = record.config.hooks, self._wandb
+    def _begin(self, record: RunStart) -> Any:
+        wandb = self._wandb
         # The same in every process of the run: made when it first starts.
         path = record.directory / "wandb-id.json"
         known = load_id(path)
@@ -77,8 +66,7 @@ class WandB(Tracker):
         def begin(mode: str) -> Any:
             return wandb.init(
                 mode=mode,
-                project=hooks.wandb_project,
-                entity=hooks.wandb_entity,
+                project=os.environ.get("WANDB_PROJECT", DEFAULT_PROJECT),
                 dir=str(record.directory),
                 id=run_id,
                 resume="allow",
@@ -94,17 +82,19 @@ class WandB(Tracker):
                 ),
             )
 
-        if mode == "online":
-            try:
-                # Without a key wandb would ask for one on the terminal, and training would wait for the answer.
-                if not wandb.login(prompt=False, timeout=REACH_TIMEOUT_S):
-                    raise wandb.errors.AuthenticationError("no API key: set WANDB_API_KEY, or run `wandb login` once")
-                return begin("online")
-            except wandb.errors.Error as error:
-                logger.warning(
-                    "hooks.wandb online: %s. Training continues and records offline; "
-                    "`wandb sync %s/wandb/offline-run-*` uploads it later",
-                    " ".join(str(error).split()),
-                    record.directory,
-                )
-        return begin("offline")
+        mode = os.environ.get("WANDB_MODE", "online")
+        if mode != "online":
+            return begin(mode)
+        try:
+            # Without a key wandb would ask for one on the terminal, and training would wait for the answer.
+            if not wandb.login(prompt=False, timeout=REACH_TIMEOUT_S):
+                raise wandb.errors.AuthenticationError("no API key: set WANDB_API_KEY, or run `wandb login` once")
+            return begin("online")
+        except wandb.errors.Error as error:
+            logger.warning(
+                "hooks.trackers wandb: %s. Training continues and records offline; "
+                "`wandb sync %s/wandb/offline-run-*` uploads it later",
+                " ".join(str(error).split()),
+                record.directory,
+            )
+            return begin("offline")

@@ -1,0 +1,77 @@
+"""What all trackers have in common: the same scalars as metrics.jsonl and the first step's images."""
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.files import write_atomically
+from dali_train.hooks.base import EvaluationRecord, Hook, RunStart, StepRecord
+from dali_train.hooks.class_names import class_names
+from dali_train.hooks.observers import HookUnavailableError
+from dali_train.hooks.samples import sample_images, sheet
+
+DEFAULT_PROJECT = "dali-train"
+"""The project or experiment that a run belongs to where the tracker's own environment variable names none."""
+
+
+class Tracker(Hook):
+    """A tracker decides how it logs; this class decides what and when.
+
+    Scalars are ``train/NAME`` and ``eval/NAME`` with the names of metrics.jsonl. A new tracker is a subclass, which
+    implements `log_scalars` and `log_image`, and a row in TRACKERS. Its settings are its own environment variables.
+    """
+
+    def log_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record `scalars` at `step`, the number of optimizer steps done."""
+        raise NotImplementedError
+
+    def log_image(self, step: int, name: str, pixels: NDArray[np.uint8]) -> None:
+        """Record an RGB image, `pixels` (height, width, 3)."""
+        raise NotImplementedError
+
+    def start(self, record: RunStart) -> None:
+        self.run = record
+        self.class_names = class_names(record)
+
+    def step(self, record: StepRecord) -> None:
+        count = self.run.config.hooks.sample_images
+        if count and record.step == self.run.start_step + 1:
+            images = sample_images(record.batch, self.run.config.data, self.class_names, count)
+            self.log_image(record.step, "samples", np.asarray(sheet(images)))
+        if record.train is not None:
+            scalars = {"epoch": record.epoch, **record.train.scalars()}
+            self.log_scalars(record.step, {f"train/{name}": value for name, value in scalars.items()})
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        scalars = {"epoch": record.epoch, **record.scalars()}
+        self.log_scalars(record.step, {f"eval/{name}": value for name, value in scalars.items()})
+
+
+def load_package(module: str, extra: str) -> Any:
+    """Import a package that only one tracker needs and that the extra of that name installs.
+
+    Raises:
+        HookUnavailableError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise HookUnavailableError(
+            f"hooks.trackers {extra} needs a package that is not there: pip install 'dali-train[{extra}]', or leave "
+            f"{extra} out"
+        ) from error
+
+
+def load_id(path: Path) -> dict[str, str] | None:
+    """Return the id under which a tracker knows the run; None if it does not."""
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def save_id(path: Path, **facts: str) -> None:
+    """Write down the id, so that a resumed run continues under the same one."""
+    write_atomically(path, (json.dumps(facts) + "\n").encode())
