@@ -12,14 +12,15 @@ from dali_train.config import load_config
 
 if TYPE_CHECKING:
     from dali_train.checkpoint.model import load_model
-    from dali_train.commands.train import RunResult, run
+    from dali_train.commands.run import RunResult
+    from dali_train.commands.train import run
     from dali_train.hooks import Hook
 
 __version__ = "0.1.0"
 __all__ = ["Hook", "RunResult", "load_config", "load_model", "run"]
 
 # torch takes seconds to import, and the command line must be able to print its help without it.
-_PLACES = {"Hook": "hooks", "RunResult": "commands.train", "load_model": "checkpoint.model", "run": "commands.train"}
+_PLACES = {"Hook": "hooks", "RunResult": "commands.run", "load_model": "checkpoint.model", "run": "commands.train"}
 
 
 def __getattr__(name: str) -> Any:

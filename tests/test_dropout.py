@@ -8,16 +8,13 @@ import timm
 import torch
 from torch import nn
 
-from dali_train.checkpoint.load import load_newest
-from dali_train.commands.trainer import build_trainer
 from dali_train.config import ModelConfig, load_config
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
+from dali_train.training.build import build_state
 from dali_train.training.dropout import block_seed, choose_seeding, seed_each_block
 from dali_train.training.model import compile_blocks, repeated_blocks
-
-from .conftest import Train
 
 CPU = torch.device("cpu")
 FIRST, SECOND = (torch_seed(1, Purpose.DROPOUT, step=3, k=k) for k in (0, 1))  # of two micro-batches
@@ -108,8 +105,8 @@ def test_models_of_other_kinds(name: str) -> None:
         assert not torch.equal(forward(model, images, SECOND), first)
 
 
-def test_runs_seed_as_they_began(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    """The masks of a run in progress do not change under it."""
+def test_a_run_seeds_as_it_began() -> None:
+    """The masks of a run in progress do not change with model.compile."""
     plain, compiled = ModelConfig(name="vit"), ModelConfig(name="vit", compile="model")
     assert [choose_seeding(plain, saved) for saved in (None, "block", "micro-batch")] == [
         "block",
@@ -117,10 +114,9 @@ def test_runs_seed_as_they_began(train: Train, tiny_config: Path, tmp_path: Path
         "micro-batch",
     ]
     assert [choose_seeding(compiled, saved) for saved in (None, "block")] == ["micro-batch"] * 2
-    train("run", "--run.max_steps", "1")
-    checkpoint, _ = load_newest(tmp_path / "run" / "checkpoints")
-    assert checkpoint is not None and checkpoint.values["dropout"] == "block"
-    checkpoint.values["dropout"] = "micro-batch"
+
+
+def test_a_pipeline_cannot_seed_per_micro_batch(tiny_config: Path) -> None:
     config = load_config(tiny_config).replace({"parallel.pipeline": 2})
-    with pytest.raises(ConfigError, match=r"step-00000001 .* model.compile model.* parallel.pipeline 2 "):
-        build_trainer(config, Layout(rank=0, pipeline=2), 5, CPU, checkpoint, evaluates=False)
+    with pytest.raises(ConfigError, match=r"model.compile model.*: set parallel.pipeline 1,"):
+        build_state(config, Layout(rank=0, pipeline=2), 5, CPU, resumes=True, saved_seeding="micro-batch")

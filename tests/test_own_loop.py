@@ -14,7 +14,7 @@ SAVE = """
 if launch.rank == 0:
     from safetensors.torch import save_file
 
-    save_file(model.state_dict(), "loop.safetensors")
+    save_file(trainer.model.state_dict(), "loop.safetensors")
 """
 
 

@@ -11,7 +11,6 @@ import torch
 
 from dali_train.checkpoint.load import load_newest
 from dali_train.commands.plan import describe_ranks
-from dali_train.commands.trainer import build_trainer
 from dali_train.config import (
     BatchConfig,
     Config,
@@ -27,6 +26,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process_group import process_group
+from dali_train.training.build import build_state
 from dali_train.training.memory import estimate_memory
 from dali_train.training.model import build_model
 
@@ -216,12 +216,12 @@ def measure_memory(rank: int, port: int, dataset: Path, path: Path) -> None:
         for name in MEMORY_LAYOUTS:
             config = memory_config(dataset, name)
             layout = Layout.for_config(launch, config.parallel)
-            trainer, model, _ = build_trainer(config, layout, 5, torch.device("cpu"), None, evaluates=False)
-            for parameter in model.parameters():
+            built = build_state(config, layout, 5, torch.device("cpu"), evaluates=False)
+            for parameter in built.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            trainer.optimizer.step()
-            states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-            found[name] = (layout.pipeline_rank, local_bytes(model.parameters()), local_bytes(states))
+            built.optimizer.step()
+            states = [value for state in built.optimizer.state.values() for value in state.values()]
+            found[name] = (layout.pipeline_rank, local_bytes(built.model.parameters()), local_bytes(states))
     (path / f"{rank}.json").write_text(json.dumps(found))
 
 

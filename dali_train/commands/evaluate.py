@@ -11,9 +11,8 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.runtime.device import choose_device
-from dali_train.runtime.launch import LaunchOptions, discover
-from dali_train.runtime.process_group import process_group
+from dali_train.runtime.launch import LaunchOptions
+from dali_train.runtime.process_group import joined
 from dali_train.training.evaluation import EvaluationResult, Evaluator
 from dali_train.training.precision import Precision
 from dali_train.training.setup import configure_torch
@@ -35,9 +34,7 @@ def evaluate(config: Config, run_dir: Path | None, checkpoint: str | None, optio
     if checkpoint is None:
         checkpoint = "best" if run_dir is not None and (run_dir / "checkpoints" / "best").exists() else "newest"
     path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
-    launch = discover(options)
-    device = choose_device(config.run.device, launch)
-    with process_group(launch, device, config.run.backend, config.parallel.timeout_s) as launch:
+    with joined(options, config) as (launch, device):
         layout = Layout.of(launch)
         num_threads = configure_torch(config, launch, device)
         split = Split(config.data.root, "validation")

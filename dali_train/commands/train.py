@@ -3,69 +3,45 @@
 ``run(config)`` is the Python API and what ``dali-train train`` calls. Every rank of a launcher calls it.
 """
 
-import json
 import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from dali_train.checkpoint.directory import saved_top1
-from dali_train.checkpoint.load import Checkpoint, find_checkpoint
-from dali_train.checkpoint.model import MODEL_FILE, write_model
-from dali_train.checkpoint.recipe import check_recipe, recipe
+from dali_train.checkpoint.model import write_model
+from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
-from dali_train.checkpoint.state import capture, capture_loader, in_timm_order
 from dali_train.commands.environment import describe_run, device_name
-from dali_train.commands.trainer import build_trainer, warm_up_trainer
+from dali_train.commands.run import Accuracies, Run, RunResult
 from dali_train.config import Config, load_config
-from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import Batch, Loader, make_loader
-from dali_train.data.loading.local_copy import find_dataset
-from dali_train.data.sampling.micro_batch import MicroBatchDraws
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.files import write_atomically
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
-from dali_train.hooks.observers import Observers
 from dali_train.hooks.standard import make_hooks
-from dali_train.parallel.layout import Layout
-from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.agreement import StopAgreement
-from dali_train.runtime.device import choose_device
-from dali_train.runtime.launch import Launch, LaunchOptions, discover
+from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.local_launch import launch_locally
-from dali_train.runtime.process_group import host_group, locked, process_group
-from dali_train.runtime.status import RunStatus, newest_step
-from dali_train.runtime.stop import StopReason, StopRequests
+from dali_train.runtime.process_group import host_group, joined, locked
+from dali_train.runtime.stop import StopRequests
 from dali_train.runtime.watchdog import Watchdog
-from dali_train.training.evaluation import Evaluator
-from dali_train.training.flops import ModelFlops, model_flops
-from dali_train.training.metrics import not_saved
-from dali_train.training.pipelined import PipelineForward
-from dali_train.training.schedule import check_schedule, learning_rate
-from dali_train.training.setup import configure_torch
-from dali_train.training.trainer import Trainer
+from dali_train.training.build import (
+    Setup,
+    build_evaluator,
+    build_loader,
+    build_state,
+    build_trainer,
+    prepare,
+    warm_up_trainer,
+)
+from dali_train.training.flops import model_flops
+from dali_train.training.schedule import learning_rate
+from dali_train.training.trainer import StepImages, Trainer
 
 logger = logging.getLogger("dali_train")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """How a call of `run` ended; the same on all ranks."""
-
-    run_dir: Path
-    step: int  # optimizer steps done
-    total_steps: int
-    stopped: StopReason  # why to start it again; NONE: it is finished
-    best_top1: float | None  # a fraction; None: never evaluated
-    epoch_accuracies: list[float]  # top-1 of each evaluation as a fraction, in order, those before a resume included
-    model_file: Path | None  # the final weights, see `write_model`; None: the run is not finished
 
 
 def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | None = None) -> RunResult:
@@ -98,8 +74,7 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
 
 
 def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | DatasetError:
-    """In a process of its own: what its parent should raise is handed over, not printed as the traceback of a failed
-    process."""
+    """Run in a process of its own, and return the error that its parent is to raise instead of printing a traceback."""
     try:
         return run(config)
     except (ConfigError, DatasetError) as error:
@@ -107,70 +82,19 @@ def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | Da
 
 
 def run_rank(config: Config, options: LaunchOptions, stop_requests: StopRequests) -> RunResult:
-    """This process's part of a run, as one of the ranks that a launcher started."""
-    launch = discover(options)
-    device = choose_device(config.run.device, launch)
-    with process_group(launch, device, config.run.backend, config.parallel.timeout_s) as launch:
+    """Train as one of the ranks that a launcher started."""
+    with joined(options, config) as (launch, device):
         return train(config, launch, device, sys.argv, stop_requests)
-
-
-@dataclass(kw_only=True)
-class Run:
-    """Everything that the loop works with. Only the last five fields change."""
-
-    plan: RunPlan
-    group: dist.ProcessGroup | None  # of all ranks, in host memory
-    recipe: dict[str, Any]
-    model: nn.Module  # not wrapped for parallelism
-    trainer: Trainer
-    loader: Loader
-    evaluator: Evaluator | None
-    saver: CheckpointWriter
-    hooks: Observers
-    flops: ModelFlops | None  # None: no figure for this device, such as a CPU
-    watchdog: Watchdog
-    attempt: str  # who holds the run's lock
-    step: int  # optimizer steps done
-    evaluated: bool = True  # whether the evaluation that is due at `step`, if one is, has been made
-    best_top1: float = -1.0
-    stopping: StopReason = StopReason.NONE
-    epoch_accuracies: list[float] = field(default_factory=list)  # top-1 of the evaluations so far
-
-    @property
-    def epoch(self) -> float:
-        """Passes over the training split done."""
-        return self.step * self.plan.config.batch.global_batch / self.plan.num_images
-
-    @property
-    def is_last_step(self) -> bool:
-        return self.step == self.plan.total_steps
-
-    def has_passed(self, every_epochs: float) -> bool:
-        """Whether this step is the first at or after a multiple of `every_epochs`."""
-        return (
-            self.plan.config.steps(int(self.epoch / every_epochs + 1e-9) * every_epochs, self.plan.num_images)
-            == self.step
-        )
-
-    def evaluation_is_due(self) -> bool:
-        every = self.plan.config.run.eval_every_epochs
-        return self.evaluator is not None and (self.is_last_step or (every is not None and self.has_passed(every)))
-
-    def checkpoint_is_due(self) -> bool:
-        every = self.plan.config.run.checkpoint_every_steps
-        due = self.step % every == 0 if every is not None else self.has_passed(1.0)
-        return due or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
 
 
 def train(
     config: Config, launch: Launch, device: torch.device, command: Sequence[str], stop_requests: StopRequests
 ) -> RunResult:
-    """Called by every rank, inside the process group."""
+    """Train on all ranks together, inside the process group."""
     directory, group = Path(config.run.dir), host_group(launch, config)
     with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, launch, group) as holder:
-        run = build(
-            config, launch, device, command, group, watchdog, attempt=holder.describe() if holder is not None else ""
-        )
+        run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
+        watchdog.watch(run.trainer.clock, config.data.stream_url or str(run.setup.dataset.path))
         error: BaseException | None = None
         try:
             loop(run, StopAgreement(stop_requests, group))
@@ -178,16 +102,8 @@ def train(
             error = fault
             raise
         finally:
-            end(run, error)
-    return RunResult(
-        run_dir=run.plan.directory,
-        step=run.step,
-        total_steps=run.plan.total_steps,
-        stopped=StopReason.NONE if run.is_last_step else run.stopping,
-        best_top1=run.best_top1 if run.best_top1 >= 0 else None,
-        epoch_accuracies=run.epoch_accuracies,
-        model_file=run.plan.directory / MODEL_FILE if run.is_last_step else None,
-    )
+            end(run, watchdog, error)
+    return run.result()
 
 
 # ------------------------------------------------------------------------------------------------ build
@@ -199,141 +115,108 @@ def build(
     device: torch.device,
     command: Sequence[str],
     group: dist.ProcessGroup | None,
-    watchdog: Watchdog,
-    *,
-    attempt: str,
+    lock_holder: str,
 ) -> Run:
-    """Data, model, optimizer, what a checkpoint says of them, and everyone who watches.
+    """Build data, model and optimizer, restore the checkpoint to resume from, and tell the hooks.
 
     Args:
-        attempt: who holds the run's lock, for status.json.
+        lock_holder: who holds the run's lock, for status.json.
     """
     begin = time.perf_counter()
-    num_threads = configure_torch(config, launch, device)
-    layout = Layout.for_config(launch, config.parallel)
-    grad_accum_steps = config.batch.grad_accum_steps(layout.data_size)
-    check_micro_batches(config.parallel, grad_accum_steps)
-    directory = Path(config.run.dir)
     writer_group = host_group(launch, config)
-
-    dataset = find_dataset(config, launch)
-    split = Split(dataset.path, "train", local=config.data.stream_url is None)
-    evaluator = make_evaluator(dataset.path, split, config, layout, device, num_threads)
-    check_schedule(config, len(split))
-    schedule_steps = config.steps(config.run.epochs, len(split))
-    plan = RunPlan(
-        config=config,
-        directory=directory,
-        launch=launch,
-        device=device_name(device),
-        num_images=len(split),
-        num_classes=split.num_classes,
-        class_names=split.manifest.class_names,
-        grad_accum_steps=grad_accum_steps,
-        total_steps=min(schedule_steps, config.run.max_steps or schedule_steps),
-    )
-    hooks = make_hooks(config, layout)
+    setup = prepare(config, launch, device)
+    evaluator = build_evaluator(setup)
+    plan = make_plan(setup, launch)
+    hooks = make_hooks(config, setup.layout)
     hooks.announce(plan)
-    run_recipe = recipe(config, split)
-    resumed, warnings = find_checkpoint(config.run.resume, directory / "checkpoints", group)
-    if resumed is not None:
-        warnings += check_recipe(resumed, run_recipe, accept=config.run.accept_changed_recipe)
-    start_step = resumed.step if resumed is not None else 0
-    trainer, model, more_warnings = build_trainer(
-        config, layout, split.num_classes, device, resumed, evaluates=evaluator is not None
-    )
-    saved_loader_states = resumed.values.get("loader", ()) if resumed is not None else ()
-    accuracies, evaluated = evaluations_of(resumed, directory)
-    del resumed  # its copy of the weights is in host memory
-    saver = CheckpointWriter(
-        directory / "checkpoints",
-        writer_group,
-        keep=config.run.keep_checkpoints,
-        keep_best=config.run.keep_best_checkpoints,
-        num_stages=layout.pipeline,
-    )
-    loader = make_loader(
-        split,
-        config,
-        device,
-        start_step=start_step,
-        dp_rank=layout.data_rank,
-        dp_size=layout.data_size,
-        num_threads=num_threads,
-        saved_states=saved_loader_states,
-        decodes=layout.pipeline_rank == 0,
-    )
-    if layout.pipeline == 1:  # each step of a pipeline is like the first
-        warm_up_trainer(trainer, model, config, device, num_threads)
-
-    if launch.rank == 0:
-        describe_run(directory, config, launch, device, command, num_threads)
+    start = find_start(config, setup.split, group)
+    trainer = restored_trainer(setup, start, evaluates=evaluator is not None)
+    loader = build_loader(setup, start_step=start.step, saved_states=start.loader_states)
+    start.release()
+    warm_up_trainer(trainer, config, device, setup.num_threads)
     run = Run(
         plan=plan,
+        setup=setup,
         group=group,
-        recipe=run_recipe,
-        model=model,
+        recipe=start.recipe,
         trainer=trainer,
         loader=loader,
         evaluator=evaluator,
-        saver=saver,
+        saver=CheckpointWriter(
+            plan.directory / "checkpoints",
+            writer_group,
+            keep=config.run.keep_checkpoints,
+            keep_best=config.run.keep_best_checkpoints,
+            num_stages=setup.layout.pipeline,
+        ),
         hooks=hooks,
-        step=start_step,
-        evaluated=evaluated,
-        epoch_accuracies=accuracies,
-        watchdog=watchdog,
-        attempt=attempt,
-        flops=model_flops(config, split.num_classes, device, num_devices=launch.world_size),
+        flops=model_flops(config, plan.num_classes, device, num_devices=launch.world_size),
+        lock_holder=lock_holder,
+        accuracies=Accuracies(history=start.history, pending=not start.evaluated),
+        step=start.step,
     )
-    hooks.start(
+    announce_start(run, command, start.warnings, startup_s=time.perf_counter() - begin)
+    best = run.saver.prepare(start.step)
+    run.accuracies.best = best if best >= 0 else None
+    run.write_status("running")
+    run.write_accuracies()
+    return run
+
+
+def make_plan(setup: Setup, launch: Launch) -> RunPlan:
+    """Return what is known before the model is built."""
+    config, split = setup.config, setup.split
+    schedule_steps = config.steps(config.run.epochs, len(split))
+    return RunPlan(
+        config=config,
+        directory=Path(config.run.dir),
+        launch=launch,
+        device=device_name(setup.device),
+        num_images=len(split),
+        num_classes=split.num_classes,
+        class_names=split.manifest.class_names,
+        grad_accum_steps=setup.grad_accum_steps,
+        total_steps=min(schedule_steps, config.run.max_steps or schedule_steps),
+    )
+
+
+def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
+    """Return the trainer with its first weights, or as the checkpoint left it."""
+    config, device, num_classes = setup.config, setup.device, setup.split.num_classes
+    resumes = start.checkpoint is not None
+    state = build_state(
+        config, setup.layout, num_classes, device, evaluates=evaluates, resumes=resumes, saved_seeding=start.seeding
+    )
+    start.restore(state)
+    trainer = build_trainer(config, state, num_classes, device)
+    start.restore_average(trainer)
+    return trainer
+
+
+def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, startup_s: float) -> None:
+    """Write config.json and environment.json, tell the hooks, and log the warnings."""
+    setup, trainer = run.setup, run.trainer
+    if run.plan.launch.rank == 0:
+        describe_run(run.plan.directory, setup.config, run.plan.launch, setup.device, command, setup.num_threads)
+    run.hooks.start(
         RunStart(
-            **vars(plan),
+            **vars(run.plan),
             num_parameters=trainer.parallel.num_parameters,
-            start_step=start_step,
-            startup_s=time.perf_counter() - begin,
-            model=model,
+            start_step=run.step,
+            startup_s=startup_s,
+            model=trainer.model,
             optimizer=trainer.optimizer,
             clock=trainer.clock,
         )
     )
-    if evaluator is None:
-        warnings.append(
-            f"{config.data.root} has no validation split: nothing is evaluated, and no checkpoint is the best"
-        )
-    for warning in (*warnings, *more_warnings, *loader.warnings):
+    if run.evaluator is None:
+        root = setup.config.data.root
+        warnings = [
+            *warnings,
+            f"{root} has no validation split: nothing is evaluated, and no checkpoint is the best",
+        ]
+    for warning in (*warnings, *run.loader.warnings):
         logger.warning(warning)
-    run.best_top1 = saver.prepare(start_step)
-    write_status(run, "running")
-    write_accuracies(run)
-    watchdog.watch(trainer.clock, config.data.stream_url or str(dataset.path))
-    return run
-
-
-def evaluations_of(resumed: Checkpoint | None, directory: Path) -> tuple[list[float], bool]:
-    """(top-1 of this run's evaluations up to a checkpoint, whether its own step has been evaluated, if one was due)."""
-    if resumed is None or resumed.path.parent != directory / "checkpoints":
-        return [], True
-    top1 = saved_top1(resumed.path)
-    return [*resumed.values.get("epoch_accuracies", []), *([top1] if top1 is not None else [])], top1 is not None
-
-
-def make_evaluator(
-    dataset: Path, train_split: Split, config: Config, layout: Layout, device: torch.device, num_threads: int
-) -> Evaluator | None:
-    if "validation" not in train_split.manifest.splits:
-        return None
-    return Evaluator(
-        Split(dataset, "validation"),
-        config,
-        device,
-        dp_rank=layout.data_rank,
-        dp_size=layout.data_size,
-        num_threads=num_threads,
-        num_shown=config.hooks.predictions,
-        together=layout.splits_model,
-        decodes=layout.pipeline_rank == 0,
-        counts=layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0,
-    )
 
 
 # ------------------------------------------------------------------------------------------------ loop
@@ -341,15 +224,15 @@ def make_evaluator(
 
 def loop(run: Run, stop: StopAgreement) -> None:
     """Optimizer steps until the last one, or until all ranks agree to stop."""
-    if run.step > 0 and not run.evaluated and run.evaluation_is_due():  # the run ended between saving and evaluating
+    if run.accuracies.pending and run.evaluation_is_due():  # the run ended between saving and evaluating
         evaluate(run)
     for index in range(run.step, run.plan.total_steps):
         stop.ask()
         lr = learning_rate(run.plan.config, index, run.plan.num_images)
-        micro_batches, batch = run.trainer.step(index, lr, run.loader)
+        images = run.trainer.step(index, lr, run.loader)
         run.step = index + 1
         run.stopping = stop.agreed()
-        report_step(run, lr, micro_batches, batch)
+        report_step(run, lr, images)
         if run.checkpoint_is_due():
             save(run)
         if run.stopping and not run.is_last_step:
@@ -362,17 +245,16 @@ def loop(run: Run, stop: StopAgreement) -> None:
         write_model(run.plan.directory, run.step)
 
 
-def report_step(run: Run, lr: float, micro_batches: tuple[MicroBatchDraws, ...], batch: Batch) -> None:
-    """Hand the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
-    record = None
+def report_step(run: Run, lr: float, images: StepImages) -> None:
+    """Tell the hooks of the step; on logging steps with metrics, for which the host waits for the device."""
+    (micro_batches, batch), record = images, None
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:
         record = read_metrics(run, lr, batch.micro_batch.size)
     run.hooks.step(StepRecord(step=run.step, epoch=run.epoch, micro_batches=micro_batches, batch=batch, train=record))
 
 
 def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
-    """Wait for the device and turn what has gathered since the last logging step, on images of `size` pixels, into a
-    record."""
+    """Wait for the device and return the means since the last logging step, whose images had `size` pixels."""
     sums = run.trainer.metrics.read(run.plan.config.run.max_nonfinite_steps)
     times = run.trainer.clock.read()
     rate = run.plan.config.batch.global_batch / times.step_s
@@ -383,49 +265,44 @@ def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
 
 
 def evaluate(run: Run) -> None:
-    """Measure accuracy on the validation split, and note it with the checkpoint of this step: that of the weights'
-    moving average where there is one, since that is what such a run is for."""
+    """Measure accuracy on the validation split, and note it with the checkpoint of this step.
+
+    It is the accuracy of the weights' moving average where there is one: such a run is for its average.
+    """
     assert run.evaluator is not None
-    run.trainer.clock.enter("evaluation")
-    parallel = run.trainer.parallel
-    model = PipelineForward(parallel) if parallel.stages else run.model
-    result, details = run.evaluator.run(model, run.trainer.precision.autocast()), run.evaluator.details
+    trainer = run.trainer
+    trainer.clock.enter("evaluation")
+    model = trainer.forward_model()
+    result, details = run.evaluator.run(model, trainer.precision.autocast()), run.evaluator.details
     average = None
-    if run.trainer.ema is not None:
-        with run.trainer.ema.weights_in(run.model):
-            average = run.evaluator.run(model, run.trainer.precision.autocast())
+    if trainer.ema is not None:
+        with trainer.ema.weights_in(trainer.model):
+            average = run.evaluator.run(model, trainer.precision.autocast())
     run.hooks.evaluation(EvaluationRecord(step=run.step, epoch=run.epoch, result=result, details=details, ema=average))
     top1 = (average or result).top1
-    run.best_top1 = max(run.best_top1, top1)
-    run.epoch_accuracies.append(top1)
-    run.trainer.clock.enter("checkpoint")
+    run.accuracies.add(top1)
+    trainer.clock.enter("checkpoint")
     run.saver.record_top1(run.step, top1)
-    write_status(run, "running")
-    write_accuracies(run)
+    run.write_status("running")
+    run.write_accuracies()
 
 
 def save(run: Run) -> None:
-    """Begin to write a checkpoint in the background, unless the weights are not worth it."""
+    """Start an asynchronous checkpoint, unless weights or loss are not finite."""
     run.trainer.clock.enter("checkpoint")
-    if not run.trainer.weights_are_good(run.group):
+    if not run.trainer.is_finite(run.group):
         if run.is_last_step or run.stopping:
             run.saver.wait()
-            reason = "" if run.is_last_step else run.stopping.describe()
-            raise not_saved(run.step, newest_step(run.plan.directory), run.plan.total_steps, reason)
+            raise run.unsaved_error()
         if run.plan.launch.rank == 0:
             logger.warning("step %d is not saved: weights or the last loss are not finite", run.step)
         return
-    parallel = run.trainer.parallel
-    state, values = capture(run.model, run.trainer.optimizer, run.trainer.precision, parallel, run.group)
-    values |= {"dropout": run.trainer.dropout} | capture_loader(run.loader, run.group)
-    if run.trainer.ema is not None:
-        averages = run.trainer.ema.state()
-        state["ema"] = {name: in_timm_order(name, tensor, parallel.order) for name, tensor in averages.items()}
-    write_status(run, "running")
+    state, values = capture_run(run.trainer, run.loader, run.group)
+    run.write_status("running")
     values |= {
         "recipe": run.recipe,
         "class_names": list(run.plan.class_names),
-        "epoch_accuracies": [*run.epoch_accuracies],
+        "epoch_accuracies": [*run.accuracies.history],
     }
     run.saver.save(run.step, state, values)
 
@@ -433,40 +310,21 @@ def save(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------ end
 
 
-def end(run: Run, error: BaseException | None) -> None:
+def end(run: Run, watchdog: Watchdog, error: BaseException | None) -> None:
     """Let the last save finish, tell the hooks and write down how the run ended, well or not."""
     if error is None:  # after an error the device may never answer
         run.trainer.clock.finish()
     run.hooks.end(RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=error))
-    run.watchdog.close(error)
+    watchdog.close(error)
     run.saver.join()
     if error is not None:
-        write_status(run, "failed", f"{type(error).__name__}: {error}")
+        run.write_status("failed", f"{type(error).__name__}: {error}")
     elif run.is_last_step:
-        write_status(run, "finished")
+        run.write_status("finished")
     else:
-        write_status(run, "stopped", run.stopping.describe())
+        run.write_status("stopped", run.stopping.describe())
         if run.plan.launch.rank == 0:
             print(
                 f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume",
                 file=sys.stderr,
             )
-
-
-def write_accuracies(run: Run) -> None:
-    if run.plan.launch.rank == 0:
-        write_atomically(
-            run.plan.directory / "epoch_accuracies.json", (json.dumps(run.epoch_accuracies) + "\n").encode()
-        )
-
-
-def write_status(run: Run, state: Literal["running", "stopped", "finished", "failed"], reason: str = "") -> None:
-    if run.plan.launch.rank == 0:
-        RunStatus(
-            state=state,
-            step=run.step,
-            reason=reason,
-            total_steps=run.plan.total_steps,
-            best_top1=run.best_top1 if run.best_top1 >= 0 else None,
-            attempt=run.attempt,
-        ).write(run.plan.directory)

@@ -16,7 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from dali_train.config import Config
 from dali_train.errors import ConfigError, RunError
-from dali_train.runtime.launch import Launch
+from dali_train.runtime.device import choose_device
+from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
 
 MEETING_TIMEOUT = timedelta(seconds=50)  # a minute with the start of the program
@@ -87,6 +88,20 @@ def process_group(
         silence.cancel()
     yield replace(launch, port=port)
     dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
+
+
+@contextmanager
+def joined(options: LaunchOptions, config: Config) -> Iterator[tuple[Launch, torch.device]]:
+    """Find this process's rank and device, and within, be a member of the default process group.
+
+    Raises:
+        ConfigError: the launcher's variables contradict each other, or there is no device run.device.
+        LaunchError: see `process_group`.
+    """
+    launch = discover(options)
+    device = choose_device(config.run.device, launch)
+    with process_group(launch, device, config.run.backend, config.parallel.timeout_s) as launch:
+        yield launch, device
 
 
 def _give_up(launch: Launch) -> None:

@@ -22,12 +22,12 @@ _RATES = ("p", "drop_prob", "prob", "drop_rate")  # where torch's and timm's lay
 
 
 def choose_seeding(config: ModelConfig, saved: str | None) -> DropoutSeeding:
-    """How a run seeds its dropout.
+    """Return how a run seeds its dropout.
+
+    A model that is compiled in one piece has no place between its blocks, so there it is one seed per micro-batch.
 
     Args:
-        saved: what the checkpoint says from which it resumes; None for a new run.
-
-    A model that is compiled in one piece has no place between its blocks, so there it stays one seed per micro-batch.
+        saved: how the run that it resumes did, so that its masks do not change; None for a new run.
     """
     return "micro-batch" if saved == "micro-batch" or config.compile == "model" else "block"
 

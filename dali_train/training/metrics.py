@@ -107,23 +107,3 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool)
     # The largest magnitude of each, in a few kernels and without a copy; NaN counts as the largest.
     return torch.stack(torch._foreach_norm(floating, float("inf"))).isfinite().all()
-
-
-def not_saved(step: int, newest_step: int | None, total_steps: int, stopping: str) -> NonFiniteError:
-    """The error of a run that ends without having saved, because the weights are not worth it.
-
-    Args:
-        newest_step: of the newest checkpoint, None without one.
-        stopping: why the run was asked to stop, empty at its last step.
-    """
-    saved = (
-        f"the newest checkpoint, of step {newest_step}, is good"
-        if newest_step is not None
-        else "there is no checkpoint"
-    )
-    when = f"stopped on request ({stopping})" if stopping else "came to its end"
-    return NonFiniteError(
-        f"the run {when} at step {step} of {total_steps}, but was not saved: weights or the last loss are not "
-        f"finite, and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or precision.dtype "
-        "bf16"
-    )

@@ -127,6 +127,10 @@ class PipelineTrainer(Trainer):
         self.pipeline.run(passes)
         return tuple(batch.micro_batch for batch in passes.batches), passes.batches[-1]
 
+    def forward_model(self) -> nn.Module:
+        """As in `Trainer`: all stages together."""
+        return PipelineForward(self.parallel)
+
 
 class _Passes:
     """The passes of one step on this rank; what its micro-batches are is read when the first of them needs it."""

@@ -1,10 +1,11 @@
-"""One optimizer step: accumulate this rank's micro-batches, exchange gradients, clip, update. The host waits for
+"""One optimizer step: accumulate this rank's micro-batches, all-reduce gradients, clip, update. The host waits for
 nothing."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from dali_train.data.loading.loader import Batch, Loader
@@ -18,15 +19,26 @@ from dali_train.training.precision import Precision
 from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.timing import PhaseClock
 
+StepImages = tuple[tuple[MicroBatchDraws, ...], Batch]
+"""This rank's micro-batches of a step, and the last of them with its pixels."""
 
-@dataclass(frozen=True)
-class Trainer:
-    """What a step needs. Built once; the tensors in it change."""
 
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What a checkpoint restores: weights, optimizer state and loss scale. Built once; the tensors in it change."""
+
+    model: nn.Module  # not wrapped for parallelism; in a pipeline this rank's stages
     parallel: Parallel
     optimizer: Optimizer
-    objective: Objective
     precision: Precision
+    dropout: DropoutSeeding  # as checkpoints note it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer(TrainState):
+    """Everything that a step needs."""
+
+    objective: Objective
     statistics: RunningStatistics
     metrics: TrainingMetrics
     clock: PhaseClock
@@ -36,14 +48,9 @@ class Trainer:
     # freed.
     keep_gradients: bool = False
     ema: Ema | None = None
-    dropout: DropoutSeeding = "block"  # as checkpoints note it
 
-    def step(self, step: int, lr: float, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
-        """Optimizer step number `step` (from 0) at learning rate `lr`.
-
-        Returns:
-            The micro-batches, and the last of them with its pixels.
-        """
+    def step(self, step: int, lr: float, loader: Loader) -> StepImages:
+        """Do optimizer step number `step` (from 0) at learning rate `lr`."""
         self.clock.step = step
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # a layer's own share, with layer-wise decay
@@ -63,7 +70,7 @@ class Trainer:
         self.clock.finish_step()
         return micro_batches, batch
 
-    def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
+    def forward_backward(self, step: int, loader: Loader) -> StepImages:
         """Leave the gradient of the mean loss over the step's micro-batches in the parameters: the seam for pipeline
         schedules."""
         micro_batches = []
@@ -88,13 +95,18 @@ class Trainer:
             micro_batches.append(batch.micro_batch)
         return tuple(micro_batches), batch
 
-    def weights_are_good(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether they are worth saving: not if the last steps went wrong, then the checkpoint before stays the newest.
+    def forward_model(self) -> nn.Module:
+        """Return the complete model for evaluation: a function of images, called by all ranks together where it is
+        split."""
+        return self.model
 
-        All ranks of `group` ask this together. float16's overflows leave the weights as they were.
+    def is_finite(self, group: dist.ProcessGroup | None) -> bool:
+        """Return whether weights and last loss are finite on all ranks of `group`, which call this together.
+
+        Otherwise they are not worth saving. float16's overflows leave the weights as they were.
         """
-        step_was_good = self.precision.scaler.is_enabled() or self.metrics.last_step_was_finite()
-        good = (all_finite(self.parallel.model.state_dict().values()).cpu() & step_was_good).to(torch.uint8)
+        last_step = self.precision.scaler.is_enabled() or self.metrics.last_step_was_finite()
+        finite = (all_finite(self.parallel.model.state_dict().values()).cpu() & last_step).to(torch.uint8)
         if group is not None:
-            dist.all_reduce(good, op=dist.ReduceOp.MIN, group=group)
-        return bool(good)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
+        return bool(finite)

@@ -1,0 +1,92 @@
+"""What a checkpoint holds of a run in progress, and how a run starts from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dali_train.checkpoint.directory import saved_top1
+from dali_train.checkpoint.load import Checkpoint, find_checkpoint
+from dali_train.checkpoint.recipe import check_recipe, recipe
+from dali_train.checkpoint.state import capture, capture_loader, from_timm_order, in_timm_order, restore
+from dali_train.checkpoint.storage import Tensors
+from dali_train.config import Config
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import Loader
+from dali_train.training.trainer import Trainer, TrainState
+
+
+@dataclass(kw_only=True)
+class Start:
+    """Where a run starts: at step 0, or after the steps of a checkpoint."""
+
+    recipe: dict[str, Any]
+    checkpoint: Checkpoint | None  # with a copy of the weights in host memory; see `release`
+    warnings: list[str]
+    step: int = 0  # optimizer steps done
+    history: list[float] = field(default_factory=list)  # top-1 of this run's evaluations up to the checkpoint
+    evaluated: bool = True  # False: the checkpoint has no accuracy yet, and may be due for evaluation
+
+    @property
+    def seeding(self) -> str | None:
+        """How the checkpoint's run seeds dropout; None without a checkpoint."""
+        return self.checkpoint.values["dropout"] if self.checkpoint is not None else None
+
+    @property
+    def loader_states(self) -> Sequence[Any]:
+        """State of the loader on each rank, if it has any."""
+        return self.checkpoint.values.get("loader", ()) if self.checkpoint is not None else ()
+
+    def restore(self, state: TrainState) -> None:
+        """Put weights, optimizer state and loss scale in place.
+
+        Raises:
+            ConfigError: the weights do not fit the model.
+        """
+        if self.checkpoint is not None:
+            self.warnings += restore(self.checkpoint, state.model, state.optimizer, state.precision, state.parallel)
+
+    def restore_average(self, trainer: Trainer) -> None:
+        """Put the moving average of the weights in place, if the checkpoint has one."""
+        if trainer.ema is not None and self.checkpoint is not None and "ema" in self.checkpoint.state:
+            saved, order = self.checkpoint.state["ema"], trainer.parallel.order
+            trainer.ema.load({name: from_timm_order(name, tensor, order) for name, tensor in saved.items()})
+
+    def release(self) -> None:
+        """Free the checkpoint's memory: everything of it has been restored."""
+        self.checkpoint = None
+
+
+def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) -> Start:
+    """Read the checkpoint that `config` resumes from, if any. All ranks of `group` call this together.
+
+    Raises:
+        ConfigError: its recipe differs and run.accept_changed_recipe is false, or run.resume names no checkpoint.
+        CheckpointError: it is damaged.
+    """
+    directory = Path(config.run.dir) / "checkpoints"
+    current = recipe(config, split)
+    checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
+    if checkpoint is None:
+        return Start(recipe=current, checkpoint=None, warnings=warnings)
+    warnings += check_recipe(checkpoint, current, accept=config.run.accept_changed_recipe)
+    start = Start(recipe=current, checkpoint=checkpoint, warnings=warnings, step=checkpoint.step)
+    if checkpoint.path.parent == directory:
+        top1 = saved_top1(checkpoint.path)
+        start.history = [*checkpoint.values["epoch_accuracies"], *([top1] if top1 is not None else [])]
+        start.evaluated = top1 is not None
+    return start
+
+
+def capture_run(
+    trainer: Trainer, loader: Loader, group: dist.ProcessGroup | None
+) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    """Return (tensors by section and name, plain values), for a checkpoint. All ranks of `group` call this together."""
+    parallel = trainer.parallel
+    state, values = capture(trainer.model, trainer.optimizer, trainer.precision, parallel, group)
+    if trainer.ema is not None:
+        averages = trainer.ema.state()
+        state["ema"] = {name: in_timm_order(name, tensor, parallel.order) for name, tensor in averages.items()}
+    return state, values | {"dropout": trainer.dropout} | capture_loader(loader, group)

@@ -1,0 +1,129 @@
+"""What a training run consists of, where it stands, and what is due there."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from dali_train.checkpoint.model import MODEL_FILE
+from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.data.loading.loader import Loader
+from dali_train.files import write_atomically
+from dali_train.hooks.base import RunPlan
+from dali_train.hooks.observers import Observers
+from dali_train.runtime.status import RunStatus, newest_step
+from dali_train.runtime.stop import StopReason
+from dali_train.training.build import Setup
+from dali_train.training.evaluation import Evaluator
+from dali_train.training.flops import ModelFlops
+from dali_train.training.metrics import NonFiniteError
+from dali_train.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a call of `run` ended; the same on all ranks."""
+
+    run_dir: Path
+    step: int  # optimizer steps done
+    total_steps: int
+    stopped: StopReason  # why to start it again; NONE: it is finished
+    best_top1: float | None  # a fraction; None: never evaluated
+    epoch_accuracies: list[float]  # top-1 of each evaluation as a fraction, in order, those before a resume included
+    model_file: Path | None  # the final weights, see `write_model`; None: the run is not finished
+
+
+@dataclass(kw_only=True)
+class Accuracies:
+    """Top-1 of the run's evaluations, as fractions."""
+
+    history: list[float] = field(default_factory=list)  # in order, those before a resume included
+    best: float | None = None  # of all kept checkpoints too
+    pending: bool = False  # the checkpoint that the run resumes from was not evaluated
+
+    def add(self, top1: float) -> None:
+        self.history.append(top1)
+        self.best = top1 if self.best is None else max(self.best, top1)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that the loop works with. Only the last three fields change."""
+
+    plan: RunPlan
+    setup: Setup
+    group: dist.ProcessGroup | None  # of all ranks, in host memory
+    recipe: dict[str, Any]
+    trainer: Trainer
+    loader: Loader
+    evaluator: Evaluator | None
+    saver: CheckpointWriter
+    hooks: Observers
+    flops: ModelFlops | None  # None: no figure for this device, such as a CPU
+    lock_holder: str
+    accuracies: Accuracies
+    step: int  # optimizer steps done
+    stopping: StopReason = StopReason.NONE
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training split done."""
+        return self.step * self.plan.config.batch.global_batch / self.plan.num_images
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.step == self.plan.total_steps
+
+    def has_passed(self, every_epochs: float) -> bool:
+        """Return whether this step is the first at or after a multiple of `every_epochs`."""
+        multiple = int(self.epoch / every_epochs + 1e-9) * every_epochs
+        return self.plan.config.steps(multiple, self.plan.num_images) == self.step
+
+    def evaluation_is_due(self) -> bool:
+        every = self.plan.config.run.eval_every_epochs
+        return self.evaluator is not None and (self.is_last_step or (every is not None and self.has_passed(every)))
+
+    def checkpoint_is_due(self) -> bool:
+        every = self.plan.config.run.checkpoint_every_steps
+        due = self.step % every == 0 if every is not None else self.has_passed(1.0)
+        return due or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
+
+    def write_accuracies(self) -> None:
+        if self.plan.launch.rank == 0:
+            content = json.dumps(self.accuracies.history) + "\n"
+            write_atomically(self.plan.directory / "epoch_accuracies.json", content.encode())
+
+    def write_status(self, state: Literal["running", "stopped", "finished", "failed"], reason: str = "") -> None:
+        if self.plan.launch.rank == 0:
+            RunStatus(
+                state=state,
+                step=self.step,
+                reason=reason,
+                total_steps=self.plan.total_steps,
+                best_top1=self.accuracies.best,
+                attempt=self.lock_holder,
+            ).write(self.plan.directory)
+
+    def unsaved_error(self) -> NonFiniteError:
+        """Return the error of a run that ends without having saved, because weights or loss are not finite."""
+        newest = newest_step(self.plan.directory)
+        saved = f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
+        when = "came to its end" if self.is_last_step else f"stopped on request ({self.stopping.describe()})"
+        return NonFiniteError(
+            f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: weights or the last "
+            f"loss are not finite, and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or "
+            "precision.dtype bf16"
+        )
+
+    def result(self) -> RunResult:
+        return RunResult(
+            run_dir=self.plan.directory,
+            step=self.step,
+            total_steps=self.plan.total_steps,
+            stopped=StopReason.NONE if self.is_last_step else self.stopping,
+            best_top1=self.accuracies.best,
+            epoch_accuracies=self.accuracies.history,
+            model_file=self.plan.directory / MODEL_FILE if self.is_last_step else None,
+        )

@@ -1,0 +1,182 @@
+"""Building what trains: data, model, parallelism, optimizer and the trainer over them.
+
+A checkpoint is restored between `build_state` and `build_trainer`, by whoever has one: this room knows of none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dali_train.config import Config
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import Loader, blank_images, make_loader, pixel_format
+from dali_train.data.loading.local_copy import DatasetRoot, find_dataset
+from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.parallelize import parallelize, warm_up
+from dali_train.parallel.stages import Stream, check_micro_batches
+from dali_train.runtime.launch import Launch
+from dali_train.training.dropout import choose_seeding, drops, seed_each_block
+from dali_train.training.ema import Ema
+from dali_train.training.evaluation import Evaluator
+from dali_train.training.half import compute_in
+from dali_train.training.loss import make_objective
+from dali_train.training.metrics import TrainingMetrics
+from dali_train.training.model import build_model, check_evaluation_size, check_training_size, repeated_blocks
+from dali_train.training.optim import make_optimizer
+from dali_train.training.pipelined import Pipeline, PipelineTrainer
+from dali_train.training.precision import Precision
+from dali_train.training.running_statistics import RunningStatistics
+from dali_train.training.schedule import check_schedule
+from dali_train.training.setup import configure_torch
+from dali_train.training.timing import PhaseClock
+from dali_train.training.trainer import Trainer, TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a rank knows before anything is built: its place among the others, and the data."""
+
+    config: Config
+    device: torch.device
+    layout: Layout
+    num_threads: int  # that decode
+    dataset: DatasetRoot  # held, so that nobody removes a local copy in use
+    split: Split  # to train on
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-batches that this rank accumulates per step."""
+        return self.config.batch.grad_accum_steps(self.layout.data_size)
+
+
+def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
+    """Configure torch for this process, open the dataset, and check the config against both.
+
+    Raises:
+        ConfigError: the batch, the pipeline or the schedule does not fit the ranks or the dataset.
+        DatasetError: there is no such dataset, or it is damaged.
+    """
+    num_threads = configure_torch(config, launch, device)
+    layout = Layout.for_config(launch, config.parallel)
+    check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
+    dataset = find_dataset(config, launch)
+    split = Split(dataset.path, "train", local=config.data.stream_url is None)
+    check_schedule(config, len(split))
+    return Setup(config=config, device=device, layout=layout, num_threads=num_threads, dataset=dataset, split=split)
+
+
+def build_loader(setup: Setup, *, start_step: int = 0, saved_states: Sequence[Any] = ()) -> Loader:
+    """Return the loader of this rank's micro-batches, from optimizer step `start_step` on."""
+    layout = setup.layout
+    return make_loader(
+        setup.split,
+        setup.config,
+        setup.device,
+        start_step=start_step,
+        dp_rank=layout.data_rank,
+        dp_size=layout.data_size,
+        num_threads=setup.num_threads,
+        saved_states=saved_states,
+        decodes=layout.pipeline_rank == 0,
+    )
+
+
+def build_evaluator(setup: Setup) -> Evaluator | None:
+    """Return the evaluator of the validation split; None if the dataset has none."""
+    if "validation" not in setup.split.manifest.splits:
+        return None
+    layout = setup.layout
+    return Evaluator(
+        Split(setup.dataset.path, "validation"),
+        setup.config,
+        setup.device,
+        dp_rank=layout.data_rank,
+        dp_size=layout.data_size,
+        num_threads=setup.num_threads,
+        num_shown=setup.config.hooks.predictions,
+        together=layout.splits_model,
+        decodes=layout.pipeline_rank == 0,
+        counts=layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0,
+    )
+
+
+def build_state(
+    config: Config,
+    layout: Layout,
+    num_classes: int,
+    device: torch.device,
+    *,
+    evaluates: bool = True,
+    resumes: bool = False,
+    saved_seeding: str | None = None,
+) -> TrainState:
+    """Return the model with its first weights, spread over the ranks of `layout`, and its optimizer.
+
+    Args:
+        evaluates: the model must take images of data.eval_size too.
+        resumes: a checkpoint will replace the weights, so model.weights is not read.
+        saved_seeding: how the checkpoint's run seeds dropout, see `choose_seeding`; None for a new run.
+
+    Raises:
+        ConfigError: model, optimizer or parallelism cannot be built as the config says.
+    """
+    model = build_model(config, num_classes, device, with_weights=not resumes, on_host=layout.splits_model)
+    seeding = choose_seeding(config.model, saved_seeding)
+    if seeding == "block":
+        seed_each_block(model, device)
+    elif config.parallel.pipeline > 1 and drops(model):
+        raise ConfigError(
+            "the run to resume began with model.compile model, which seeds dropout once per micro-batch, and stages of "
+            f"parallel.pipeline {config.parallel.pipeline} cannot draw its masks: set parallel.pipeline 1, or choose "
+            "another run.dir to start from the beginning"
+        )
+    check_training_size(model, config)
+    if evaluates or layout.pipeline > 1:  # stages agree at the start on the shapes of their activations
+        check_evaluation_size(model, config)  # now, and not after an epoch
+    precision = Precision(config.precision, device)
+    stream = Stream.of(model, config) if layout.pipeline > 1 else None
+    halve = partial(compute_in, dtype=precision.pure_dtype) if precision.pure_dtype is not None else None
+    parallel = parallelize(model, layout, config.parallel, device, repeated_blocks(model), stream, halve)
+    if layout.splits_model:
+        model = parallel.model
+    optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters
+    return TrainState(model=model, parallel=parallel, optimizer=optimizer, precision=precision, dropout=seeding)
+
+
+def build_trainer(config: Config, state: TrainState, num_classes: int, device: torch.device) -> Trainer:
+    """Return the trainer of `state`, whose weights are the first or restored ones: moving averages begin with them."""
+    model, parallel = state.model, state.parallel
+    grad_accum_steps = config.batch.grad_accum_steps(parallel.layout.data_size)
+    parts: dict[str, Any] = {
+        **vars(state),
+        "objective": make_objective(config, model, num_classes, device),
+        "statistics": RunningStatistics(model),
+        "metrics": TrainingMetrics(device),
+        "clock": PhaseClock(device),
+        "ema": Ema(model, config.ema) if config.ema.decay is not None else None,
+        "grad_accum_steps": grad_accum_steps,
+        "clip_grad_norm": config.optimizer.clip_grad_norm,
+        "keep_gradients": config.model.cuda_graphs,
+    }
+    if not parallel.stages:
+        return Trainer(**parts)
+    return PipelineTrainer(**parts, pipeline=Pipeline(parallel, config, num_classes, grad_accum_steps))
+
+
+def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:
+    """Run passes that leave no trace, see `warm_up`, and time communication from the last gradient on.
+
+    A pipeline needs none: each of its steps is like the first.
+    """
+    if trainer.parallel.stages:
+        return
+    trainer.model.train()
+    precision = trainer.precision
+    blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)
+    order = warm_up(trainer.parallel, blank, precision.autocast(), keep_gradients=config.model.cuda_graphs)
+    if trainer.parallel.layout.data_size > 1:
+        trainer.clock.watch_exchange(order[-1])
