@@ -1,9 +1,7 @@
 """Small real datasets and real runs for the tests."""
 
 import io
-import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +17,11 @@ from dali_train.checkpoint.load import load_newest
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.tfrecord import write_records
 
+from .ranks import POOL, Ranks, command, free_port
+
 REPOSITORY = Path(__file__).parent.parent
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for every process the tests start: ranks share few cores
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(
-    [
-        "dali_train.commands.train",
-        "dali_train.cli",
-        "dali_train.data.convert.run",
-        "dali_train.data.convert.trees",
-        "matplotlib.figure",
-        "torch.distributed.checkpoint.state_dict",
-    ]
-)
 
 # A ViT and a recipe with everything on that could depend on ranks: dropout, stochastic depth, Mixup, clipping.
 TINY_CONFIG = """
@@ -153,69 +142,6 @@ def launcher_command(launcher: str, ranks: int) -> list[str]:
     return [sys.executable, "-m", module, *options, "-m", "dali_train"]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
-
-
-class Ranks:
-    """All ranks of one run as processes of their own, with the environment that torchrun would give them.
-
-    They are forked from a server that has imported torch and DALI once: a real launcher needs seconds for that, and
-    the tests start many runs.
-    """
-
-    def __init__(self, arguments: list[str], ranks: int, log: Path, extra: dict[str, str] | None = None) -> None:
-        self.log = log
-        port = str(free_port())
-        self._processes = []
-        for rank in range(ranks):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-            }
-            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **(extra or {})}
-            process = FORK.Process(target=_rank, args=(arguments, environment, log))
-            process.start()
-            self._processes.append(process)
-
-    def pids(self) -> list[int]:
-        return [process.pid or 0 for process in self._processes]
-
-    def alive(self) -> list[bool]:
-        return [process.is_alive() for process in self._processes]
-
-    def running(self) -> bool:
-        return all(self.alive())
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        self.wait()
-
-    def wait(self) -> list[int | None]:
-        """The exit statuses."""
-        for process in self._processes:
-            process.join(timeout=300)
-        return [process.exitcode for process in self._processes]
-
-
-def _rank(arguments: list[str], environment: dict[str, str], log: Path) -> None:
-    os.environ.update(environment)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    from dali_train.cli import main
-
-    sys.argv = ["dali-train", *arguments]
-    status = main()
-    sys.stdout.flush()
-    sys.exit(status)
-
-
 StartTraining = Callable[..., Ranks]
 Train = Callable[..., str]
 
@@ -238,15 +164,13 @@ def start_training(tiny_config: Path, tmp_path: Path) -> StartTraining:
 
 
 @pytest.fixture
-def train(start_training: StartTraining) -> Train:
-    """The same to the end, where the status of every rank must be `status`; gives what the ranks printed."""
+def train(tiny_config: Path, tmp_path: Path) -> Train:
+    """``train("name", "--section.field", "value", ranks=2)`` trains to the end in ``tmp_path/name``, where the status
+    of every rank must be `status`; gives what the ranks printed."""
 
-    def run(name: str, *overrides: str, status: int = 0, **kwargs: Any) -> str:
-        ranks = start_training(name, *overrides, **kwargs)
-        statuses = ranks.wait()
-        output = ranks.log.read_text()
-        assert set(statuses) == {status}, f"{statuses}\n{output}"
-        return output
+    def run(name: str, *overrides: str, ranks: int = 1, config: Path = tiny_config, status: int = 0) -> str:
+        arguments = ["train", "--config", str(config), "--run.dir", str(tmp_path / name), *overrides]
+        return run_in_pool(arguments, tmp_path / f"{name}.log", ranks=ranks, status=status)
 
     return run
 
@@ -258,12 +182,17 @@ def run_command(tiny_config: Path, tmp_path: Path) -> Train:
     def run(*arguments: str, status: int = 0) -> str:
         log = tmp_path / f"{arguments[0]}.log"
         log.unlink(missing_ok=True)
-        statuses = Ranks(list(arguments), 1, log).wait()
-        output = log.read_text()
-        assert statuses == [status], f"{statuses}\n{output}"
-        return output
+        return run_in_pool(list(arguments), log, status=status)
 
     return run
+
+
+def run_in_pool(arguments: list[str], log: Path, *, ranks: int = 1, status: int = 0) -> str:
+    """Run ``dali-train ARGUMENTS`` on ranks of the pool, which must end with `status`; gives all that `log` has."""
+    statuses = POOL.run(ranks, command, arguments, log=log)
+    output = log.read_text()
+    assert set(statuses) == {status}, f"{statuses}\n{output}"
+    return output
 
 
 def final_weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,12 +1,17 @@
 """What several tests do with runs: long and fast ones, waiting for them, stopping them, and reading what they left."""
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .conftest import FORK, Ranks, StartTraining, final_weights, relative_differences
+from dali_train.checkpoint.load import load_newest
+
+from .conftest import StartTraining, final_weights, relative_differences
+from .ranks import POOL, Ranks
 
 # Largest |difference| / |weight| of a tensor after 7 steps (4 epochs of 50 images in batches of 32), measured between 1
 # and 2 ranks: 5e-6 in float32, 1e-14 in float64. Float64 resolves 2**29 = 5e8 times finer and the difference shrinks
@@ -30,6 +35,15 @@ BF16_EXCHANGE = ("--parallel.exchange_dtype", "bf16")
 # So long that no test sees its end unless it asks for it.
 LONG = ("--run.epochs", "400", "--run.checkpoint_every_steps", "100000", "--run.eval_every_epochs", "None")
 
+# Checkpoints so often that a run can be stopped and resumed between them; 11 steps in all.
+OFTEN = ("--run.checkpoint_every_steps", "2", "--run.epochs", "7", "--schedule.warmup_epochs", "2")
+
+# BatchNorm, and no arguments that a ViT takes.
+CONVOLUTIONAL = """
+from dataclasses import replace
+config = replace(config, model=ModelConfig(name="test_resnet"))
+"""
+
 # A hook that lets no rank past step 6: a test can do something to the run there however slow the machine is.
 PAUSE = """
 import time
@@ -43,6 +57,18 @@ class Pause(Hook):
 
 config = replace(config, hooks=replace(config.hooks, user=(Pause,)))
 """
+
+
+def words(line: str) -> tuple[str, ...]:
+    """Return the words of a command line."""
+    return tuple(line.split())
+
+
+def extended(config: Path, text: str) -> Path:
+    """Write a config file that goes on with `text`, beside `config`."""
+    path = config.with_name("extended.py")
+    path.write_text(config.read_text() + text)
+    return path
 
 
 def samples(directory: Path) -> dict[tuple[int, int], list[int]]:
@@ -66,6 +92,19 @@ def largest_difference(a: Path, b: Path) -> float:
     return max(differences.values())
 
 
+def state_difference(a: Path, b: Path) -> float:
+    """The largest |a - b| / |a| of a tensor in the newest checkpoints: weights, moving averages and the optimizer's
+    state."""
+    (one, _), (other, _) = (load_newest(path / "checkpoints") for path in (a, b))
+    assert one is not None and other is not None and one.step == other.step and one.state.keys() == other.state.keys()
+    assert one.state["model"].keys() == other.state["model"].keys()
+    differences = [relative_differences(one.state[name], other.state[name]) for name in one.state]
+    # BatchNorm's own count of its calls is that of one rank, and nobody reads it.
+    return max(
+        value for each in differences for name, value in each.items() if not name.endswith("num_batches_tracked")
+    )
+
+
 def wait_for_steps(ranks: Ranks, directory: Path, count: int) -> None:
     while (
         not (directory / "metrics.jsonl").exists()
@@ -78,9 +117,7 @@ def wait_for_steps(ranks: Ranks, directory: Path, count: int) -> None:
 def kill_after_step_4(start_training: StartTraining, config: Path, name: str, *overrides: str, ranks: int = 1) -> None:
     """Start a run that saves every 2 steps, and kill all its ranks between steps 4 and 7 with the checkpoint of step 4
     saved."""
-    pausing = config.with_name("pausing.py")
-    pausing.write_text(config.read_text() + PAUSE)
-    doomed = start_training(name, *overrides, config=pausing, ranks=ranks)
+    doomed = start_training(name, *overrides, config=extended(config, PAUSE), ranks=ranks)
     while not (config.parent / name / "checkpoints" / "step-00000004").exists():
         assert doomed.running(), doomed.log.read_text()
         time.sleep(0.01)
@@ -88,10 +125,11 @@ def kill_after_step_4(start_training: StartTraining, config: Path, name: str, *o
 
 
 def in_ranks(number: int, target: Callable[..., None], *arguments: Any, timeout_s: float = 240) -> None:
-    """``target(rank, *arguments)`` in `number` processes at once, all of which must end well."""
-    processes = [FORK.Process(target=target, args=(rank, *arguments)) for rank in range(number)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout_s)
-    assert [process.exitcode for process in processes] == [0] * number
+    """Call ``target(rank, *arguments)`` on `number` ranks of the pool at once, all of which must end well."""
+    with tempfile.NamedTemporaryFile() as log:
+        statuses = POOL.run(number, _with_rank, target, arguments, log=Path(log.name), timeout_s=timeout_s)
+        assert statuses == [0] * number, f"{statuses}\n{log.read().decode()}"
+
+
+def _with_rank(target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    target(int(os.environ["RANK"]), *arguments)

@@ -16,7 +16,8 @@ from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.runtime.launch import LaunchOptions, discover
 
-from .conftest import Ranks, Train, jpeg, photograph, write_shard
+from .conftest import Train, jpeg, photograph, write_shard
+from .ranks import Ranks
 
 
 def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:

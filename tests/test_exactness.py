@@ -15,26 +15,20 @@ from dali_train.data.sampling.micro_batch import MicroBatches
 from .conftest import REPOSITORY, StartTraining, Train, final_weights, launcher_command, relative_differences
 from .helpers import (
     BF16_EXCHANGE,
+    CONVOLUTIONAL,
     FAST,
     FAST_UNCOMPILED,
     FLOAT32_BOUND,
     FLOAT64_BOUND,
+    OFTEN,
+    extended,
     kill_after_step_4,
     largest_difference,
     losses,
     samples,
+    state_difference,
+    words,
 )
-
-
-def average_difference(a: Path, b: Path) -> float:
-    """As `largest_difference`, of the moving averages; 0 where there are none."""
-    averages = [
-        newest.state.get("ema", {})
-        for newest, _ in (load_newest(run / "checkpoints") for run in (a, b))
-        if newest is not None
-    ]
-    assert len(averages) == 2
-    return max(relative_differences(*averages).values(), default=0.0)
 
 
 def test_ranks_and_launchers_agree(tiny_config: Path, tmp_path: Path) -> None:
@@ -88,12 +82,8 @@ def test_an_exchange_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp_p
         assert 0 < (one - several).norm() / one.norm() < 2**-8 * ranks**0.5  # measured: 3.0e-3 on 2 ranks, 4.3e-3 on 4
 
 
-def test_batch_norm_does_not_depend_on_ranks(train: Train, tmp_path: Path) -> None:
-    overrides = ("--model.name", "test_resnet", "--precision.dtype", "fp64")
-    config = tmp_path / "no-kwargs.py"
-    text = (tmp_path / "tiny-config.py").read_text()
-    start, end = text.index("kwargs=dict("), text.index("),\n    ),\n    optimizer")
-    config.write_text(text[:start] + "kwargs=dict(" + text[end:])
+def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    overrides, config = ("--precision.dtype", "fp64"), extended(tiny_config, CONVOLUTIONAL)
     train("one", *overrides, config=config)
     train("two", *overrides, ranks=2, config=config)
     one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
@@ -113,143 +103,85 @@ def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None
     assert largest_difference(tmp_path / "accumulated", tmp_path / "whole") < FLOAT64_BOUND
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"), [(1, ()), (2, ()), (4, ()), (1, FAST), (4, (*FAST_UNCOMPILED, *BF16_EXCHANGE))]
-)
-def test_killed_run_ends_with_the_same_bits(
-    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]
+FOUR_STEPS = ("--run.max_steps", "4")
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bit for bit: all that a checkpoint holds, samples, and the losses on the way."""
+    assert state_difference(a, b) == 0
+    assert samples(a) == samples(b) and len(samples(a)) == 11 * 8
+    assert losses(a) == losses(b)
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (4, ()), (1, FAST), (4, (*FAST_UNCOMPILED, *BF16_EXCHANGE))])
+def test_a_resumed_run_ends_with_the_same_bits(
+    train: Train, tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:
-    overrides = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", *options)
-    train("undisturbed", *overrides, ranks=ranks)
-    kill_after_step_4(start_training, tiny_config, "killed", *overrides, ranks=ranks)
-    assert "resuming from step" in train("killed", *overrides, ranks=ranks)
-    assert largest_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
-    assert samples(tmp_path / "killed") == samples(tmp_path / "undisturbed")
-    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+    train("undisturbed", *OFTEN, *options, ranks=ranks)
+    train("resumed", *OFTEN, *options, *FOUR_STEPS, ranks=ranks)
+    assert "resuming from step 4" in train("resumed", *OFTEN, *options, ranks=ranks)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "resumed")
+
+
+def test_so_does_one_whose_ranks_were_killed(
+    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
+) -> None:
+    train("undisturbed", *OFTEN, ranks=2)
+    kill_after_step_4(start_training, tiny_config, "killed", *OFTEN, ranks=2)
+    assert "resuming from step" in train("killed", *OFTEN, ranks=2)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
 
 
 # Options of the recipe, those that have nothing to do with each other in one run.
-AUGMENTED = (
-    "--data.augment",
-    "rand-m9-mstd0.5-inc1",
-    "--data.color_jitter",
-    "0.3",
-    "--data.random_erasing",
-    "0.5",
-    "--data.random_erasing_fill",
-    "noise",
-    "--mixup.cutmix_alpha",
-    "1",
-    "--mixup.prob",
-    "0.9",
-    "--mixup.per_image",
-    "true",
-    "--loss.label_smoothing",
-    "0.1",
-    "--optimizer.name",
-    "adamw",
-    "--optimizer.lr",
-    "1e-3",
-    "--schedule.name",
-    "cosine",
-    "--ema.decay",
-    "0.9",
+AUGMENTED = words(
+    "--data.augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.3 --data.random_erasing 0.5 "
+    "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 --mixup.prob 0.9 --mixup.per_image true "
+    "--loss.label_smoothing 0.1 --optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9"
 )
-REPEATED = (
-    "--data.repeats",
-    "2",
-    "--data.crop_side",
-    "30",
-    "--data.crop_padding",
-    "4",
-    "--data.interpolation",
-    "bicubic",
-    "--mixup.alpha",
-    "0",
-    "--mixup.cutmix_alpha",
-    "1",
-    "--loss.name",
-    "binary-cross-entropy",
-    "--loss.target_threshold",
-    "0.2",
-    "--optimizer.layer_decay",
-    "0.7",
-    "--schedule.name",
-    "polynomial",
-    "--schedule.power",
-    "2",
+REPEATED = words(
+    "--data.repeats 2 --data.crop_side 30 --data.crop_padding 4 --data.interpolation bicubic --mixup.alpha 0 "
+    "--mixup.cutmix_alpha 1 --loss.name binary-cross-entropy --loss.target_threshold 0.2 "
+    "--optimizer.layer_decay 0.7 --schedule.name polynomial --schedule.power 2"
 )
+BLOCK_ORDER = words("--data.shuffle block --data.block_images 4 --data.window_blocks 2")
 IN_BLOCKS = (
-    "--data.repeats",
-    "2",
-    "--data.shuffle",
-    "block",
-    "--data.block_images",
-    "4",
-    "--data.window_blocks",
-    "2",
-    "--data.crop",
-    "inception",
-    "--data.augment",
-    "big-vision",
-    "--data.progressive",
-    "0.5,16 1,24",
-    "--model.kwargs.dynamic_img_size",
-    "true",
+    *BLOCK_ORDER,
+    *words("--data.repeats 2 --data.crop inception --data.augment big-vision --model.kwargs.dynamic_img_size true"),
+    *("--data.progressive", "0.5,16 1,24"),
 )
 
 
 @pytest.mark.parametrize("options", [AUGMENTED, REPEATED, IN_BLOCKS], ids=["augmented", "repeated", "in-blocks"])
 def test_a_recipes_options_do_not_depend_on_ranks(train: Train, tmp_path: Path, options: tuple[str, ...]) -> None:
-    words = (*options, "--run.max_steps", "3", "--precision.dtype", "fp64", "--run.eval_every_epochs", "none")
-    train("one", *words)
-    train("two", *words, ranks=2)
+    options += words("--run.max_steps 3 --precision.dtype fp64 --run.eval_every_epochs none")
+    train("one", *options)
+    train("two", *options, ranks=2)
     assert samples(tmp_path / "one") == samples(tmp_path / "two") and len(samples(tmp_path / "one")) == 3 * 8
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
-    assert largest_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
-    assert average_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
+    assert state_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
 
 
-def test_a_killed_run_with_a_recipes_options_ends_with_the_same_bits(
-    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
-) -> None:
-    often = (
-        "--run.checkpoint_every_steps",
-        "2",
-        "--run.epochs",
-        "12",
-        "--schedule.warmup_epochs",
-        "2",
-        "--data.repeats",
-        "2",
-    )
-    often += ("--data.progressive", "2,16 6,24", "--model.kwargs.dynamic_img_size", "true")
-    train("undisturbed", *AUGMENTED, *often, ranks=2)
-    kill_after_step_4(start_training, tiny_config, "killed", *AUGMENTED, *often, ranks=2)
-    assert "from step" in train("killed", *AUGMENTED, *often, ranks=2)
-    assert largest_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
-    assert average_difference(tmp_path / "undisturbed", tmp_path / "killed") == 0
-    assert losses(tmp_path / "killed") == losses(tmp_path / "undisturbed")
+def test_a_run_with_a_recipes_options_resumes_with_the_same_bits(train: Train, tmp_path: Path) -> None:
+    options = (*AUGMENTED, *OFTEN, "--data.repeats", "2", "--data.progressive", "2,16 6,24")
+    options += ("--model.kwargs.dynamic_img_size", "true")
+    train("undisturbed", *options, ranks=2)
+    train("resumed", *options, *FOUR_STEPS, ranks=2)
+    assert "resuming from step 4" in train("resumed", *options, ranks=2)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "resumed")
 
 
-def test_block_order_read_ahead_and_local_copy_keep_the_bits(
-    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
-) -> None:
-    block = ("--data.shuffle", "block", "--data.block_images", "4", "--data.window_blocks", "2")
-    often = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2")
-    train("plain", *block, *often, "--data.read_ahead_mb", "0", ranks=2)
-    copied = (*block, *often, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
-    kill_after_step_4(start_training, tiny_config, "killed", *copied, ranks=2)
-    output = train("killed", *copied, ranks=2)
-    assert "resuming from step" in output and output.count("copying") == 1
-    assert largest_difference(tmp_path / "plain", tmp_path / "killed") == 0
-    assert samples(tmp_path / "killed") == samples(tmp_path / "plain")
+def test_block_order_read_ahead_and_local_copy_keep_the_bits(train: Train, tmp_path: Path) -> None:
+    train("plain", *BLOCK_ORDER, *OFTEN, "--data.read_ahead_mb", "0", ranks=2)
+    copied = (*BLOCK_ORDER, *OFTEN, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
+    first = train("copied", *copied, *FOUR_STEPS, ranks=2)
+    second = train("copied", *copied, ranks=2)
+    assert first.count("copying") == 1 and "resuming from step 4" in second
+    assert_same_run(tmp_path / "plain", tmp_path / "copied")
     # One process alone, asked for the same steps, names the same images: in each epoch every one once.
     config = load_config(tmp_path / "tiny-config.py")
     config = replace(config, data=replace(config.data, shuffle="block", block_images=4, window_blocks=2))
     micro_batches = MicroBatches(Split(config.data.root, "train").rows, config)
-    assert samples(tmp_path / "plain") == {
-        (s, k): micro_batches(s, k).images.tolist() for s in range(19) for k in range(8)
-    }
-    stream = [image for s in range(19) for k in range(8) for image in micro_batches(s, k).images.tolist()]
-    assert all(sorted(stream[epoch * 50 : (epoch + 1) * 50]) == list(range(50)) for epoch in range(12))
+    named = {(s, k): micro_batches(s, k).images.tolist() for s in range(11) for k in range(8)}
+    assert samples(tmp_path / "plain") == named
+    stream = [image for images in named.values() for image in images]
+    assert all(sorted(stream[epoch * 50 : (epoch + 1) * 50]) == list(range(50)) for epoch in range(7))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from dali_train.runtime.watchdog import Beat, name_missing
 
-from .conftest import FORK, StartTraining, free_port
+from .conftest import StartTraining
 from .helpers import LONG, wait_for_steps
+from .ranks import FORK, free_port
 
 HOST = platform.node()
 TIMEOUT = ("--parallel.timeout_s", "12")

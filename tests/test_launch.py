@@ -22,8 +22,9 @@ from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_hos
 from dali_train.runtime.process_group import LaunchError, process_group
 from dali_train.runtime.status import read_status
 
-from .conftest import REPOSITORY, free_port
+from .conftest import REPOSITORY
 from .helpers import LONG, samples
+from .ranks import free_port
 
 NOTHING = LaunchOptions()
 TORCHRUN = {

@@ -15,8 +15,9 @@ from dali_train.errors import ConfigError
 from dali_train.runtime.status import RunStatus, exit_status, newest_step, read_status, stopped_before_restart
 from dali_train.runtime.stop import StopReason, job_end
 
-from .conftest import REPOSITORY, Ranks, StartTraining, Train, final_weights
+from .conftest import REPOSITORY, StartTraining, Train, final_weights
 from .helpers import LONG, samples, wait_for_steps
+from .ranks import Ranks
 
 
 def send(ranks: Ranks, rank: int, *signals: signal.Signals) -> None:

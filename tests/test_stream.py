@@ -24,7 +24,8 @@ from dali_train.data.loading.stream import check_shards
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError, DatasetError, RunError
 
-from .conftest import TINY_CONFIG, StartTraining, Train, final_weights, free_port, jpeg, photograph, png, write_shard
+from .conftest import TINY_CONFIG, StartTraining, Train, final_weights, jpeg, photograph, png, write_shard
+from .ranks import free_port
 
 NUM_IMAGES = 53
 CPU = torch.device("cpu")

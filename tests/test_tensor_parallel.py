@@ -26,8 +26,8 @@ from dali_train.training.dropout import seed_each_block
 from dali_train.training.half import compute_in
 from dali_train.training.optim import make_optimizer
 
-from .conftest import free_port
 from .helpers import in_ranks
+from .ranks import free_port
 
 CPU = torch.device("cpu")
 SEEDS = [torch_seed(1, Purpose.DROPOUT, step=0, k=k) for k in range(2)]

@@ -20,8 +20,9 @@ from PIL import Image
 
 from dali_train.data.convert import run
 from dali_train.data.dataset.index import Split
-from tests.conftest import FORK, REPOSITORY, photograph
+from tests.conftest import REPOSITORY, photograph
 from tests.data.files import encoded, files_of, small_photograph, tool, write_folder, write_training_archive
+from tests.ranks import FORK
 
 CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "make_tfrecords.py")]

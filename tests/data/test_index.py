@@ -15,8 +15,9 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
-from tests.conftest import FORK, photograph, write_shard
+from tests.conftest import photograph, write_shard
 from tests.data.files import encoded, files_of, small_photograph, tool
+from tests.ranks import FORK
 
 
 def write_records(path: Path, records: list[dict[str, tuple[Any, str]]]) -> Path:

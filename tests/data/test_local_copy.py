@@ -14,7 +14,8 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.local_copy import make_copy
 from dali_train.errors import DatasetError
 
-from ..conftest import FORK, Train
+from ..conftest import Train
+from ..ranks import FORK
 
 
 @pytest.fixture

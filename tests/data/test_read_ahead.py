@@ -30,7 +30,8 @@ from dali_train.data.loading.loader import assigned_micro_batches
 from dali_train.data.loading.read_ahead import GAP_BYTES, requests
 from dali_train.data.loading.storage import REQUEST_BYTES, MappedFiles
 
-from ..conftest import FORK, REPOSITORY
+from ..conftest import REPOSITORY
+from ..ranks import FORK
 
 
 def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:

@@ -1,0 +1,228 @@
+"""Ranks for the tests: processes that a test may kill, and a pool of four that runs job after job.
+
+Both are forked from a server that has imported torch and DALI once, which takes seconds.
+"""
+
+import atexit
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partialmethod
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(
+    [
+        "tests.ranks",
+        "dali_train.commands.train",
+        "dali_train.cli",
+        "dali_train.data.convert.run",
+        "dali_train.data.convert.trees",
+        "matplotlib.figure",
+        "torch.distributed.checkpoint.state_dict",
+    ]
+)
+TIMEOUT_S = 300.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def launch_environments(ranks: int) -> list[dict[str, str]]:
+    """The variables that torchrun sets, for each rank."""
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+class Ranks:
+    """All ranks of one command as processes of their own, which end with its exit status."""
+
+    def __init__(self, arguments: list[str], ranks: int, log: Path, extra: dict[str, str] | None = None) -> None:
+        self.log = log
+        self._processes = [
+            FORK.Process(target=_rank, args=(arguments, environment | (extra or {}), log))
+            for environment in launch_environments(ranks)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def alive(self) -> list[bool]:
+        return [process.is_alive() for process in self._processes]
+
+    def running(self) -> bool:
+        return all(self.alive())
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.wait()
+
+    def wait(self) -> list[int | None]:
+        """Return the exit statuses."""
+        for process in self._processes:
+            process.join(TIMEOUT_S)
+        return [process.exitcode for process in self._processes]
+
+
+def _rank(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    os.environ.update(environment)
+    _print_into(log)
+    sys.exit(command(arguments))
+
+
+def _print_into(log: Path) -> None:
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def command(arguments: list[str]) -> int:
+    """Run ``dali-train ARGUMENTS`` in this process."""
+    from dali_train.cli import main
+
+    sys.argv = ["dali-train", *arguments]
+    return main()
+
+
+class Pool:
+    """Processes that are handed one job after the other, which saves the start of each.
+
+    A job is a function that the first ranks of the pool call at once, with the environment that torchrun would give
+    them, and their output in a file. A rank that dies, fails, or leaves a process group behind is replaced before the
+    next job. Between two jobs a rank undoes what a run leaves to the end of its process. Without a GPU torch.compile's
+    backend is aot_eager: Inductor's code for CPUs takes minutes, and no run uses it unless it is asked to.
+    """
+
+    SIZE = 4  # jobs with more ranks start the others for themselves
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        atexit.register(self.close)  # later than multiprocessing's own, so it runs before: that waits for the workers
+
+    def run(
+        self, ranks: int, target: Callable[..., int | None], *arguments: Any, log: Path, timeout_s: float = TIMEOUT_S
+    ) -> list[int | None]:
+        """Call ``target(*arguments)`` on `ranks` ranks and return their exit statuses; None: not over in time.
+
+        An exception is status 1, and its traceback is in `log`.
+        """
+        self._workers += [_Worker() for _ in range(ranks - len(self._workers))]
+        workers, end = self._workers[:ranks], time.monotonic() + timeout_s
+        try:
+            for worker, environment in zip(workers, launch_environments(ranks), strict=True):
+                worker.begin((target, arguments, environment, log))
+            return [worker.finish(end) for worker in workers]
+        finally:
+            for worker in self._workers[:ranks]:
+                if not worker.reusable or worker in self._workers[self.SIZE :]:
+                    worker.kill()
+                    self._workers.remove(worker)
+
+    def close(self) -> None:
+        while self._workers:
+            self._workers.pop().kill()
+
+
+class _Worker:
+    """The parent's side of one process of the pool."""
+
+    def __init__(self) -> None:
+        self._jobs, theirs = FORK.Pipe()
+        self._process = FORK.Process(target=_serve, args=(theirs,))
+        self._process.start()
+        theirs.close()  # so that the end of the process is the end of the connection
+        self.reusable = True
+
+    def begin(self, job: tuple[Any, ...]) -> None:
+        self.reusable = False
+        self._jobs.send(job)
+
+    def finish(self, end: float) -> int | None:
+        """The job's status, of a process that died its own."""
+        if not self._jobs.poll(max(0.0, end - time.monotonic())):
+            return None
+        try:
+            status, self.reusable = self._jobs.recv()
+        except EOFError:
+            self._process.join()
+            return self._process.exitcode
+        return int(status)
+
+    def kill(self) -> None:
+        self._jobs.close()
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(jobs: Connection) -> None:
+    """The process's side: jobs until the parent is gone."""
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
+    environment, directory = dict(os.environ), Path.cwd()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    while True:
+        try:
+            target, arguments, extra, log = jobs.recv()
+        except EOFError:
+            return
+        os.environ.update(extra)
+        _print_into(log)
+        status = _call(target, arguments)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if (listener := signal.set_wakeup_fd(-1)) != -1:  # the run's, whose thread ends with it
+            os.close(listener)
+        torch.use_deterministic_algorithms(False)
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        gc.collect()
+        reusable = status in (0, 2, 75) and not torch.distributed.is_initialized()
+        jobs.send((status, reusable))
+
+
+def _call(target: Callable[..., int | None], arguments: tuple[Any, ...]) -> int:
+    """Call it as a process would, to its exit status."""
+    try:
+        with warnings.catch_warnings():  # which also lets each warning be shown again
+            return target(*arguments) or 0
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        logging.captureWarnings(False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+POOL = Pool()
