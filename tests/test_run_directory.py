@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from dali_train.errors import ConfigError
-from dali_train.runtime.lock import RunLock
 from dali_train.runtime.status import read_status
 
 from .conftest import Train
@@ -26,6 +25,3 @@ def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "status.json")
     with pytest.raises(ConfigError, match=r"status.json is not the status of a run \(.*is not a regular file"):
         read_status(tmp_path)
-    os.mkfifo(tmp_path / "run.lock")
-    with pytest.raises(ConfigError, match=r"run.dir \S+ cannot be written \(.*is not a regular file"):
-        RunLock(tmp_path, print)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,6 @@ from dali_train.runtime.lock import FILE, RunLock, find_holder
 from .conftest import REPOSITORY, StartTraining, Train
 from .helpers import LONG, wait_for_steps
 
-SILENT: list[str] = []
-
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,14 +29,35 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "_GRACE_S", 0.5)
 
 
-def hold(directory: Path, **environ: str) -> RunLock:
-    return RunLock(directory, SILENT.append, environ)
+def hold(directory: Path, say: Callable[[str], None] = print, **environ: str) -> RunLock:
+    return RunLock(directory, say, environ)
 
 
-def pretend(directory: Path, **fields: object) -> None:
-    """Change what the lock says about its holder."""
+def abandon(directory: Path, holder: dict[str, object], **environ: str) -> RunLock:
+    """Leave a lock as a holder does that is killed at once; `holder`: what it says differently about itself."""
+    lock = hold(directory, **environ)
+    lock._closing.set()
+    lock._thread.join()
     path = directory / FILE
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **holder}))
+    return lock
+
+
+def holder_process(directory: Path, *statements: str) -> subprocess.Popen[str]:
+    """Start a process that holds the lock, says "mine" and sleeps."""
+    head = "import sys, os, time; from pathlib import Path; from dali_train.runtime import lock"
+    body = ("lock.RunLock(Path(sys.argv[1]), print)", "print('mine', flush=True)", "time.sleep(7)")
+    script = "; ".join((head, *statements, *body))
+    return subprocess.Popen(
+        [sys.executable, "-c", script, directory],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+        text=True,
+    )
+
+
+ELSEWHERE: dict[str, object] = {"host": "n9", "machine": "boot9 pid:[9]", "pid": 4}
 
 
 def test_the_second_start_is_refused_on_all_ranks(start_training: StartTraining, train: Train, tmp_path: Path) -> None:
@@ -45,104 +65,132 @@ def test_the_second_start_is_refused_on_all_ranks(start_training: StartTraining,
     wait_for_steps(first, tmp_path / "run", 2)
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0]
     second = train("run", *LONG, ranks=2, status=2)
-    refused = (
-        rf"dali-train train: run.dir \S+ is in use: pid {first.pids()[0]} on \S+ trains there. Wait for it, end it"
-    )
+    refused = rf"run.dir \S+ is in use: pid {first.pids()[0]} on \S+, since 2\S+ \S+ trains there"
     assert len(re.findall(refused, second)) == 2, second
     assert first.running() and (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0] == metrics
-    # After SIGKILL the same line starts at once, whoever has not reaped the dead one yet.
+    # After SIGKILL the same line starts at once, though nobody has reaped the dead one yet.
     os.kill(first.pids()[0], signal.SIGKILL)
     train("run", "--run.max_steps", "1")
     assert not (tmp_path / "run" / FILE).exists()
 
 
-def test_a_dead_holder_on_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
-    script = "import sys, os; from pathlib import Path; from dali_train.runtime.lock import RunLock; "
-    script += "RunLock(Path(sys.argv[1]), print); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", script, tmp_path], check=False, cwd=REPOSITORY)
+def test_a_dead_holder_on_this_machine_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "STALE_S", 300.0)
+    holder = holder_process(tmp_path)
+    assert holder.stdout is not None and holder.stdout.readline() == "mine\n"
+    holder.kill()
+    holder.wait()
     assert (tmp_path / FILE).exists() and find_holder(tmp_path) is None
     lock = hold(tmp_path)
     assert find_holder(tmp_path) == lock.holder
-    # The process id is in use again, by somebody else.
-    pretend(tmp_path, pid=os.getppid(), pid_start=1)
-    assert find_holder(tmp_path) is None
-    lock._closing.set()
+    lock.release()
+    for changed in (
+        {"pid": os.getppid(), "pid_start": 1},  # its id is in use again, by another process
+        {"machine": "another-boot pid:[9]"},  # this host was started again
+    ):
+        abandon(tmp_path, changed)
+        assert find_holder(tmp_path) is None
+        hold(tmp_path).release()
+    # A requeued Slurm job, wherever it ran before.
+    abandon(tmp_path, ELSEWHERE, SLURM_JOB_ID="7")
+    hold(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").release()
 
 
 def test_a_holder_elsewhere_is_known_by_its_signs_of_life(tmp_path: Path) -> None:
-    lock = hold(tmp_path, SLURM_JOB_ID="7")
-    lock._closing.set()
-    lock._thread.join()
-    pretend(tmp_path, host="n9", machine="boot9 pid:[9]", pid=4)
-    alive = threading.Event()
+    abandon(tmp_path, ELSEWHERE, SLURM_JOB_ID="7")
+    dead = threading.Event()
 
     def beat() -> None:
-        while not alive.wait(0.3):
+        while not dead.wait(0.3):
             os.utime(tmp_path / FILE)
 
     thread = threading.Thread(target=beat)
     thread.start()
-    with pytest.raises(ConfigError, match=r"run.dir \S+ is in use: pid 4 on n9, Slurm job 7 trains there"):
+    with pytest.raises(ConfigError, match=r"run.dir \S+ is in use: pid 4 on n9, Slurm job 7, since \S+ \S+ trains"):
         hold(tmp_path)
-    alive.set()
+    dead.set()
     thread.join()
-    SILENT.clear()
-    hold(tmp_path, SLURM_JOB_ID="8").release()
-    assert SILENT == ["run.dir was last used by pid 4 on n9, Slurm job 7: waiting up to 3 s for a sign of life"]
+    said: list[str] = []
+    hold(tmp_path, said.append, SLURM_JOB_ID="8").release()
+    assert len(said) == 1 and re.search("pid 4 on n9, Slurm job 7, since .* up to 3 s", said[0])
 
 
-def test_a_requeued_job_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "STALE_S", 300.0)
-    lock = hold(tmp_path, SLURM_JOB_ID="7")
-    lock._closing.set()
-    pretend(tmp_path, host="n9", machine="boot9 pid:[9]")
-    hold(tmp_path, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").release()
-    # Nor one whose host was started again.
-    hold(tmp_path)._closing.set()
-    pretend(tmp_path, machine="another-boot pid:[9]")
-    hold(tmp_path).release()
-
-
-def test_a_lock_that_names_nobody_is_stale_in_time(tmp_path: Path) -> None:
-    for content in (b"", b"{", b"[]", b'{"pid": "x"}', b"\xff" * 100_000):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"[" * 4000,
+        b'{"pid": "x"}',
+        b"\xff" * 100_000,
+        ("pid", -1),
+        ("pid", 2**70),
+        ("job", "\x1b[2J"),
+    ],
+)
+def test_odd_content_is_stale_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | tuple[str, object]
+) -> None:
+    monkeypatch.setattr(run_lock, "STALE_S", 0.5)
+    if isinstance(content, bytes):
         (tmp_path / FILE).write_bytes(content)
-        os.utime(tmp_path / FILE, (0, 0))
-        hold(tmp_path).release()
+    else:
+        abandon(tmp_path, {**ELSEWHERE, content[0]: content[1]})
+    said: list[str] = []
+    hold(tmp_path, said.append).release()
+    assert len(said) == 1 and said[0].isprintable()
 
 
 def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:
     """Over a dead holder's lock, too."""
-    hold(tmp_path)._closing.set()
-    pretend(tmp_path, pid=2**22 + 1)
-    script = "import sys, time; from pathlib import Path; from dali_train.runtime.lock import RunLock; "
-    script += "RunLock(Path(sys.argv[1]), print); print('mine', flush=True); time.sleep(6)"
-    starts = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPOSITORY
-        )
-        for _ in range(6)
-    ]
-    assert sorted(start.communicate()[0] for start in starts) == [b""] * 5 + [b"mine\n"]
+    abandon(tmp_path, {"pid": 2**22 + 1})
+    starts = [holder_process(tmp_path) for _ in range(6)]
+    assert sorted(start.communicate()[0] for start in starts) == [""] * 5 + ["mine\n"]
 
 
-def test_a_holder_that_was_taken_for_dead_ends(tmp_path: Path) -> None:
-    script = "import sys, time; from pathlib import Path; from dali_train.runtime.lock import RunLock; "
-    script += "RunLock(Path(sys.argv[1]), print); print('mine', flush=True); time.sleep(60)"
-    frozen = subprocess.Popen(
-        [sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY
-    )
-    assert frozen.stdout is not None and frozen.stderr is not None
-    assert frozen.stdout.readline() == b"mine\n"
+@pytest.mark.parametrize("meanwhile", ["taken over", "finished", "nothing"])
+def test_a_holder_that_was_frozen_for_too_long_ends(tmp_path: Path, meanwhile: str) -> None:
+    """It neither trains beside the next run, nor takes the lock again when that has finished."""
+    stale_s = 1.0 if meanwhile == "nothing" else 60.0
+    frozen = holder_process(tmp_path, f"lock.STALE_S = {stale_s}", "lock.BEAT_S = 0.1")
+    assert frozen.stdout is not None and frozen.stdout.readline() == "mine\n"
     frozen.send_signal(signal.SIGSTOP)
-    pretend(tmp_path, machine="boot9 pid:[9]", host="n9")  # as seen from another host
-    time.sleep(0.1)
-    hold(tmp_path)._closing.set()
+    if meanwhile == "nothing":
+        time.sleep(1.2)
+    else:
+        path = tmp_path / FILE
+        path.write_text(json.dumps({**json.loads(path.read_text()), **ELSEWHERE}))  # as another host sees it
+        lock = hold(tmp_path)
+        if meanwhile == "finished":
+            lock.release()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     frozen.send_signal(signal.SIGCONT)
-    assert frozen.wait(30) == 1
-    assert b"was taken over by pid" in frozen.stderr.read()
+    output, errors = frozen.communicate(timeout=30)
+    assert frozen.returncode == 1 and not output
+    reason = {"taken over": "it names pid", "finished": "the file is gone", "nothing": "it was not refreshed for"}
+    assert f"run.lock is lost: {reason[meanwhile]}" in errors
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    if meanwhile == "taken over":
+        lock.release()
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run.dir \S+ cannot be written \(.*\): choose another"):
-        hold(tmp_path / "file" / "run")
+@pytest.mark.parametrize("kind", ["file", "dangling link", "pipe"])
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, kind: str) -> None:
+    directory = tmp_path / "run"
+    if kind == "file":
+        directory.touch()
+    else:
+        directory.mkdir()
+        os.mkfifo(directory / FILE) if kind == "pipe" else (directory / FILE).symlink_to("/nowhere")
+    with pytest.raises(ConfigError, match=r"run.dir \S+/run cannot be written \(.*\): choose another"):
+        hold(directory)
+    assert find_holder(directory) is None
+
+
+def test_a_release_that_fails_hides_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = hold(tmp_path)
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).mkdir()
+    lock.release()
+    assert "run.lock could not be removed" in capsys.readouterr().err

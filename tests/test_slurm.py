@@ -207,7 +207,7 @@ def test_the_same_line_twice(cluster: Cluster, config: Path, tmp_path: Path) -> 
     (tmp_path / "second").mkdir()
     second = Job(cluster, tmp_path / "second" / "run", "--nodelist=n2", *words)
     second.until("the refusal", lambda: "FAILED" in cluster.run("scontrol", "show", "job", second.number))
-    assert re.search(rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {first.number} trains there", second.text()), (
+    assert re.search(rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {first.number}, since", second.text()), (
         second.text()
     )
     assert "requeued" not in second.text()

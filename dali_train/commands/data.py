@@ -12,10 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dali_train.data.convert.download import DOWNLOADS, download
-from dali_train.errors import DatasetError
+from dali_train.data.convert.datasets import DATASETS
+from dali_train.errors import DatasetError, RunError
+
+if TYPE_CHECKING:
+    from dali_train.data.convert.image import EncodingOptions
+    from dali_train.data.convert.sources import Sources
 
 
 def add_data_command(commands: Any) -> None:
@@ -40,32 +44,22 @@ def run(options: argparse.Namespace, unknown: Sequence[str]) -> int:
 
 
 def run_tool(name: str, work: Callable[[], int]) -> int:
-    """What `work` returns; an error becomes one line for people and the exit status that says of which kind it is (see
-    above)."""
-    from dali_train.data.convert.archive import SourceError
-    from dali_train.data.convert.download import DownloadError
-    from dali_train.data.convert.image import EncodingOptionsError
-    from dali_train.data.convert.run import ConversionError, ConversionFailedError
-    from dali_train.data.dataset.tfrecord import TFRecordError
-
-    mistakes = (
-        ConversionError,
-        EncodingOptionsError,
-        SourceError,
-        DatasetError,
-    )  # in the command, or in what it is given
+    """Return what `work` returns; an error becomes one line for people and the exit status of its kind (see above)."""
     try:
         return work()
-    except (*mistakes, ConversionFailedError, DownloadError, TFRecordError, OSError) as error:
+    except DatasetError as error:  # a mistake in the command, or in what it is given
         print(f"{name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, mistakes) else 1
+        return 2
+    except (RunError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{name}: stopped; start the same command again to resume", file=sys.stderr)
         return 130  # as the shell reports a command that Ctrl-C ended
 
 
 def main(action: str, arguments: Sequence[str] | None = None) -> int:
-    """``dali-train data ACTION`` by itself, for the scripts in tools/."""
+    """Run ``dali-train data ACTION`` by itself, for the scripts in tools/."""
     parser = argparse.ArgumentParser(prog="dali-train data", allow_abbrev=False)
     _add_actions(parser)
     return run(parser.parse_args([action, *(sys.argv[1:] if arguments is None else arguments)]), [])
@@ -83,49 +77,31 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(work=work)
         return action
 
-    _add_convert(
-        add(
-            "convert",
-            "Convert an image dataset into shuffled, verified, indexed TFRecords.",
-            _convert,
-            "The result is the same, bit for bit, for any number of workers. A run that was stopped, killed or out "
-            "of disk space resumes when the same command is started again.",
-        )
+    text = "Convert an image dataset into shuffled, verified, indexed TFRecords."
+    details = (
+        "The result is the same, bit for bit, for any number of workers. A run that was stopped, killed or out of disk "
+        "space resumes when the same command is started again."
     )
-    _add_index(
-        add(
-            "index",
-            "Index TFRecords that someone else wrote, so that training can read them.",
-            _index,
-            "They lie in DATASET/train and DATASET/validation (or val), or as train-* and validation-* (or val-*) "
-            "in DATASET. Shards that lie elsewhere than in OUT/train and OUT/validation are linked there.",
-        )
+    _add_convert(add("convert", text, _convert, details))
+    text = "Index TFRecords that someone else wrote, so that training can read them."
+    details = (
+        "They lie in DATASET/train and DATASET/validation (or val), or as train-* and validation-* (or val-*) in "
+        "DATASET. Shards that lie elsewhere than in OUT/train and OUT/validation are linked there."
     )
-    _add_subset(
-        add(
-            "subset",
-            "Make a smaller dataset of some classes and images of another one, renumbered in their old order.",
-            _subset,
-        )
+    _add_index(add("index", text, _index, details))
+    text = "Make a smaller dataset of some classes and images of another one, renumbered in their old order."
+    _add_subset(add("subset", text, _subset))
+    text = (
+        "Check a dataset: records against checksums, index against records, manifest against files, images, duplicates."
     )
-    _add_verify(
-        add(
-            "verify",
-            "Check a dataset: records against checksums, index against records, manifest against files, images, "
-            "duplicates.",
-            _verify,
-            "Exit status 0: nothing is wrong. 1: something is, and each fault has a line. Notes, such as images "
-            "with the same bytes under two labels, are faults of the source rather than of the files: they are "
-            "printed and do not count.",
-        )
+    details = (
+        "Exit status 0: nothing is wrong. 1: something is, and each fault has a line. Notes, such as images with the "
+        "same bytes under two labels, are faults of the source rather than of the files: they are printed and do not "
+        "count."
     )
-    _add_show(
-        add(
-            "show",
-            "Show a dataset: counts and size histograms as text, and a contact sheet of its images as PNG.",
-            _show,
-        )
-    )
+    _add_verify(add("verify", text, _verify, details))
+    text = "Show a dataset: counts and size histograms as text, and a contact sheet of its images as PNG."
+    _add_show(add("show", text, _show))
 
 
 def _positive(text: str) -> int:
@@ -141,164 +117,110 @@ def _add_workers(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def _add_shards(parser: argparse._ActionsContainer) -> None:
+    for split, most in (("train", 1024), ("validation", 128)):
+        text = f"default: by the amount of data, at most {most}"
+        parser.add_argument(f"--{split}-shards", type=int, metavar="N", help=text)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the images' order and choice (default: 0)")
+    _add_workers(parser)
+
+
 # data convert
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="source_kind", required=True, metavar="SOURCE")
     shared = _conversion_options()
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False)
-
-    command = add("imagenet", "ImageNet (ILSVRC 2012) from the official archives, without unpacking them.")
-    command.add_argument("--train-archive", type=Path, metavar="FILE", help="ILSVRC2012_img_train.tar")
-    command.add_argument(
-        "--validation-archive", type=Path, metavar="FILE", help="ILSVRC2012_img_val.tar; needs --devkit"
-    )
-    command.add_argument(
-        "--devkit", type=Path, metavar="FILE", help="ILSVRC2012_devkit_t12.tar.gz: the validation labels"
-    )
-
-    command = add("folder", "Image files in one folder per class, in directories or tar archives.")
-    command.add_argument(
-        "--train",
-        type=Path,
-        metavar="DIR",
-        help="holds CLASS/name.jpg, the sorted names are the labels; or train/ and val/ or test/",
-    )
-    command.add_argument("--validation", type=Path, metavar="DIR", help="the same classes")
-    command.add_argument(
-        "--validation-fraction", type=float, metavar="F", help="instead: hold out this part of each class"
-    )
-
-    downloadable = {
-        "cifar10": "CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
-        "mnist": "MNIST: the directory of the official idx files, gzipped or not.",
-        "fashion-mnist": "Fashion-MNIST: the directory of the official idx files, gzipped or not.",
-    }
-    for name, text in downloadable.items():
-        command = add(name, text)
-        command.add_argument(
-            "--source", type=Path, metavar="PATH", help="the published files, or where --download puts them"
-        )
-        command.add_argument(
-            "--download", action="store_true", help="fetch the files that are not there yet, checksums checked"
-        )
-        command.add_argument("--mirror", metavar="URL", help=f"fetch from here instead of {DOWNLOADS[name].address}")
-    add(
-        "digits",
-        "scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which is "
-        "ordered by writer, is the validation split: digits of writers that training never sees, a harder test than "
-        "a random split.",
-    )
+    for name, converter in DATASETS.items():
+        text = converter.help
+        command = commands.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False)
+        for option, details in converter.arguments.items():
+            command.add_argument(option, **details)
+        if converter.download is not None:
+            text = "fetch the files that are not in --source (default: OUT/downloads) yet, checksums checked"
+            command.add_argument("--download", action="store_true", help=text)
+            command.add_argument("--mirror", metavar="URL", help=f"fetch from here, not {converter.download.address}")
 
 
 def _conversion_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--out", type=Path, required=True, metavar="DATASET", help="directory of the new dataset")
-    group = parser.add_argument_group("shards")
-    group.add_argument("--train-shards", type=int, metavar="N", help="default: 1024, fewer for a small set")
-    group.add_argument("--validation-shards", type=int, metavar="N", help="default: 128, fewer for a small set")
-    group.add_argument(
-        "--seed", type=int, default=0, help="seed of the order of the images over all shards (default: 0)"
-    )
-    _add_workers(group)
+    _add_shards(parser.add_argument_group("shards"))
     group = parser.add_argument_group("images")
-    group.add_argument(
-        "--format",
-        choices=("jpeg", "raw"),
-        default="jpeg",
-        help="raw: RGB pixels that need no decoder, for images of a few thousand pixels (default: jpeg)",
-    )
+    text = "raw: RGB pixels that need no decoder, for images of a few thousand pixels (default: jpeg)"
+    group.add_argument("--format", choices=("jpeg", "raw"), default="jpeg", help=text)
     size = group.add_mutually_exclusive_group()
     size.add_argument("--max-side", type=int, metavar="PIXELS", help="shrink images whose longer side exceeds this")
     size.add_argument("--short-side", type=int, metavar="PIXELS", help="shrink images whose shorter side exceeds this")
-    group.add_argument(
-        "--quality",
-        type=int,
-        default=95,
-        metavar="Q",
-        help="JPEG quality of what must be encoded anew (default: %(default)s)",
+    text = "JPEG quality of what must be encoded again (default: %(default)s)"
+    group.add_argument("--quality", type=int, default=95, metavar="Q", help=text)
+    text = "do not decode the images that stay as they are"
+    group.add_argument("--no-decode-check", dest="decode_check", action="store_false", help=text)
+    text = (
+        "images that cannot be decoded, named in quarantine.jsonl: fail when all are known, or leave them out "
+        "(default: fail)"
     )
-    group.add_argument(
-        "--no-decode-check",
-        dest="decode_check",
-        action="store_false",
-        help="do not decode the images that stay as they are",
-    )
-    group.add_argument(
-        "--on-bad",
-        choices=("fail", "skip"),
-        default="fail",
-        help=(
-            "images that cannot be decoded, named in quarantine.jsonl: fail when all are known, or leave them out "
-            "(default: fail)"
-        ),
-    )
+    group.add_argument("--on-bad", choices=("fail", "skip"), default="fail", help=text)
     return parser
 
 
 def _convert(options: argparse.Namespace) -> int:
     from dali_train.data.convert.image import EncodingOptions
+
+    encoding = EncodingOptions(
+        format=options.format,
+        max_side=options.max_side,
+        short_side=options.short_side,
+        quality=options.quality,
+        decode_check=options.decode_check,
+    )
+    return _write(options.source_kind, _load(options), options, encoding, skip_bad=options.on_bad == "skip")
+
+
+def _load(options: argparse.Namespace) -> "Sources":
+    """Call the converter's function, after a download if there is one.
+
+    Raises:
+        DatasetError: no files were named.
+        SourceError: the function's, or an entry that it looked up is not there.
+    """
+    from dali_train.data.convert.archive import SourceError
+    from dali_train.data.convert.download import download
+    from dali_train.data.convert.run import DOWNLOAD_DIRECTORY
+
+    converter = DATASETS[options.source_kind]
+    if converter.download is not None:
+        if options.download:
+            options.source = options.source or options.out / DOWNLOAD_DIRECTORY
+            download(converter.download, options.source, mirror=options.mirror)
+        if options.source is None:
+            raise DatasetError("name the published files with --source, or let --download fetch them")
+    try:
+        return converter.load(options)
+    except LookupError as error:
+        raise SourceError(f"{error!r}: what the source should hold is not there, or the converter is faulty") from error
+
+
+def _write(
+    name: str, sources: "Sources", options: argparse.Namespace, encoding: "EncodingOptions", *, skip_bad: bool
+) -> int:
     from dali_train.data.convert.run import Conversion, convert
 
-    sources, class_names = _sources(options)
+    splits, class_names = sources
     conversion = Conversion(
-        name=options.source_kind,
-        sources=sources,
+        name=name,
+        sources=splits,
         class_names=class_names,
         out=options.out,
-        encoding=EncodingOptions(
-            format=options.format,
-            max_side=options.max_side,
-            short_side=options.short_side,
-            quality=options.quality,
-            decode_check=options.decode_check,
-        ),
+        encoding=encoding,
         num_shards={"train": options.train_shards, "validation": options.validation_shards},
         seed=options.seed,
         workers=options.workers,
-        on_bad=options.on_bad,
+        on_bad="skip" if skip_bad else "fail",
     )
     for line in convert(conversion):
         print(line)
     return 0
-
-
-def _sources(options: argparse.Namespace) -> Any:
-    """The splits and the class names."""
-    from dali_train.data.convert.imagenet import imagenet
-    from dali_train.data.convert.small import DIGIT_CLASSES, FASHION_CLASSES, cifar10, digits, mnist
-    from dali_train.data.convert.trees import folders
-
-    match options.source_kind:
-        case "imagenet":
-            return imagenet(options.train_archive, options.validation_archive, options.devkit)
-        case "folder":
-            return folders(
-                options.train, options.validation, validation_fraction=options.validation_fraction, seed=options.seed
-            )
-        case "digits":
-            return digits()
-    source = _downloaded(options) if options.download else options.source
-    if source is None:
-        raise DatasetError("name the published files with --source, or let --download fetch them")
-    match options.source_kind:
-        case "cifar10":
-            return cifar10(source)
-        case "mnist":
-            return mnist(source, class_names=DIGIT_CLASSES, title="mnist")
-    return mnist(source, class_names=FASHION_CLASSES, title="fashion-mnist")
-
-
-def _downloaded(options: argparse.Namespace) -> Path:
-    """Where the downloaded files are."""
-    from dali_train.data.convert.run import DOWNLOAD_DIRECTORY
-
-    directory: Path = options.source or options.out / DOWNLOAD_DIRECTORY
-    download(DOWNLOADS[options.source_kind], directory, mirror=options.mirror)
-    return directory
 
 
 # data index
@@ -365,40 +287,22 @@ def _add_subset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--images-per-class", type=int, metavar="N", help="at most N training images of each class, chosen by --seed"
     )
-    parser.add_argument("--train-shards", type=int, metavar="N", help="default: by the amount of data, at most 1024")
-    parser.add_argument(
-        "--validation-shards", type=int, metavar="N", help="default: by the amount of data, at most 128"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice and of the order (default: 0)")
-    _add_workers(parser)
+    _add_shards(parser)
 
 
 def _subset(options: argparse.Namespace) -> int:
     from dali_train.data.convert.image import EncodingOptions
-    from dali_train.data.convert.run import Conversion, convert
     from dali_train.data.convert.subset import subset
 
-    sources, class_names = subset(
+    sources = subset(
         options.dataset,
         classes=options.classes,
         class_list=options.class_list,
         images_per_class=options.images_per_class,
         seed=options.seed,
     )
-    conversion = Conversion(
-        name="subset",
-        sources=sources,
-        class_names=class_names,
-        out=options.out,
-        encoding=EncodingOptions(decode_check=False),  # the large dataset's images were checked when it was made
-        num_shards={"train": options.train_shards, "validation": options.validation_shards},
-        seed=options.seed,
-        workers=options.workers,
-        on_bad="fail",
-    )
-    for line in convert(conversion):
-        print(line)
-    return 0
+    # The large dataset's images were checked when it was made.
+    return _write("subset", sources, options, EncodingOptions(decode_check=False), skip_bad=False)
 
 
 # data verify

@@ -1,12 +1,12 @@
-"""One run directory, one run at a time: ``run.lock`` names who trains there, and its modification time is a sign of
-life.
+"""One run directory, one run at a time: ``run.lock`` names the process that trains there.
 
 No lock of the operating system is used: those are unreliable on shared file systems, and what counts is whether the
-*run* lives, not its host. On the holder's own machine its process is looked up; from elsewhere the file's modification
-time decides. A holder that finds another's name in the file (it was frozen for so long that it was taken for dead)
-ends. Nothing here needs torch.
+*run* lives, not its host. On the holder's own machine its process is looked up. From elsewhere the holder is dead when
+the file's modification time has not changed for `STALE_S`, by the observer's own clock. A holder whose lock is gone,
+names another process or could not be refreshed for as long has lost it for good and ends. Nothing here needs torch.
 """
 
+import errno
 import json
 import os
 import platform
@@ -15,16 +15,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from dali_train.errors import ConfigError
 from dali_train.files import open_regular
+from dali_train.text import printable
 
 BEAT_S = 3.0
-STALE_S = 30.0  # without a sign of life for so long, a holder on another machine is dead
+STALE_S = 30.0
 _GRACE_S = 4.0  # a process of this machine may be about to end: it has just lost its launcher
-_LARGEST_FILE = 10_000
+_LARGEST_FILE = 4096
 FILE = "run.lock"
 
 
@@ -37,8 +38,15 @@ class Holder:
     machine: str  # boot and process id namespace, within which `pid` and `pid_start` identify a process
     pid: int
     pid_start: int  # in clock ticks since boot, since process ids are used again
+    since: str  # local time of the start, for people
     job: str = ""  # Slurm's job id
     job_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        if any(type(getattr(self, field.name)) is not field.type for field in fields(self)):
+            raise TypeError("a field is of another type")
+        if not 0 < self.pid < 1 << 31:
+            raise ValueError("pid is none")
 
     @classmethod
     def this_process(cls, environ: Mapping[str, str] = os.environ) -> "Holder":
@@ -49,21 +57,23 @@ class Holder:
             machine=_machine(),
             pid=os.getpid(),
             pid_start=_pid_start(os.getpid()) or 0,
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
             job=environ.get("SLURM_JOB_ID", ""),
-            job_restarts=int(restarts) if restarts.isdigit() else 0,
+            job_restarts=int(restarts) if restarts.isdecimal() else 0,
         )
 
     def describe(self) -> str:
-        return f"pid {self.pid} on {self.host}" + (f", Slurm job {self.job}" if self.job else "")
+        job = f", Slurm job {self.job}" if self.job else ""
+        return printable(f"pid {self.pid} on {self.host}{job}, since {self.since}")
 
     def is_gone(self, observer: "Holder") -> bool | None:
-        """Whether the process has ended, as far as `observer`'s machine can see; None: it cannot."""
+        """Say whether the process has ended, as far as `observer`'s machine can see; None: it cannot."""
         if self.job and self.job == observer.job and self.job_restarts < observer.job_restarts:
             return True  # Slurm ends a job before it starts it again
         if self.machine == observer.machine:
             return not _is_alive(self.pid, self.pid_start)
         # The same host after a reboot; with the same boot it is a container beside this one.
-        return True if self.host == observer.host and self.machine.split()[0] != observer.machine.split()[0] else None
+        return True if self.host == observer.host and self.machine.split()[:1] != observer.machine.split()[:1] else None
 
 
 class RunLock:
@@ -86,46 +96,47 @@ class RunLock:
             raise ConfigError(
                 f"run.dir {directory} cannot be written ({error}): choose another, or make room and permission there"
             ) from error
+        self._refreshed = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """The run has ended."""
+        """End the run's claim. Does not raise, so that it never hides why the run ended."""
         self._closing.set()
         self._thread.join()
-        found = _read(self._path)
-        if found is not None and found[0] is not None and found[0].token == self.holder.token:
-            self._path.unlink(missing_ok=True)
+        try:
+            found = _read(self._path)
+            if found is not None and found[0] == self.holder:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            print(f"{self._path} could not be removed ({error}): the next start takes it over", file=sys.stderr)
 
     def _acquire(self, say: Callable[[str], None]) -> None:
-        first: tuple[str, float] | None = None  # the other holder, and its sign of life when first seen
-        start, said = time.monotonic(), False
+        start, first = time.monotonic(), None
         while not _create(self._path, self.holder):
             found = _read(self._path)
             if found is None:
                 continue  # released just now
-            other, beat = found
-            gone = other.is_gone(self.holder) if other is not None else None
-            if gone or (gone is None and (self._file_clock() - beat >= STALE_S or time.monotonic() - start >= STALE_S)):
-                if self._take_over(other):
-                    return
-                continue
-            who = other.describe() if other is not None else "an unknown process"
-            first = first or (who, beat)
-            waited_s = time.monotonic() - start
-            if first[0] != who or (beat != first[1] and gone is None) or (gone is False and waited_s >= _GRACE_S):
+            holder, waited_s = found[0], time.monotonic() - start
+            gone = holder.is_gone(self.holder) if holder is not None else None
+            who = holder.describe() if holder is not None else "an unknown process"
+            if first is None:
+                first = found
+                if gone is None:
+                    say(f"run.dir was last used by {who}: waiting up to {STALE_S:.0f} s for a sign of life")
+            if not gone and (holder != first[0] or (found != first if gone is None else waited_s >= _GRACE_S)):
                 raise ConfigError(
                     f"run.dir {self._path.parent} is in use: {who} trains there. Wait for it, end it, or choose "
                     "another run.dir"
                 )
-            if gone is None and not said:
-                said = True
-                say(f"run.dir was last used by {who}: waiting up to {STALE_S:.0f} s for a sign of life")
-            time.sleep(1.0)
+            if gone is False or (gone is None and waited_s < STALE_S):
+                time.sleep(BEAT_S / 3)
+            elif self._take_over(holder):
+                return
 
     def _take_over(self, dead: Holder | None) -> bool:
-        """Put this process's name in the place of a dead one's; whether it is still there a moment later.
+        """Put this process's name in the place of a dead one's; False if another process was faster.
 
         Of two that do so at once the last wins, and the other finds the winner's name here or with its next beat.
         """
@@ -139,47 +150,49 @@ class RunLock:
         found = _read(self._path)
         return found is not None and found[0] == self.holder
 
-    def _file_clock(self) -> float:
-        """The time by the clock that also dates the lock: a file server's, perhaps."""
-        probe = self._path.with_name(f".{FILE}.{self.holder.token}")
-        try:
-            with probe.open("wb") as file:
-                return os.fstat(file.fileno()).st_mtime
-        finally:
-            probe.unlink(missing_ok=True)
-
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):
-            try:
-                found = _read(self._path)
-                if found is None:
-                    _create(self._path, self.holder)
-                elif found[0] is not None and found[0].token != self.holder.token:
-                    print(
-                        f"{self._path.parent} was taken over by {found[0].describe()}, since this process gave no "
-                        "sign of life for long: it ends, so that not two train there",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    os._exit(1)
-                else:
-                    os.utime(self._path)
-            except OSError:
-                continue  # the file server is away: a later beat may reach it
+            if loss := self._refresh():
+                print(
+                    f"{self._path} is lost: {loss}. This process ends, so that not two train there; start again to "
+                    "resume",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    def _refresh(self) -> str:
+        """Give a sign of life; return how the lock was lost, if it was."""
+        try:
+            found = _read(self._path)
+            if found is None:
+                return "the file is gone"
+            if found[0] != self.holder:
+                return f"it names {found[0].describe() if found[0] is not None else 'nobody'}"
+            if time.monotonic() - self._refreshed < STALE_S:
+                os.utime(self._path)
+                self._refreshed = time.monotonic()
+        except OSError:
+            pass  # the file server is away: a later beat may reach it
+        silent_s = time.monotonic() - self._refreshed
+        return f"it was not refreshed for {silent_s:.0f} s, so another run may own it" if silent_s >= STALE_S else ""
 
 
 def find_holder(directory: Path) -> Holder | None:
-    """Who trains in `directory` now; None: nobody. A holder on another machine counts if it gave a sign of life
-    lately."""
-    holder, beat = _read(directory / FILE) or (None, 0.0)
-    if holder is None:
+    """Return who trains in `directory` now; None: nobody.
+
+    A holder on another machine counts if it gave a sign of life lately.
+    """
+    try:
+        holder, beat = _read(directory / FILE) or (None, 0.0)
+    except OSError:
         return None
-    gone = holder.is_gone(Holder.this_process())
+    gone = holder is None or holder.is_gone(Holder.this_process())
     return None if gone or (gone is None and time.time() - beat >= STALE_S) else holder
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """False if there is such a file already. O_EXCL is atomic on shared file systems, too."""
+    """Write a lock; False if there is such a file already. O_EXCL is atomic on shared file systems, too."""
     try:
         with path.open("x") as file:
             json.dump(asdict(holder), file)
@@ -189,10 +202,15 @@ def _create(path: Path, holder: Holder) -> bool:
 
 
 def _read(path: Path) -> tuple[Holder | None, float] | None:
-    """The holder that a lock names (None: it names none) and when it was last seen; None without a lock.
+    """Return the holder that a lock names (None: it names none) and its time of change; None: there is no lock.
 
     The file is opened, since NFS then asks the server instead of remembering.
+
+    Raises:
+        OSError: it is no regular file, or cannot be read.
     """
+    if path.is_symlink():
+        raise OSError(errno.EINVAL, "is a link, not what a run writes", str(path))
     try:
         with open_regular(path) as file:
             beat = os.fstat(file.fileno()).st_mtime
@@ -200,10 +218,8 @@ def _read(path: Path) -> tuple[Holder | None, float] | None:
     except FileNotFoundError:
         return None
     try:
-        holder = Holder(**json.loads(content))
-        types = {name: type(value) for name, value in asdict(Holder.this_process()).items()}
-        return (holder if all(type(value) is types[name] for name, value in asdict(holder).items()) else None), beat
-    except (ValueError, TypeError):
+        return Holder(**json.loads(content)), beat
+    except (ValueError, TypeError, RecursionError):
         return None, beat
 
 
@@ -215,8 +231,7 @@ def _machine() -> str:
 
 
 def _pid_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None: there is none, or it has ended and nobody has reaped
-    it."""
+    """Return when a process started, in clock ticks since boot; None: it has ended, reaped or not."""
     try:
         # After the name, which may hold spaces and parentheses: state, parent, ...; the start is the 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

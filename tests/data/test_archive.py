@@ -1,9 +1,10 @@
-"""Archives are read in place, and nothing in them is trusted."""
+"""Archives are read in place, all of them or not at all."""
 
 import gzip
 import io
 import os
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -41,85 +42,56 @@ def test_lists_what_tarfile_wrote(tmp_path: Path, tar_format: int, mode: str) ->
     assert listed(path) == members
 
 
-def test_reads_an_archive_in_an_archive(tmp_path: Path) -> None:
+def test_an_archive_in_an_archive(tmp_path: Path) -> None:
     inner = {"1.jpg": b"one", "2.jpg": b"two"}
     path = write_tar(tmp_path / "outer.tar", [("./a.tar", tar_bytes(inner)), ("b.tar", tar_bytes({}))])
     container = Archive(path)
     found = {outer.name: {m.name: container.read(m) for m in container.members(outer)} for outer in container.members()}
     assert found == {"a.tar": inner, "b.tar": {}}
+    # Cut off, the inner one must not continue with the members of the outer one.
+    write_tar(path, [("a.tar", tar_bytes({"1": b"1"})[:1024]), ("b.jpg", b"2")])
+    container = Archive(path)
+    with pytest.raises(SourceError, match=r"outer.tar \(a.tar in it\): at byte 1536: .* cut off"):
+        list(container.members(next(container.members())))
 
 
-def entry(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type = kind
-    for field, value in fields.items():
-        setattr(info, field, value)
-    return info
-
-
-@pytest.mark.parametrize(
-    ("member", "message"),
-    [
-        (entry("../../etc/passwd"), "member '../../etc/passwd' points outside of the archive: refused"),
-        (entry("a/../../b"), "member 'a/../../b' points outside of the archive: refused"),
-        (entry("/etc/passwd"), "member '/etc/passwd' points outside of the archive: refused"),
-        (
-            entry("link", tarfile.SYMTYPE, linkname="/etc/passwd"),
-            "member 'link' is a symbolic link: refused, only files are read",
-        ),
-        (entry("link", tarfile.LNKTYPE, linkname="a"), "member 'link' is a hard link: refused"),
-        (entry("null", tarfile.CHRTYPE, devmajor=1, devminor=3), "member 'null' is a device: refused"),
-        (entry("disk", tarfile.BLKTYPE), "member 'disk' is a device: refused"),
-        (entry("pipe", tarfile.FIFOTYPE), "member 'pipe' is a FIFO: refused"),
-        (entry("odd", b"Z"), "member 'odd' is of type b'Z': refused"),
-        (entry("huge", size=1 << 50), "member 'huge' has 1125899906842624 bytes, the archive"),
-    ],
-)
-def test_untrusted_members_are_refused(tmp_path: Path, member: tarfile.TarInfo, message: str) -> None:
-    path = tmp_path / "evil.tar"
-    # GNU's format can say sizes that octal digits cannot.
-    header = member.tobuf(tarfile.GNU_FORMAT) + bytes(tarfile.BLOCKSIZE * 4)
-    path.write_bytes(tar_bytes({"good": b"g"})[: 2 * tarfile.BLOCKSIZE] + header)
-    with pytest.raises(SourceError) as error:
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, b"S", b"Z"])
+def test_only_files_are_read(tmp_path: Path, kind: bytes) -> None:
+    member = tarfile.TarInfo("odd")
+    member.type, member.linkname = kind, "/etc/passwd"
+    path = tmp_path / "odd.tar"
+    path.write_bytes(tar_bytes({"good": b"g"})[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    with pytest.raises(SourceError, match=r"odd.tar: at byte 1024: member 'odd' is .*: only files are read"):
         listed(path)
-    assert message in str(error.value)
-    assert f"{path}: at byte 1024: " in str(error.value)
 
 
-def test_long_names_cannot_hide_a_bad_path(tmp_path: Path) -> None:
-    for tar_format in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
-        path = tmp_path / str(tar_format)
-        with tarfile.open(path, "w", format=tar_format) as writer:
-            writer.addfile(tarfile.TarInfo("../" * 60 + "etc/passwd"))
-        with pytest.raises(SourceError, match="points outside of the archive: refused"):
-            listed(path)
-
-
-def test_a_huge_name_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "name.tar"
-    path.write_bytes(entry("././@LongLink", b"L", size=3 << 20).tobuf(tarfile.GNU_FORMAT) + bytes(4 << 20))
-    with pytest.raises(SourceError, match="a name or header extension of 3145728 bytes: refused"):
-        listed(path)
+TWO = tar_bytes({"a": b"1", "b": b"x" * 3000})
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "at byte 0: the archive ends without its closing blocks: cut off"),
-        (tar_bytes({"a": b"1"})[:1024], "at byte 1024: the archive ends without its closing blocks: cut off"),
-        (tar_bytes({"a": bytes(3000)})[:2000], "member 'a' has 3000 bytes, the archive 1488 more: cut off or forged"),
-        (b"hello" * 1000, "at byte 0: no tar header (its checksum does not fit): not a tar archive, or damaged here"),
-        (b"BZh9" + bytes(1000), "compressed with bzip2; unpack it to a plain tar or a directory first"),
-        (b"PK\x03\x04" + bytes(1000), "compressed with zip; unpack it"),
-        (gzip.compress(tar_bytes({"a": bytes(3000)}), mtime=0)[:-30], "damaged or cut off"),
+        (b"", "at byte 0: .* damaged here"),
+        (TWO[:1024], "at byte 1024: the archive ends without its closing blocks: cut off"),
+        (TWO[:2500], "member 'b' has 3000 bytes, 964 are there: cut off"),
+        (TWO[:1300], "at byte 1024: .* (cut off|damaged)"),
+        (b"hello" * 1000, "at byte 0: .* not a plain or gzipped tar"),
+        (b"BZh9" + bytes(1000), "not a plain or gzipped tar"),
+        (gzip.compress(TWO, mtime=0)[:-30], "damaged or cut off"),
+        (
+            tar_bytes({"a": b"1"}) + TWO,
+            "at byte 1024: the archive seems to end here, but .* bytes follow: .*two archives",
+        ),
+        (TWO[:1024] + bytes(1024) + TWO[2048:], "at byte 1024: the archive seems to end here"),  # a hole
+        (tar_bytes({"a": b"1"})[:1024] + bytes(1 << 20), "1,048,576 bytes follow: .* an unfinished download"),
     ],
 )
-def test_damaged_archives(tmp_path: Path, content: bytes, message: str) -> None:
+def test_damaged_and_unfinished_archives(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "archive"
     path.write_bytes(content)
-    with pytest.raises(SourceError) as error:
+    with pytest.raises(SourceError, match=message) as error:
         listed(path)
-    assert message in str(error.value) and str(path) in str(error.value)
+    assert str(path) in str(error.value)
 
 
 def test_a_flipped_bit_in_a_header_is_found(tmp_path: Path) -> None:
@@ -133,9 +105,16 @@ def test_a_flipped_bit_in_a_header_is_found(tmp_path: Path) -> None:
             listed(path)
 
 
-def test_a_gzip_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a gzipped archive fills the disk with, and of the memory that a list takes: tarfile would keep it all."""
+    path = tmp_path / "many.tar"
+    header = tarfile.TarInfo("n01440764_1.JPEG").tobuf(tarfile.USTAR_FORMAT)
+    path.write_bytes(header * 20_000 + bytes(1024))
+    tracemalloc.start()
+    assert sum(1 for _ in Archive(path).members()) == 20_000
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
     monkeypatch.setattr(archive, "_MAX_UNPACKED_BYTES", 5_000_000)
-    path = tmp_path / "bomb.tar.gz"
     path.write_bytes(gzip.compress(bytes(50_000_000)))
     with pytest.raises(SourceError, match="over 5,000,000 bytes when unpacked: gunzip it first"):
         Archive(path)
@@ -146,7 +125,7 @@ def test_an_archive_that_shrinks_under_the_reader(tmp_path: Path) -> None:
     container = Archive(path)
     (member,) = container.members()
     os.truncate(path, 50_000)
-    with pytest.raises(SourceError, match="at byte 512: 100000 bytes expected, 49488 are there"):
+    with pytest.raises(SourceError, match=r"a.tar:a: has 49488 bytes, 100000 when the conversion began"):
         container.read(member)
 
 
@@ -164,6 +143,20 @@ def test_directories(tmp_path: Path) -> None:
     (tmp_path / "a/x").unlink()
     with pytest.raises(SourceError, match="vanished while converting"):
         container.read(member)
-    (tmp_path / "dead").symlink_to("nowhere")
-    with pytest.raises(SourceError, match="a link to a file that does not exist: remove or mend it"):
-        list(container.members())
+
+
+def test_directories_with_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    odd = tmp_path / "a" / "b" / "odd"
+    for target, message in (
+        ("nowhere", "a link to a file that does not exist: remove or mend it"),
+        ("/dev/zero", "a device, FIFO or socket, or a link to one, not a file: remove it"),
+        (tmp_path / "a", "a link to a directory that it lies in: remove it"),
+    ):
+        odd.symlink_to(target)
+        with pytest.raises(SourceError, match=f"odd: {message}"):
+            list(Directory(tmp_path).members())
+        odd.unlink()
+    os.mkfifo(odd)
+    with pytest.raises(SourceError, match="odd: a device, FIFO or socket"):
+        list(Directory(tmp_path).members())

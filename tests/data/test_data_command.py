@@ -5,12 +5,16 @@ import os
 import stat
 import subprocess
 import sys
-import tarfile
+from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dali_train.data.convert import run
+from dali_train.data.convert.archive import SourceError
+from dali_train.data.convert.datasets import DATASETS, SOURCE, Converter
+from dali_train.data.convert.sources import PixelSource, Sources
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.tfrecord import write_records
@@ -196,16 +200,37 @@ def test_a_bit_that_flips_in_a_finished_shard_is_written_anew(
     assert files_of(late) == files_of(tmp_path / "sound")
 
 
-def test_listing_an_archive_takes_little_memory(tmp_path: Path) -> None:
-    """tarfile would keep an object for each member."""
-    path = tmp_path / "many.tar"
-    header = tarfile.TarInfo("n01440764_1.JPEG").tobuf(tarfile.USTAR_FORMAT)
-    path.write_bytes(header * 100_000 + bytes(1024))
-    program = (
-        "import resource, sys\nfrom dali_train.data.convert.archive import Archive\nfrom pathlib import Path\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "assert sum(1 for _ in Archive(Path(sys.argv[1])).members()) == 100_000\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 10_000  # kB
+def test_a_converter_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a file outside of the package: the parser and its help, the advice for a directory, the errors."""
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "letters.npz").write_bytes(b"")
+
+    def letters(options: Namespace) -> Sources:
+        directory = options.source
+        if not (directory / "letters.npz").is_file():
+            raise SourceError(f"{directory}: has no letters.npz")
+        names = {"a": 3}
+        if options.shift:
+            names["b"]
+        pixels = np.zeros((6, 8, 8), np.uint8)
+        return {"train": PixelSource(pixels, np.zeros(6, np.int32), title="letters")}, list(names)
+
+    arguments = {**SOURCE, "--shift": {"action": "store_true"}}
+    with pytest.MonkeyPatch.context() as patch:
+        row = Converter(help="Handwritten letters.", load=letters, arguments=arguments, files="letters.npz")
+        patch.setitem(DATASETS, "letters", row)
+        with pytest.raises(SystemExit):
+            data("convert", "--help")
+        assert "Handwritten letters." in capsys.readouterr().out
+        command = ["convert", "letters", "--out", tmp_path / "out", "--source"]
+        assert data(*command, tmp_path) == 2
+        assert f"dali-train data convert letters: {tmp_path}: has no letters.npz" in capsys.readouterr().err
+        assert data(*command, tmp_path / "letters", "--shift") == 2
+        assert "letters: KeyError('b'): what the source should hold is not there" in capsys.readouterr().err
+        with pytest.raises(
+            DatasetError, match=r"letters: run `dali-train data convert letters --source .*/letters --out"
+        ):
+            Split(tmp_path / "letters", "train")
+        assert data(*command, tmp_path / "letters") == 0
+    assert Split(tmp_path / "out", "train").manifest.class_names == ("a",)
+    assert data("convert", "folder", "--train", tmp_path / "out", "--out", tmp_path / "none") == 2

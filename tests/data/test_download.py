@@ -4,10 +4,12 @@ import hashlib
 import http.server
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dali_train.data.convert.datasets import DATASETS
 from dali_train.data.convert.download import Download, DownloadError, download
 from tests.data.files import tool, write_mnist
 
@@ -116,13 +118,12 @@ def test_the_command_insists_on_the_official_files(
 
 def test_the_command_fetches_and_converts(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With checksums of a small stand-in in place of the official ones."""
-    from dali_train.data.convert import download as room
-
     source = tmp_path / "source"
     write_mnist(source, packed=True)
     monkeypatch.setattr(Handler, "do_GET", lambda self: _serve(self, source))
     sha256 = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in source.iterdir()}
-    monkeypatch.setitem(room.DOWNLOADS, "mnist", Download(address=server.address, sha256=sha256))
+    official = Download(address=server.address, sha256=sha256)
+    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], download=official))
     arguments = ["mnist", "--download", "--out", str(tmp_path / "out")]
     assert tool("make_tfrecords").main(arguments) == 0
     assert (tmp_path / "out" / "downloads" / "t10k-labels-idx1-ubyte.gz").exists()

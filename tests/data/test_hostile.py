@@ -8,7 +8,6 @@ import io
 import json
 import os
 import struct
-import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.data.convert.archive import Archive, Directory, SourceError
-from dali_train.data.convert.imagenet import imagenet
+from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
@@ -28,16 +26,11 @@ from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
 from tests.conftest import photograph, write_shard
 from tests.data.files import (
-    SYNSETS,
     encoded,
     files_of,
     small_photograph,
-    tar_bytes,
     tool,
-    write_devkit,
     write_folder,
-    write_tar,
-    write_validation_archive,
 )
 
 
@@ -309,71 +302,7 @@ def test_verify_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "image 1 (" in capsys.readouterr().err
 
 
-# Archives
-
-
-def listed(path: Path) -> list[str]:
-    return [member.name for member in Archive(path).members()]
-
-
-def test_what_follows_the_end_of_an_archive_is_not_lost(tmp_path: Path) -> None:
-    path = tmp_path / "archive.tar"
-    first, second = tar_bytes({"a": b"1"}), tar_bytes({"b": b"2"})
-    path.write_bytes(first + second)  # cat a.tar b.tar
-    with pytest.raises(
-        SourceError, match=r"archive.tar: at byte 1024: the archive seems to end here, but 19,456 bytes follow"
-    ):
-        listed(path)
-    hole = bytearray(tar_bytes({name: bytes(600) + b"x" for name in "abcdef"}))
-    hole[3 * 2048 // 2 : 3 * 2048] = bytes(3 * 2048 - 3 * 2048 // 2)
-    path.write_bytes(hole)
-    with pytest.raises(SourceError, match="not all of them zeros: a hole of an unfinished download"):
-        listed(path)
-    path.write_bytes(first[:1024] + bytes(1 << 20))  # allocated, and never filled
-    with pytest.raises(SourceError, match="1,048,576 bytes of zeros follow: probably an unfinished download"):
-        listed(path)
-    inner = write_tar(path, [("n01440764.tar", first + second)])
-    container = Archive(inner)
-    (outer,) = container.members()
-    with pytest.raises(
-        SourceError, match=r"archive.tar \(n01440764.tar in it\): at byte 1536: the archive seems to end here"
-    ):
-        list(container.members(outer))
-    for padding in (1024, 10_240, 65_536):
-        path.write_bytes(first[:1024] + bytes(padding))
-        assert listed(path) == ["a"]
-
-
-def test_an_inner_archive_ends_where_it_ends(tmp_path: Path) -> None:
-    """Cut off, it must not continue with the members of the outer one."""
-    path = write_tar(tmp_path / "outer.tar", [("a.tar", tar_bytes({"1": b"1"})[:1024]), ("b.jpg", b"2")])
-    container = Archive(path)
-    outer = next(container.members())
-    with pytest.raises(SourceError, match=r"a.tar in it\): at byte 1536: the archive ends without its closing blocks"):
-        list(container.members(outer))
-
-
-@pytest.mark.parametrize(
-    "field", [b"-0000000001\0", b"99999999999\0", b"\xff" * 12, b"\x80" + b"\xff" * 11, b"0x200\0", b"1 2 3 4\0"]
-)
-def test_odd_numbers_in_a_header(tmp_path: Path, field: bytes) -> None:
-    header = bytearray(tarfile.TarInfo("odd").tobuf(tarfile.USTAR_FORMAT))
-    header[124 : 124 + len(field)] = field
-    header[148:156] = b" " * 8
-    header[148:156] = f"{sum(header):06o}\0 ".encode()
-    path = tmp_path / "odd.tar"
-    path.write_bytes(tar_bytes({"good": b"g"})[:1024] + bytes(header) + bytes(2048))
-    with pytest.raises(SourceError, match=r"odd.tar: at byte 1024: "):
-        listed(path)
-
-
-def test_pax_sizes_cannot_lead_backwards(tmp_path: Path) -> None:
-    info = tarfile.TarInfo("a")
-    info.pax_headers = {"size": "-2048"}
-    path = tmp_path / "back.tar"
-    path.write_bytes(tar_bytes({"good": b"g"})[:1024] + info.tobuf(tarfile.PAX_FORMAT) + bytes(2048))
-    with pytest.raises(SourceError, match=r"back.tar: at byte 1024: "):
-        listed(path)
+# Folders
 
 
 def test_classes_whose_names_differ_in_a_byte_that_is_not_utf8(tmp_path: Path) -> None:
@@ -396,26 +325,6 @@ def test_classes_whose_names_differ_in_a_byte_that_is_not_utf8(tmp_path: Path) -
         assert sorted(split.rows["label"]) == [0, 1]
 
 
-# Folders
-
-
-def test_a_folder_with_what_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.jpg")
-    with pytest.raises(
-        SourceError, match=r"pipe.jpg: a device, FIFO or socket, or a link to one, not a file: remove it"
-    ):
-        list(Directory(tmp_path).members())
-    (tmp_path / "pipe.jpg").unlink()
-    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
-    with pytest.raises(SourceError, match=r"zero.jpg: a device, FIFO or socket"):
-        list(Directory(tmp_path).members())
-    (tmp_path / "zero.jpg").unlink()
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "up").symlink_to(tmp_path / "a")
-    with pytest.raises(SourceError, match=r"up: a link to a directory that it lies in: remove it"):
-        list(Directory(tmp_path).members())
-
-
 def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
     write_folder(tmp_path / "root" / "train", {"ant": 2, "bee": 2})
     write_folder(tmp_path / "root" / "val", {"bee": 1}, first_seed=50)
@@ -432,23 +341,6 @@ def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
         folders(tmp_path / "root", None, validation_fraction=None, seed=0)
     write_folder(tmp_path / "vehicles", {"bus": 1, "train": 1})  # here it is a class
     assert folders(tmp_path / "vehicles", None, validation_fraction=None, seed=0)[1] == ["bus", "train"]
-
-
-# The development kit
-
-
-def test_a_damaged_devkit_cannot_crash_the_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """scipy's parser dies of some damaged files: here it is killed as if by a crash."""
-    validation = write_validation_archive(tmp_path / "val.tar", 1)
-    kit = write_devkit(tmp_path / "devkit.tar.gz", [SYNSETS[0]])
-    run = subprocess.run
-
-    def crash(command: list[str], **options: Any) -> Any:
-        return run(["bash", "-c", "kill -SEGV $$"], **options)
-
-    monkeypatch.setattr(subprocess, "run", crash)
-    with pytest.raises(SourceError, match=r"meta.mat: not the devkit's table of synsets, or damaged \(status -11\)"):
-        imagenet(None, validation, kit)
 
 
 def test_thumbnails_open_only_known_formats(indexed: Path) -> None:

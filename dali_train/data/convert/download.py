@@ -1,4 +1,4 @@
-"""Fetching the official files of the small datasets: once, and only what has the published checksum."""
+"""Download the official files of a dataset: once, and only what has the published checksum."""
 
 import http.client
 import socket
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dali_train.errors import RunError
 from dali_train.files import sha256
 
 _TIMEOUT_S = 30
 
 
-class DownloadError(ValueError):
+class DownloadError(RunError):
     """A file that could not be fetched; the message says whether starting again helps."""
 
 
@@ -23,33 +24,6 @@ class Download:
 
     address: str
     sha256: Mapping[str, str]  # file name -> checksum of its content
-
-
-# SHA-256 sums of the official files as several public repositories quote them.
-DOWNLOADS = {
-    "cifar10": Download(
-        address="https://www.cs.toronto.edu/~kriz/",
-        sha256={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
-    ),
-    "mnist": Download(
-        address="https://storage.googleapis.com/cvdf-datasets/mnist/",
-        sha256={
-            "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-            "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        },
-    ),
-    "fashion-mnist": Download(
-        address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        sha256={
-            "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-            "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-            "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-            "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-        },
-    ),
-}
 
 
 def download(files: Download, directory: Path, *, mirror: str | None = None) -> None:

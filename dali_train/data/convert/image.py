@@ -19,6 +19,7 @@ from PIL import Image
 
 from dali_train.data.dataset.image_file import FORMATS, MAX_SIDE, BadImageError, check_size, open_image
 from dali_train.data.dataset.jpeg import JpegError, is_jpeg, parse_jpeg_header
+from dali_train.errors import DatasetError
 
 MAX_ENCODED_BYTES = 100_000_000
 _FORMATS = (*FORMATS, "GIF")  # which becomes another format here
@@ -27,7 +28,7 @@ _EXIF_ORIENTATION = 0x0112
 Format = Literal["jpeg", "raw"]
 
 
-class EncodingOptionsError(ValueError):
+class EncodingOptionsError(DatasetError):
     """Options that contradict each other or are out of range; the message names option, value and what to use."""
 
 

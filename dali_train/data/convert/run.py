@@ -30,6 +30,7 @@ from dali_train.data.dataset.index import map_file
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.verify import verify
 from dali_train.data.progress import Progress
+from dali_train.errors import DatasetError, RunError
 from dali_train.files import NO_SPACE, sync_directory, try_lock, write_atomically
 
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
@@ -38,11 +39,11 @@ _DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever
 _MOST_LISTED = 20
 
 
-class ConversionError(ValueError):
+class ConversionError(DatasetError):
     """A conversion that cannot begin as it was asked for; the message says what to do."""
 
 
-class ConversionFailedError(RuntimeError):
+class ConversionFailedError(RunError):
     """A conversion that came to a halt: bad images, a full disk, a result that is not right."""
 
 

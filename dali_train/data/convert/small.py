@@ -5,15 +5,15 @@ import gzip
 import struct
 import zlib
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.convert.archive import SourceError
-from dali_train.data.convert.sources import PixelSource, Source
-from dali_train.data.convert.trees import open_container, split_folders
+from dali_train.data.convert.archive import MembersByName, SourceError, open_container
+from dali_train.data.convert.sources import PixelSource, Source, Sources
+from dali_train.data.convert.trees import split_folders
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 
 DIGITS_SIDE = 32
@@ -43,8 +43,6 @@ _CIFAR10_SHAPE = (3, 32, 32)  # a record is one byte of label, then the planes o
 _IDX_PREFIXES: dict[SplitName, str] = {"train": "train", "validation": "t10k"}
 _MAX_IDX_BYTES = 1 << 30
 
-Sources = tuple[dict[SplitName, Source], Sequence[str]]
-
 
 def cifar10(path: Path) -> Sources:
     """CIFAR-10 from its binary version, as archive or directory, or from a tree ``train/CLASS``, ``test/CLASS`` of
@@ -55,7 +53,7 @@ def cifar10(path: Path) -> Sources:
     """
     archive = path / "cifar-10-binary.tar.gz"
     container = open_container(archive if archive.is_file() else path)
-    members = {PurePosixPath(member.name).name: member for member in container.members()}
+    members = MembersByName(container)
     if not any(name in members for names in _CIFAR10_FILES.values() for name in names):
         if _CIFAR10_PICKLES & set(members):
             raise SourceError(
@@ -65,13 +63,8 @@ def cifar10(path: Path) -> Sources:
         return split_folders(path)
     sources: dict[SplitName, Source] = {}
     for split, names in _CIFAR10_FILES.items():
-        missing = [name for name in names if name not in members]
-        if len(missing) == len(names):
+        if not any(name in members for name in names):
             continue
-        if missing:
-            raise SourceError(
-                f"{path}: {', '.join(missing)} is missing, the other parts of the {split} split are there"
-            )
         parts = [_cifar10_records(container.read(members[name]), container.place(members[name].name)) for name in names]
         records = np.concatenate(parts)
         pixels = np.ascontiguousarray(records[:, 1:].reshape(-1, *_CIFAR10_SHAPE).transpose(0, 2, 3, 1))

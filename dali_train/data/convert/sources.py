@@ -1,7 +1,7 @@
 """What the converter reads from: a list of labelled images, each read where it is when its turn comes."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.archive import Container, Member, SourceError, printable
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
+from dali_train.data.dataset.manifest import SplitName
 
 
 class Source(Protocol):
@@ -31,6 +32,10 @@ class Source(Protocol):
     def identity(self) -> dict[str, Any]:
         """What distinguishes this source from others; a resumed conversion compares it."""
         ...
+
+
+Sources = tuple[dict[SplitName, Source], Sequence[str]]
+"""The splits, and the class names in the order of the labels."""
 
 
 class ImageFiles:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.image import StoredImage
-from dali_train.data.convert.sources import Source
+from dali_train.data.convert.sources import Source, Sources
 from dali_train.data.dataset.index import Split, map_file
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
@@ -62,7 +62,7 @@ class DatasetImages:
 
 def subset(
     root: Path, *, classes: int | None, class_list: Path | None, images_per_class: int | None, seed: int
-) -> tuple[dict[SplitName, Source], list[str]]:
+) -> Sources:
     """The chosen part of each split, and the names of the chosen classes in their old order.
 
     Args:

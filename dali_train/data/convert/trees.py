@@ -7,9 +7,9 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from dali_train.data.convert.archive import Archive, Container, Directory, Member, SourceError, printable
+from dali_train.data.convert.archive import Container, Member, SourceError, open_container, printable
 from dali_train.data.convert.plan import held_out
-from dali_train.data.convert.sources import ImageFiles, Source, SourcePart
+from dali_train.data.convert.sources import ImageFiles, SourcePart, Sources
 from dali_train.data.dataset.found import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 
@@ -22,9 +22,7 @@ _SPLIT_FOLDERS: dict[str, SplitName] = {
 _log = logging.getLogger(__name__)
 
 
-def folders(
-    train: Path | None, validation: Path | None, *, validation_fraction: float | None, seed: int
-) -> tuple[dict[SplitName, Source], list[str]]:
+def folders(train: Path | None, validation: Path | None, *, validation_fraction: float | None, seed: int) -> Sources:
     """The splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone), sorted.
 
     A `train` that holds ``train`` and one of ``val``, ``validation`` and ``test`` instead of classes gives both splits.
@@ -65,7 +63,7 @@ def folders(
     }, names
 
 
-def split_folders(path: Path) -> tuple[dict[SplitName, Source], list[str]]:
+def split_folders(path: Path) -> Sources:
     """As `folders`, for one tree with the class folders in ``train`` and in ``test``, ``val`` or ``validation``."""
     container = open_container(path)
     listed: dict[SplitName, tuple[ImageFiles, list[str]]] = {}
@@ -76,15 +74,6 @@ def split_folders(path: Path) -> tuple[dict[SplitName, Source], list[str]]:
     if not listed:
         raise SourceError(f"{path}: expected image files in train/CLASS/ or test/CLASS/")
     return _with_common_labels(listed)
-
-
-def open_container(path: Path) -> Container:
-    """Raises SourceError: there is nothing that can be read."""
-    if path.is_dir():
-        return Directory(path)
-    if not path.exists():
-        raise SourceError(f"{path}: this file or directory does not exist")
-    return Archive(path)
 
 
 def _list_images(
@@ -139,7 +128,7 @@ def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:
 
 def _with_common_labels(
     listed: dict[SplitName, tuple[ImageFiles, list[str]]],
-) -> tuple[dict[SplitName, Source], list[str]]:
+) -> Sources:
     """Number the classes of all splits by their sorted names."""
     first = next(iter(listed))
     names = sorted(listed[first][1])

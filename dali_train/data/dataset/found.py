@@ -2,8 +2,10 @@
 
 import os
 import re
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _MOST_ENTRIES = 2000  # of a directory that are looked at
@@ -11,34 +13,39 @@ _TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}", re.IGNORECASE)
 _SPLIT_FOLDERS = ("train", "validation", "val", "test")
 
 
+class Published(Protocol):
+    """A published dataset: how its files are called, and the options of the converter for the directory ROOT."""
+
+    @property
+    def files(self) -> str | None: ...
+    @property
+    def command(self) -> str: ...
+
+
+PUBLISHED: Mapping[str, Published] = {}
+"""By the converter's name; `dali_train.data.convert.datasets` puts its table here."""
+
+
 def converter_for(root: Path) -> str:
-    """A sentence with the command that makes a dataset of what lies in `root`, judged by names alone."""
+    """Return a sentence with the command that makes a dataset of what lies in `root`, judged by names alone."""
     names = _names(root)
     below = {name: _names(root / name) for name in names[:50] if (root / name).is_dir()}
     shards = [name for name in names if _TFRECORD.search(name)]
     shards += [name for folder in _SPLIT_FOLDERS for name in below.get(folder, []) if _TFRECORD.search(name)]
     if shards or "idx_files" in names:  # as an indexing that was killed leaves it
         return f"run `dali-train data index {root}` to index its TFRecords"
-    if any(name.startswith("ILSVRC2012_img_") for name in names):
-        return (
-            "it holds ImageNet's archives: run `dali-train data convert imagenet --train-archive "
-            f"{root}/ILSVRC2012_img_train.tar --validation-archive {root}/ILSVRC2012_img_val.tar --devkit "
-            f"{root}/ILSVRC2012_devkit_t12.tar.gz --out DATASET`"
-        )
-    if any(name.startswith(("cifar-10-binary", "data_batch_")) for name in names):
-        return f"it holds CIFAR-10: run `dali-train data convert cifar10 --source {root} --out DATASET`"
-    if any(re.match(r"(train|t10k)-images[-.]idx3", name) for name in names):
-        return f"it holds MNIST or Fashion-MNIST: run `dali-train data convert mnist --source {root} --out DATASET`"
+    for dataset, published in PUBLISHED.items():
+        if published.files and any(re.match(published.files, name) for name in names):
+            options = published.command.replace("ROOT", str(root))
+            return f"it holds files of {dataset}: run `dali-train data convert {dataset} {options} --out DATASET`"
     archives = [name for name in names if name.endswith((".tar", ".tar.gz", ".tgz"))]
     if archives:
         return (
             f"it holds tar archives: run `dali-train data convert folder --train {root}/{archives[0]} --out DATASET` "
             "if they hold CLASS/name.jpg"
         )
-    folders = [
-        name for name in _SPLIT_FOLDERS if any(_holds_images(root / name / inner) for inner in below.get(name, [])[:5])
-    ]
-    if folders or any(_is_image(name) for inner in below.values() for name in inner):
+    inner = [root / split / name for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
+    if any(_is_image(name) for inside in [*below.values(), *map(_names, inner)] for name in inside):
         return f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`"
     return (
         "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted, "
@@ -52,10 +59,6 @@ def _names(directory: Path) -> list[str]:
             return sorted(entry.name for entry in islice(entries, _MOST_ENTRIES) if not entry.name.startswith("."))
     except OSError:
         return []
-
-
-def _holds_images(directory: Path) -> bool:
-    return any(_is_image(name) for name in _names(directory))
 
 
 def _is_image(name: str) -> bool:

@@ -17,6 +17,8 @@ from typing import Literal
 
 from crc32c import crc32c
 
+from dali_train.errors import RunError
+
 HEADER_SIZE = 12  # length, CRC of length
 FOOTER_SIZE = 4  # CRC of payload
 _MASK_DELTA = 0xA282EAD8  # from the format's definition, see the module's docstring
@@ -29,7 +31,7 @@ _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 _KIND_OF_FIELD: dict[int, FeatureKind] = {_BYTES_LIST: "bytes", _FLOAT_LIST: "float", _INT64_LIST: "int64"}
 
 
-class TFRecordError(ValueError):
+class TFRecordError(RunError):
     """A file that is not what the format demands; the message names the file and the byte offset."""
 
     def __init__(self, path: Path | str, offset: int, problem: str) -> None:

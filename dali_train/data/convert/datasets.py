@@ -1,0 +1,171 @@
+"""The datasets that can be converted: one row each in `DATASETS`, from which the parser of ``dali-train data convert``,
+its help, the workflow's datasets and the advice for a directory that is no dataset yet are made.
+
+To add one, write a function and its row, here or in a file of your own before it calls `dali_train.cli.main`::
+
+    DATASETS["letters"] = Converter(help="Handwritten letters.", load=letters, arguments=SOURCE)
+
+The modules that read a source are imported when it is converted: building the parser need not wait for them.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dali_train.data.convert.download import Download
+from dali_train.data.dataset import found
+
+if TYPE_CHECKING:
+    from dali_train.data.convert.sources import Sources
+
+Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
+SOURCE: Arguments = {"--source": {"type": Path, "metavar": "PATH", "help": "the published files"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converter:
+    """How one published dataset is read."""
+
+    help: str
+    load: Callable[[Namespace], "Sources"]
+    """From the parsed `arguments` to the splits and the class names in the order of the labels.
+
+    Raises SourceError, with file and remedy: a source that is missing or is not what it should be.
+    """
+    arguments: Arguments = field(default_factory=dict)
+    """With a `download`, ``options.source`` is where the files are, downloaded or not."""
+    download: Download | None = None
+    files: str | None = None
+    """A regular expression for the beginning of the published files' names, by which a directory is recognised."""
+    command: str = "--source ROOT"
+    """The options that convert the directory ROOT that holds such `files`."""
+
+    @property
+    def unattended(self) -> list[str] | None:
+        """The options that make it without files from the user, None where there are no such."""
+        return ["--download"] if self.download else None if self.arguments else []
+
+
+def _imagenet(options: Namespace) -> "Sources":
+    from dali_train.data.convert.imagenet import imagenet
+
+    return imagenet(options.train_archive, options.validation_archive, options.devkit)
+
+
+def _folder(options: Namespace) -> "Sources":
+    from dali_train.data.convert.trees import folders
+
+    return folders(
+        options.train, options.validation, validation_fraction=options.validation_fraction, seed=options.seed
+    )
+
+
+def _cifar10(options: Namespace) -> "Sources":
+    from dali_train.data.convert.small import cifar10
+
+    return cifar10(options.source)
+
+
+def _mnist(options: Namespace) -> "Sources":
+    from dali_train.data.convert.small import DIGIT_CLASSES, mnist
+
+    return mnist(options.source, class_names=DIGIT_CLASSES, title="mnist")
+
+
+def _fashion_mnist(options: Namespace) -> "Sources":
+    from dali_train.data.convert.small import FASHION_CLASSES, mnist
+
+    return mnist(options.source, class_names=FASHION_CLASSES, title="fashion-mnist")
+
+
+def _digits(options: Namespace) -> "Sources":
+    from dali_train.data.convert.small import digits
+
+    return digits()
+
+
+# SHA-256 sums of the official files as several public repositories quote them.
+DATASETS: dict[str, Converter] = {
+    "imagenet": Converter(
+        help="ImageNet (ILSVRC 2012) from the official archives, without unpacking them.",
+        load=_imagenet,
+        arguments={
+            "--train-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_train.tar"},
+            "--validation-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_val.tar; needs --devkit"},
+            "--devkit": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "ILSVRC2012_devkit_t12.tar.gz: the validation labels",
+            },
+        },
+        files="ILSVRC2012_img_",
+        command="--train-archive ROOT/ILSVRC2012_img_train.tar --validation-archive ROOT/ILSVRC2012_img_val.tar "
+        "--devkit ROOT/ILSVRC2012_devkit_t12.tar.gz",
+    ),
+    "folder": Converter(
+        help="Image files in one folder per class, in directories or tar archives.",
+        load=_folder,
+        arguments={
+            "--train": {
+                "type": Path,
+                "metavar": "DIR",
+                "help": "holds CLASS/name.jpg, the sorted names are the labels; or train/ and val/ or test/",
+            },
+            "--validation": {"type": Path, "metavar": "DIR", "help": "the same classes"},
+            "--validation-fraction": {
+                "type": float,
+                "metavar": "F",
+                "help": "instead: hold out this fraction of each class",
+            },
+        },
+    ),
+    "cifar10": Converter(
+        help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
+        load=_cifar10,
+        arguments=SOURCE,
+        download=Download(
+            address="https://www.cs.toronto.edu/~kriz/",
+            sha256={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+        ),
+        files="cifar-10-binary|data_batch_",
+    ),
+    "mnist": Converter(
+        help="MNIST: the directory of the official idx files, gzipped or not.",
+        load=_mnist,
+        arguments=SOURCE,
+        download=Download(
+            address="https://storage.googleapis.com/cvdf-datasets/mnist/",
+            sha256={
+                "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+                "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+                "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+                "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            },
+        ),
+        files="(train|t10k)-images[-.]idx3",
+    ),
+    "fashion-mnist": Converter(
+        help="Fashion-MNIST: the directory of the official idx files, gzipped or not; they are called as MNIST's are.",
+        load=_fashion_mnist,
+        arguments=SOURCE,
+        download=Download(
+            address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            sha256={
+                "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+                "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+                "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+                "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+            },
+        ),
+    ),
+    "digits": Converter(
+        help="scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which "
+        "is ordered by writer, is the validation split: digits of writers that training never sees, a harder test than "
+        "a random split.",
+        load=_digits,
+    ),
+}
+
+found.PUBLISHED = DATASETS  # what a missing dataset's error advises: the rows, without that layer importing this one
