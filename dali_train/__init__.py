@@ -4,6 +4,7 @@ import dali_train
 
 result = dali_train.run("configs/digits.py")
 model = dali_train.load_model(result.run_dir)
+predictions = dali_train.predict(model, ["photo.jpg"])
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,15 +13,24 @@ from dali_train.config import load_config
 
 if TYPE_CHECKING:
     from dali_train.checkpoint.model import load_model
+    from dali_train.commands.predict import predict
     from dali_train.commands.run import RunResult
     from dali_train.commands.train import run
     from dali_train.hooks import Hook
+    from dali_train.training.optim import register_optimizer
 
 __version__ = "0.1.0"
-__all__ = ["Hook", "RunResult", "load_config", "load_model", "run"]
+__all__ = ["Hook", "RunResult", "load_config", "load_model", "predict", "register_optimizer", "run"]
 
 # torch takes seconds to import, and the command line must be able to print its help without it.
-_PLACES = {"Hook": "hooks", "RunResult": "commands.run", "load_model": "checkpoint.model", "run": "commands.train"}
+_PLACES = {
+    "Hook": "hooks",
+    "RunResult": "commands.run",
+    "load_model": "checkpoint.model",
+    "predict": "commands.predict",
+    "register_optimizer": "training.optim",
+    "run": "commands.train",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -292,9 +292,9 @@ def _export(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
-    from dali_train.commands.predict import predict
+    from dali_train.commands.predict import print_predictions
 
-    predict(
+    print_predictions(
         options.directory,
         options.images,
         decoder=options.decoder,

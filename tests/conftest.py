@@ -1,5 +1,6 @@
 """Small real datasets and real runs for the tests."""
 
+import functools
 import io
 import os
 import sys
@@ -124,6 +125,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
             write_shard(root / split / f"{split}-{shard:05d}-of-{shards:05d}", records[shard::shards])
     build_index(root)
     return root
+
+
+@pytest.fixture
+def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile traces and differentiates but generates no code, for which Inductor takes a minute on a CPU."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 @pytest.fixture

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import dali_train
@@ -54,6 +57,25 @@ def test_a_model_comes_back_with_its_weights(finished: Path) -> None:
         assert (model(images).argmax(dim=1) == labels).double().mean() == next(
             e["top1"] for e in events if e["event"] == "eval"
         )
+
+
+def test_timm_prepares_images_for_a_loaded_model(finished: Path, tmp_path: Path) -> None:
+    model = dali_train.load_model(finished)
+    prepared = timm.data.resolve_data_config({}, model=model, use_test_size=True)
+    assert prepared | {"mean": (0.5,) * 3, "std": (0.5,) * 3} == prepared and prepared["input_size"] == (3, 32, 32)
+    assert (prepared["interpolation"], prepared["crop_mode"]) == ("bilinear", "center")
+    assert prepared["crop_pct"] == pytest.approx(32 / 36)
+    assert model.pretrained_cfg["label_names"] == [f"class {number}" for number in range(5)]
+    photographs = [tmp_path / f"{number}.jpg" for number in range(3)]
+    for number, path in enumerate(photographs):
+        path.write_bytes(jpeg(photograph(number, 50, 60)))
+    by_run, by_model = (dali_train.predict(source, photographs) for source in (finished, model))
+    np.testing.assert_array_equal(by_run.probabilities, by_model.probabilities)
+    transform = timm.data.create_transform(**prepared)
+    images = torch.stack([transform(Image.open(path)) for path in photographs])
+    with torch.inference_mode():
+        expected = model(images).softmax(dim=-1).sort(descending=True).values
+    np.testing.assert_allclose(dali_train.predict(model, photographs, decoder="pil").probabilities, expected, atol=1e-2)
 
 
 def test_final_weights_are_a_file_of_their_own(finished: Path, tmp_path: Path) -> None:

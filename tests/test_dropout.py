@@ -35,7 +35,7 @@ def forward(model: nn.Module, inputs: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_block_draws_its_masks_wherever_it_is(compiled: bool) -> None:
+def test_a_block_draws_its_masks_wherever_it_is(aot_eager: None, compiled: bool) -> None:
     """A pipeline's later stage has not drawn what comes before its first block."""
     model = vit(**DROPS)
     if compiled:

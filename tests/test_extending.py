@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from timm.optim._optim_factory import OptimInfo, default_registry
 
 import dali_train
 from dali_train.checkpoint.load import load_newest
@@ -53,7 +52,7 @@ def test_an_operator_an_optimizer_and_a_tracker(dataset: Path, tmp_path: Path, m
         return image.flip(-2)
 
     monkeypatch.setitem(OPERATORS, "UpsideDown", Operator(none, upside_down, lambda images, _: images))
-    default_registry.register(OptimInfo(name="signdescent", opt_class=SignDescent, description="for this test"))
+    dali_train.register_optimizer("signdescent", SignDescent)
     monkeypatch.setattr(Collected, "scalars", {})
     monkeypatch.setitem(TRACKERS, "collected", Collected)
 

@@ -127,6 +127,9 @@ def test_a_real_run_resumes_exactly_with_adamw(train: Train, tmp_path: Path) -> 
         ),
         ({"name": "sgd", "kwargs": {"momentum": "much"}}, "sgd cannot be made with optimizer.kwargs"),
         ({"name": "adamw", "bias_correction": False}, "adamw has no such setting"),
+        ({"name": "sgd", "betas": (0.8, 0.9)}, r"optimizer.betas is \(0.8, 0.9\), which sgd does not take"),
+        ({"name": "lion", "eps": 1e-3}, r"optimizer.eps is 0.001, which lion does not take"),
+        ({"name": "adan", "betas": (0.8, 0.9)}, r"optimizer.betas is .*, which adan takes 3: set .*optimizer.kwargs"),
     ],
 )
 def test_an_optimizer_that_cannot_be_made_is_one_sentence(fields: dict[str, Any], message: str) -> None:

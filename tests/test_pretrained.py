@@ -57,6 +57,13 @@ def test_weights_come_from_a_file(weights: tuple[str, dict[str, torch.Tensor]]) 
     assert not torch.equal(without.state_dict()["head.weight"], expected["head.weight"])
 
 
+@pytest.mark.parametrize("name", ["checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained"])
+def test_arguments_of_the_model_load_no_weights(name: str) -> None:
+    """A config.json may be somebody else's."""
+    with pytest.raises(ConfigError, match=rf"model.kwargs has {name}: .* weights come from model.weights"):
+        build_model(config(kwargs={**VIT, name: "weights.pth"}), 5, torch.device("meta"))
+
+
 def test_other_classes_get_a_new_classifier(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
     path, expected = weights
     first, second = (build_model(config(weights=path), 3, CPU, with_weights=True).state_dict() for _ in range(2))

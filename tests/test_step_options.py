@@ -1,6 +1,8 @@
 """Compiled models and recomputed activations: the same numbers for a micro-batch, whatever ran before."""
 
+import contextvars
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     "fields", [{"compile": "model"}, {"compile": "blocks", "activation_checkpointing": True}], ids=str
 )
-def test_dropout_belongs_to_the_micro_batch(tiny_config: Path, fields: dict[str, Any]) -> None:
+def test_dropout_belongs_to_the_micro_batch(tiny_config: Path, aot_eager: None, fields: dict[str, Any]) -> None:
     compiled = model(tiny_config, **fields)
     images = torch.randn(4, 3, 32, 32)
     first = gradients(compiled, images, seed=1)
@@ -138,9 +140,12 @@ def test_auto_compiles_nothing_on_a_cpu(tiny_config: Path) -> None:
 def test_without_the_compiler_where_it_fails(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What `auto` does on a GPU; here the compiler is one that the machine does not have."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/g++",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    """What `auto` does on a GPU."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fail))
     images = torch.randn(2, 3, 32, 32)
     expected = model(tiny_config, kwargs=PLAIN)
     broken = model(tiny_config, kwargs=PLAIN)
@@ -148,9 +153,7 @@ def test_without_the_compiler_where_it_fails(
     for _ in range(2):
         assert torch.equal(broken(images), expected(images))
     (warning,) = (record.getMessage() for record in caplog.records if record.name == "dali_train")
-    assert (
-        warning.startswith("model.compile auto: the compiler failed (") and "set model.compile none" in warning.lower()
-    )
+    assert warning.startswith("model.compile auto: the compiler failed (") and "Set model.compile none" in warning
 
 
 PLAIN = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
@@ -160,7 +163,8 @@ def test_fast_norm_keeps_the_stream_in_half_precision(tiny_config: Path) -> None
     images = torch.randn(4, 3, 32, 32)
     seen, outputs = [], []
     for fast in (False, True):
-        built = model(tiny_config, kwargs=PLAIN, fast_norm=fast)
+        # LayerScale's factors are float32, and would make the stream float32 again after the first block
+        built = model(tiny_config, kwargs={**PLAIN, "init_values": 0.1}, fast_norm=fast)
         for block in repeated_blocks(built):
             block.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
         with torch.autocast("cpu", torch.bfloat16):
@@ -181,9 +185,7 @@ def test_the_order_of_attention_kernels(tiny_config: Path) -> None:
     before = _cur_sdpa_kernel_backends(with_priority=True)
     model(tiny_config, attention="efficient")
     assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.EFFICIENT_ATTENTION
-    model(tiny_config, attention="torch")
-    assert _cur_sdpa_kernel_backends(with_priority=True) == before
-    model(tiny_config)  # auto: torch's own, on a CPU
+    contextvars.copy_context().run(model, tiny_config)  # as in a notebook's next cell. auto: torch's own order
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 

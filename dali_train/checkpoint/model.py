@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save
@@ -12,7 +12,7 @@ from dali_train.checkpoint.directory import resolve_checkpoint
 from dali_train.checkpoint.load import Checkpoint, load_checkpoint
 from dali_train.checkpoint.state import restore_weights
 from dali_train.checkpoint.storage import CheckpointError
-from dali_train.config import Config, load_config
+from dali_train.config import Config, DataConfig, load_config
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
@@ -31,11 +31,11 @@ def load_model(
     weights: Weights | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """The timm model of a run, in evaluation mode: see `load_trained`.
+    """Return the timm model of a run, in evaluation mode: see `load_trained`.
 
-    Returns:
-        A module from images (n, 3, eval_size, eval_size), float32 and normalised as the run's config says, to logits
-        (n, classes), float32.
+    It maps images (n, 3, eval_size, eval_size), float32 and normalised as the run's config says, to logits (n,
+    classes), float32. Its `pretrained_cfg` says how, so that ``timm.data.resolve_data_config({}, model=model)``
+    prepares images as the run's evaluation did; it holds the class names as ``label_names``.
     """
     return load_trained(Path(run_dir), checkpoint, weights).model.to(device)
 
@@ -54,7 +54,7 @@ class TrainedModel:
 
 
 def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights | None = None) -> TrainedModel:
-    """The model of a run.
+    """Return the model of a run and where it is from.
 
     Args:
         checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest where nothing was evaluated.
@@ -75,14 +75,30 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     plain = replace(
         config.model, compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False
     )
-    model = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
+    model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
+    model.pretrained_cfg = _input_config(model.pretrained_cfg, config.data, names)
     return TrainedModel(config=config, checkpoint=loaded, weights=chosen, class_names=names, model=model.float().eval())
+
+
+def _input_config(architecture: dict[str, Any], data: DataConfig, class_names: tuple[str, ...]) -> dict[str, Any]:
+    """Return timm's description of a model: what concerns its layers from `architecture`, its images from `data`."""
+    kept = ("architecture", "first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
+    return {name: architecture[name] for name in kept if name in architecture} | {
+        "num_classes": len(class_names),
+        "label_names": list(class_names),
+        "input_size": (3, data.eval_size, data.eval_size),
+        "interpolation": data.interpolation,
+        "mean": tuple(value / 255 for value in data.mean),
+        "std": tuple(value / 255 for value in data.std),
+        "crop_pct": data.eval_size / data.eval_resize_to,
+        "crop_mode": "squash" if data.eval_resize == "squash" else "center",
+    }
 
 
 def model_from(
     checkpoint: Checkpoint, config: Config, num_classes: int, device: torch.device, weights: Weights = "raw"
 ) -> nn.Module:
-    """The model of `config` with the weights of `checkpoint`, or with ``ema`` their moving average.
+    """Return the model of `config` with the weights of `checkpoint`, or with ``ema`` their moving average.
 
     Raises:
         ConfigError: they do not fit.

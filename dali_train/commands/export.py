@@ -68,14 +68,14 @@ def export(
 
 
 def preprocessing(trained: TrainedModel) -> dict[str, Any]:
-    """How an image becomes the model's input, and what its outputs mean, as plain JSON values."""
+    """Return how an image becomes the model's input, and what its outputs mean, as plain JSON values."""
     data = trained.config.data
     return {
         "input": f"float32, (n, 3, {data.eval_size}, {data.eval_size}), RGB",
         "resize": data.eval_resize,
         "resize_to": data.eval_resize_to,
         "center_crop": data.eval_size,
-        "interpolation": "bilinear",
+        "interpolation": data.interpolation,
         "antialias": data.antialias,
         "mean": list(data.mean),  # of 0 to 255
         "std": list(data.std),
@@ -89,21 +89,12 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
 
 def _export_timm(trained: TrainedModel, output: Path) -> Logits:
     """``timm.create_model("local-dir:OUTPUT", pretrained=True)`` reads it, and so does model.weights."""
-    data = trained.config.data
-    data_config = {
-        "input_size": (3, data.eval_size, data.eval_size),
-        "interpolation": "bilinear",
-        "mean": tuple(value / 255 for value in data.mean),
-        "std": tuple(value / 255 for value in data.std),
-        "crop_pct": data.eval_size / data.eval_resize_to,
-        "crop_mode": "squash" if data.eval_resize == "squash" else "center",
-    }
     save_for_hf(
         trained.model,
         output,
         safe_serialization=True,
         model_args=trained.config.model.kwargs,
-        model_config={"label_names": list(trained.class_names), "pretrained_cfg": data_config},
+        model_config={"label_names": list(trained.class_names)},
     )
     loaded: Logits = timm.create_model(f"local-dir:{output}", pretrained=True).eval()
     return loaded
@@ -149,5 +140,5 @@ FORMATS: dict[str, Callable[[TrainedModel, Path], Logits]] = {
 
 
 def _example(trained: TrainedModel) -> torch.Tensor:
-    """Two images: a batch of one is traced as the constant 1."""
+    """Return two images: a batch of one is traced as the constant 1."""
     return torch.zeros(2, 3, trained.config.data.eval_size, trained.config.data.eval_size)

@@ -68,7 +68,7 @@ def print_plan(
     check_evaluation_size(model, config)
     memory = estimate_memory(config, num_classes)
     ranks = describe_ranks(model, config, layout, memory)
-    fullest = max((rank.memory for rank in ranks), key=lambda memory: memory.state_bytes + memory.activation_bytes)
+    fullest = max((rank.memory for rank in ranks), key=lambda memory: memory.state_bytes + memory.step_bytes)
 
     print(f"images         {num_images:,} in {num_classes} classes ({source})")
     for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
@@ -196,9 +196,10 @@ def print_pipeline(model: nn.Module, config: Config, ranks: Sequence[RankPlan], 
 def describe_memory(memory: Memory) -> str:
     kinds = "weights, gradients and optimizer"
     gathered = f" ({memory.weight_bytes / 1e9:.2f} GB weights between steps)" if memory.gathered_bytes else ""
-    return (
-        f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, about {memory.activation_bytes / 1e9:.2f} GB activations"
-    )
+    copy = memory.weight_bytes + memory.optimizer_bytes
+    undo = f"; {copy / 1e9:.2f} GB to undo a step, when these are gone" if memory.keeps_copy else ""
+    activations = f"about {memory.activation_bytes / 1e9:.2f} GB activations{undo}"
+    return f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, {activations}"
 
 
 def _images(config: Config, num_images: int | None) -> tuple[int, int, str, float]:

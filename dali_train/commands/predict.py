@@ -1,16 +1,19 @@
-"""``dali-train predict``: what a run's model sees in images, decoded by DALI as in training or by PIL as most programs
+"""``dali-train predict``: classes of images by a run's model, decoded by DALI as in training or by PIL as most programs
 do."""
 
 import io
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from timm.data import resolve_data_config
 from torch import nn
 from torchvision.transforms import functional
 
@@ -29,13 +32,56 @@ _TOP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Of each image: the classes, likeliest first, and their probabilities; both (n, classes)."""
+    """The classes of each image, likeliest first, and their probabilities; both (n, classes)."""
 
     classes: NDArray[np.int64]
     probabilities: NDArray[np.float32]
 
 
 def predict(
+    model: nn.Module | Path | str, images: Sequence[Path | str], *, decoder: Literal["dali", "pil"] = "dali"
+) -> Predictions:
+    """Classify image files, resized, cut and normalised as in the evaluation of the run.
+
+    Args:
+        model: a run directory, or a model that `load_model` or timm has made, whose `pretrained_cfg` counts.
+        images: files; EXIF's rotation is ignored.
+
+    Raises:
+        ConfigError: a file is missing or is not an image, or there is no such run.
+    """
+    if not isinstance(model, nn.Module):
+        trained = load_trained(Path(model))
+        return _predict(trained.model, trained.config.data, [*map(Path, images)], decoder)
+    cfg = resolve_data_config({}, model=model)
+    size = cfg["input_size"][-1]
+    data = DataConfig(
+        root=".",
+        eval_size=size,
+        eval_resize_to=math.floor(size / cfg["crop_pct"]),
+        eval_resize="squash" if cfg["crop_mode"] == "squash" else "short-side",
+        interpolation=cfg["interpolation"],
+        normalise=tuple(tuple(255 * value for value in cfg[name]) for name in ("mean", "std")),  # type: ignore[arg-type]
+    )
+    return _predict(model, data, [*map(Path, images)], decoder)
+
+
+def _predict(model: nn.Module, data: DataConfig, images: Sequence[Path], decoder: str) -> Predictions:
+    missing = [path for path in images if not path.is_file()]
+    if missing:
+        raise ConfigError(f"{', '.join(map(str, missing))}: file not found")
+    for path in images:
+        try:
+            Image.open(path).close()
+        except OSError as error:
+            raise ConfigError(f"{path} is not an image that can be read: {error}") from error
+    if decoder == "pil":
+        return _classify(model, _with_pil([path.read_bytes for path in images], [*map(str, images)], data))
+    with tempfile.TemporaryDirectory() as directory:
+        return _classify(model, _with_dali(_as_split(images, Path(directory)), data))
+
+
+def print_predictions(
     run_dir: Path,
     images: Sequence[Path],
     *,
@@ -56,27 +102,12 @@ def predict(
         CheckpointError, DatasetError: see `load_trained`, `Split` and `EvaluationPipeline`.
     """
     trained = load_trained(run_dir, checkpoint, weights)
-    data = trained.config.data
     print(trained.describe())
     if not images:
         if picture is not None:
             raise ConfigError("--picture needs images: name some files")
         return compare_decoders(trained)
-    missing = [path for path in images if not path.is_file()]
-    if missing:
-        raise ConfigError(f"{', '.join(map(str, missing))}: file not found")
-    for path in images:
-        try:
-            Image.open(path).close()
-        except OSError as error:
-            raise ConfigError(f"{path} is not an image that can be read: {error}") from error
-    if decoder == "pil":
-        predictions = _classify(
-            trained.model, _with_pil([path.read_bytes for path in images], [*map(str, images)], data)
-        )
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            predictions = _classify(trained.model, _with_dali(_as_split(images, Path(directory)), data))
+    predictions = _predict(trained.model, trained.config.data, images, decoder)
     names = trained.class_names
     width = max(len(str(path)) for path in images)
     for path, classes, probabilities in zip(images, predictions.classes, predictions.probabilities, strict=True):
@@ -112,15 +143,9 @@ def compare_decoders(trained: TrainedModel) -> Predictions:
 
 
 def draw(picture: Path, images: Sequence[Path], predictions: Predictions, names: Sequence[str]) -> None:
-    """A PNG with each image above its likeliest classes.
+    """Draw a PNG with each image above its likeliest classes."""
+    from matplotlib.figure import Figure  # takes half a second, and only pictures need it
 
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--picture needs matplotlib: pip install 'dali-train[report]'") from error
     columns = min(4, len(images))
     rows = -(-len(images) // columns)
     figure = Figure(figsize=(3 * columns, 3.4 * rows), layout="constrained")
@@ -149,7 +174,7 @@ def _classify(model: nn.Module, batches: Iterable[torch.Tensor]) -> Predictions:
 
 
 def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
-    """Batches of all images of `split`, exactly as an evaluation on the CPU sees them."""
+    """Yield batches of all images of `split`, exactly as an evaluation on the CPU sees them."""
     numbers = np.arange(len(split))
     batches = [numbers[start : start + _BATCH] for start in range(0, len(numbers), _BATCH)]
     pixels = PixelFormat(
@@ -162,8 +187,7 @@ def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
 
 
 def _as_split(images: Sequence[Path], directory: Path) -> Split:
-    """Files as the validation split of a dataset in `directory`, so that they go through the same code as all
-    others."""
+    """Make `images` the validation split of a dataset in `directory`: they go through the same code as all others."""
     records: list[tuple[bytes, dict[str, bytes | str | int]]] = [
         (path.read_bytes(), {"image/class/label": 1, "image/filename": str(path)}) for path in images
     ]
@@ -173,8 +197,8 @@ def _as_split(images: Sequence[Path], directory: Path) -> Split:
 
 
 def _with_pil(encoded: Sequence[Callable[[], bytes]], names: Sequence[str], data: DataConfig) -> Iterator[torch.Tensor]:
-    """Batches of images, resized and cut by torchvision as most programs do. Like DALI here it ignores EXIF's
-    rotation."""
+    """Yield batches of images, resized and cut by torchvision as most programs do, without EXIF's rotation as here in
+    DALI."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
 
     def pixels(read: Callable[[], bytes], name: str) -> torch.Tensor:

@@ -26,10 +26,9 @@ class ModelConfig:
     comes sooner. auto: blocks on a GPU if the model has any, and not compiled, with a warning, if the compiler fails;
     none on a CPU, and where parallel divides the model among ranks.
     Dropout masks differ from those without it, but are still a function of the micro-batch."""
-    attention: NotInRecipe[Literal["auto", "torch", "cudnn", "flash", "efficient", "math"]] = "auto"
-    """Which attention kernel is tried first. torch: torch's own order. auto: cudnn on GPUs of compute capability 9 and
-    later (H100, B200), torch's order elsewhere. With run.deterministic a kernel that is not deterministic is passed
-    over."""
+    attention: NotInRecipe[Literal["auto", "cudnn", "flash", "efficient", "math"]] = "auto"
+    """Which attention kernel is tried first. auto: torch's own order. With run.deterministic a kernel that is not
+    deterministic is passed over."""
     fast_norm: bool = False
     """With precision.dtype bf16 or fp16, keep the residual stream in that format and normalise in it. Less memory
     traffic, other

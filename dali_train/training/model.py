@@ -3,20 +3,21 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import timm
 import torch
 from timm.layers import is_fast_norm, set_fast_norm
+from timm.models.vision_transformer import LayerScale
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from dali_train.config import Config, ModelConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.training import models  # noqa: F401 - registers them with timm
-from dali_train.training.pretrained import check_name, create_pretrained, freeze
+from dali_train.training.pretrained import check_arguments, check_name, create_pretrained, freeze
 from dali_train.training.recompute import recompute_activations
 
 logger = logging.getLogger("dali_train")
@@ -27,26 +28,27 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_attention_order = ExitStack()  # torch keeps the order as a global switch, and so do we
+_torchs_order: list[int] = []  # of attention kernels, as long as it is not in force
 
 
 def build_model(
     config: Config, num_classes: int, device: torch.device, *, with_weights: bool = False, on_host: bool = False
 ) -> nn.Module:
-    """The model on `device` in float32 (float64 with precision.dtype fp64), initialised from data.seed.
+    """Return the model on `device` in float32 (float64 with precision.dtype fp64), initialised from data.seed.
 
     On the meta device it is not compiled: nothing runs there.
 
     Args:
-        on_host: leave its weights in host memory, to be divided among the devices of several ranks; then it is not
+        on_host: leave its weights in host memory, to be sharded over the devices of several ranks; then it is not
             compiled.
-        with_weights: begin with model.weights instead. A checkpoint replaces them, so whoever has one does without.
+        with_weights: begin with model.weights instead; not needed where a checkpoint replaces them.
 
     Raises:
         ConfigError: timm does not know the name, the model refuses the arguments, or cannot do what is asked of it.
     """
     name = config.model.name
     check_name(name, "model.name")
+    check_arguments(config.model.kwargs, "model.kwargs")
     # On the meta device there is no autocast to ask for its format (torch 2.11 raises), and nothing to gain.
     fast_norm = config.model.fast_norm and device.type != "meta"
     torch.manual_seed(torch_seed(config.data.seed, Purpose.INITIALISATION))
@@ -79,7 +81,7 @@ def build_model(
 
 @contextmanager
 def _normalising(*, fast: bool) -> Iterator[None]:
-    """timm's layers ask once, when they are made, whether to normalise in half precision."""
+    """Within, timm's layers normalise in half precision or not: they ask once, when they are made."""
     before = is_fast_norm()
     set_fast_norm(fast)
     try:
@@ -89,31 +91,38 @@ def _normalising(*, fast: bool) -> Iterator[None]:
 
 
 def _keep_stream_in_half_precision(model: nn.Module) -> None:
-    """A transformer's class token and positions are float32, and what is added to float32 stays float32: cast once,
-    where the first block begins."""
+    """Under autocast, cast the residual stream where the first block begins, and what LayerScale adds to it.
 
-    def cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        stream, *others = inputs
-        if torch.is_autocast_enabled(stream.device.type):
-            stream = stream.to(torch.get_autocast_dtype(stream.device.type))
-        return (stream, *others)
+    The class token, the positions and LayerScale's factors are float32, and what meets float32 becomes float32.
+    """
+
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
     for block in repeated_blocks(model)[:1]:
-        block.register_forward_pre_hook(cast)
+        block.register_forward_pre_hook(lambda module, inputs: (halved(inputs[0]), *inputs[1:]))
+    for module in model.modules():
+        if isinstance(module, LayerScale):
+            module.register_forward_hook(lambda module, inputs, output: halved(output))
 
 
 def _choose_attention(first: str, device: torch.device) -> None:
     """Put the kernel `first` at the head of torch's order, for the entire process, before the compiler asks for it.
 
-    torch prefers FlashAttention 2. On H100 cuDNN's kernel is up to 75 % faster (PyTorch 2.5's release notes).
+    auto: torch's own order, which knows the GPU and where cuDNN's kernel is to be trusted (pytorch/pytorch#169849).
     """
-    _attention_order.close()
-    if first == "auto":
-        newer = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        first = "cudnn" if newer else "torch"
-    if first != "torch":
-        order = [_KERNELS[first], *(kernel for name, kernel in _KERNELS.items() if name != first)]
-        _attention_order.enter_context(sdpa_kernel(order, set_priority=True))
+    if first == "auto" and not _torchs_order:
+        return
+    if device.type == "cuda":  # torch chooses its own order at the first question, whatever was set before
+        query = torch.empty(1, 1, 8, 64, device=device, dtype=torch.float16)
+        torch._fused_sdp_choice(query, query, query)
+    if not _torchs_order:
+        _torchs_order.extend(torch._C._get_sdp_priority_order())
+    order = _torchs_order
+    if first != "auto":
+        order = [_KERNELS[first].value, *(number for number in order if number != _KERNELS[first].value)]
+    torch._C._set_sdp_priority_order(order)  # torch.nn.attention.sdpa_kernel ends only in the context that began it
 
 
 def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
@@ -172,8 +181,9 @@ def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> C
 
 
 def check_evaluation_size(model: nn.Module, config: Config) -> None:
-    """Pass one blank evaluation image through `model` on its device, in eval mode and not compiled. On the meta device
-    that computes nothing.
+    """Check that `model` takes images of data.eval_size.
+
+    It is passed one blank image on its device, in eval mode and not compiled. On the meta device that computes nothing.
 
     Raises:
         ConfigError: the model does not take images of data.eval_size.
@@ -182,11 +192,20 @@ def check_evaluation_size(model: nn.Module, config: Config) -> None:
 
 
 def check_training_size(model: nn.Module, config: Config) -> None:
-    """The same for data.train_size and the sizes of data.progressive.
+    """Check the same of data.train_size and the sizes of data.progressive.
 
     Raises:
-        ConfigError: the model does not take images of these sizes.
+        ConfigError: the model does not take images of these sizes, or cannot train on them with run.deterministic.
     """
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if on_gpu and config.run.deterministic and getattr(model, "dynamic_img_size", False):
+        others = [size for size in config.data.train_sizes if size != input_size(model)]
+        if others:
+            raise ConfigError(
+                f"run.deterministic is true, but torch has no deterministic backward pass on GPUs for the position "
+                f"embedding of {config.model.name} resampled to images of {others[0]} pixels: set run.deterministic "
+                f"false, or train at {input_size(model)} pixels only"
+            )
     _check_size(model, config, config.data.train_size, "data.train_size")
     any_size = "choose a model that takes images of any size; a ViT does with --model.kwargs.dynamic_img_size true"
     for _, size in config.data.progressive:
@@ -223,15 +242,17 @@ def _not_compiled(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def input_size(model: nn.Module) -> int | None:
-    """The side of the images that the model was made for, in pixels; None if it does not say."""
+    """Return the side of the images that the model was made for, in pixels; None if it does not say."""
     embedding = getattr(model, "patch_embed", None)
     sizes = getattr(embedding, "img_size", None) or (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     return int(sizes[-1]) if sizes else None
 
 
 def compare_with_timm(model: nn.Module, config: Config) -> list[str]:
-    """What timm says of the model's own images and the config says otherwise, as sentences. For weights drawn anew
-    nothing is wrong with that; pretrained weights expect their own."""
+    """Return how the config's images differ from those that timm names for the model, as sentences.
+
+    Nothing is wrong with that for random weights; pretrained weights expect their own.
+    """
     own = getattr(model, "pretrained_cfg", None) or {}
     differences = []
     size = input_size(model)
@@ -245,7 +266,7 @@ def compare_with_timm(model: nn.Module, config: Config) -> list[str]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that the model consists of, such as a transformer's layers; empty if it is not made of such.
+    """Return the blocks that the model consists of, such as a transformer's layers; empty if it is not made of such.
 
     They are found by structure: of all classes that stand side by side in an nn.Sequential or nn.ModuleList and
     together hold at least half of the weights, the one with the most instances. So it is blocks, not the stages around

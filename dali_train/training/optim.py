@@ -11,6 +11,7 @@ from timm.optim import (
     list_optimizers,
     param_groups_layer_decay,
 )
+from timm.optim._optim_factory import OptimInfo, default_registry
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,8 +19,37 @@ from dali_train.config import OptimizerConfig
 from dali_train.errors import ConfigError
 
 
+def register_optimizer(
+    name: str,
+    optimizer_class: type[Optimizer],
+    *,
+    num_betas: int = 2,
+    defaults: dict[str, Any] | None = None,
+) -> None:
+    """Let optimizer.name be `name`, for an optimizer that timm does not have.
+
+    Args:
+        optimizer_class: takes parameter groups and lr; and weight_decay, betas and eps where its constructor names
+            them. A step changes only parameters and tensors or numbers in ``state`` and in its groups.
+        num_betas: how many `betas` it takes; optimizer.betas are two.
+        defaults: more arguments of the constructor, which optimizer.kwargs override.
+    """
+    parameters = inspect.signature(optimizer_class.__init__).parameters
+    default_registry.register(
+        OptimInfo(
+            name=name,
+            opt_class=optimizer_class,
+            has_eps="eps" in parameters,
+            has_betas="betas" in parameters,
+            has_momentum="momentum" in parameters,
+            num_betas=num_betas,
+            defaults=defaults,
+        )
+    )
+
+
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The optimizer of timm that `config` names, over `model`.
+    """Return the optimizer that `config` names, over `model`.
 
     From 1.0.31 on timm's LAMB takes its multi-tensor pass where torch has kernels for it, on GPUs, and goes tensor by
     tensor on a CPU, which is faster there (ViT-B/16 on 2 cores: 0.64 against 2.4 s). Earlier versions know only the
@@ -70,7 +100,7 @@ def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
 
 
 def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: float) -> list[dict[str, Any]]:
-    """timm's groups, whose lr_scale the trainer multiplies the rate with.
+    """Return timm's groups, whose lr_scale the trainer multiplies the rate with.
 
     Raises:
         ConfigError: the model does not say what its layers are.
@@ -90,7 +120,7 @@ def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: flo
 
 
 def _arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """What the optimizer takes besides rate and weight decay.
+    """Return the arguments of the optimizer besides rate and weight decay.
 
     Raises:
         ConfigError: the optimizer does not exist, or it does not take what the config says.
@@ -118,6 +148,13 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
         "self",
         "params",
     }
+    for name in ("betas", "eps"):
+        value = getattr(config, name)
+        if value != getattr(OptimizerConfig, name) and (name not in accepted or name not in defaults):
+            other = (
+                f"takes {info.num_betas}: set them in optimizer.kwargs and" if name in accepted else "does not take:"
+            )
+            raise ConfigError(f"optimizer.{name} is {value}, which {config.name} {other} leave it out")
     for name in config.kwargs:
         if name not in accepted:
             close = difflib.get_close_matches(name, accepted, n=3) or sorted(accepted)

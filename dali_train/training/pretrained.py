@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dali_train.errors import ConfigError
 def create_pretrained(
     name: str, weights: str, num_classes: int, kwargs: dict[str, Any], *, field: str, keep_classifier: bool = False
 ) -> Any:
-    """timm's model `name` with trained weights; timm fits position embeddings to another resolution.
+    """Return timm's model `name` with trained weights; timm fits position embeddings to another resolution.
 
     Args:
         weights: a safetensors file, or a timm name with the same architecture (``vit_base_patch16_224.augreg_in1k``,
@@ -29,6 +30,7 @@ def create_pretrained(
     Raises:
         ConfigError: the weights are missing, cannot be fetched, or do not fit.
     """
+    check_arguments(kwargs, "loss.teacher_kwargs" if field.startswith("loss") else "model.kwargs")
     overlay: dict[str, Any] | None = None
     source = weights or name
     if weights.endswith(".safetensors"):
@@ -62,10 +64,31 @@ def create_pretrained(
     return model
 
 
-def check_name(name: str, field: str) -> None:
-    """
+# Arguments of timm.create_model that are not the architecture's: with some it loads files and fetches URLs, and a
+# config.json may be somebody else's.
+_NOT_FOR_THE_MODEL = {
+    *inspect.signature(timm.create_model).parameters,
+    "pretrained_strict",
+    "pretrained_filter_fn",
+} - {"model_name", "kwargs"}
+
+
+def check_arguments(kwargs: dict[str, Any], field: str) -> None:
+    """Check that `kwargs` only describe an architecture.
+
     Raises:
-        ConfigError: timm does not know it.
+        ConfigError: one of them would load weights.
+    """
+    if names := sorted(_NOT_FOR_THE_MODEL & kwargs.keys()):
+        source = "loss.teacher_weights" if field.startswith("loss") else "model.weights"
+        raise ConfigError(f"{field} has {names[0]}: it is no argument of the model; weights come from {source}")
+
+
+def check_name(name: str, field: str) -> None:
+    """Check that timm has a model of that name.
+
+    Raises:
+        ConfigError: it has none.
     """
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(), n=3)
