@@ -1,6 +1,7 @@
 """What becomes of a finished run: exported models, predictions, and the question why two runs differ."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from dali_train.checkpoint.model import load_trained
 from dali_train.cli import main
 
 from .conftest import TINY_CONFIG, photograph
+from .data.files import EPS
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +155,8 @@ def test_both_decoders_are_compared_on_the_validation_split(finished: Path, caps
         (["/nowhere"], "/nowhere is not a run directory"),
         (["RUN", "/nowhere.jpg"], "/nowhere.jpg: file not found"),
         (["RUN", "--picture", "x.png"], "--picture needs images"),
-        (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image that can be read"),
-        (["RUN", "TEXT"], "TEXT is not an image that can be read"),
+        (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image in a known format"),
+        (["RUN", "TEXT"], "TEXT is not an image in a known format"),
         (["RUN", "--data.train_size", "1"], "predict takes a run's own settings and no others"),
     ],
 )
@@ -165,6 +167,21 @@ def test_predict_names_mistakes(
     places = {"RUN": str(finished), "TEXT": str(tmp_path / "TEXT")}
     assert main(["predict", *(places.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_predict_starts_no_other_program(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PIL opens an EPS with Ghostscript, whatever its name."""
+    ghostscript, figure = tmp_path / "bin" / "gs", tmp_path / "photo.jpg"
+    ghostscript.parent.mkdir()
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ghostscript.parent}:{os.environ['PATH']}")
+    figure.write_bytes(EPS)
+    assert main(["predict", str(finished), str(figure), "--decoder", "pil"]) == 2
+    assert "photo.jpg is not an image in a known format (JPEG, PNG" in capsys.readouterr().err
+    assert not (tmp_path / "started").exists()
 
 
 def diff_of(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:

@@ -1,7 +1,6 @@
 """``dali-train predict``: classes of images by a run's model, decoded by DALI as in training or by PIL as most programs
 do."""
 
-import io
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from timm.data import resolve_data_config
 from torch import nn
 from torchvision.transforms import functional
@@ -20,6 +18,7 @@ from torchvision.transforms import functional
 from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
 from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.image_file import BadImageError, decode_rgb, open_image
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.dali import EvaluationPipeline
@@ -72,9 +71,9 @@ def _predict(model: nn.Module, data: DataConfig, images: Sequence[Path], decoder
         raise ConfigError(f"{', '.join(map(str, missing))}: file not found")
     for path in images:
         try:
-            Image.open(path).close()
-        except OSError as error:
-            raise ConfigError(f"{path} is not an image that can be read: {error}") from error
+            open_image(path.read_bytes())
+        except BadImageError as error:
+            raise ConfigError(f"{path} {error}") from error
     if decoder == "pil":
         return _classify(model, _with_pil([path.read_bytes for path in images], [*map(str, images)], data))
     with tempfile.TemporaryDirectory() as directory:
@@ -155,8 +154,7 @@ def draw(picture: Path, images: Sequence[Path], predictions: Predictions, names:
     for ax, path, classes, probabilities in zip(
         axes, images, predictions.classes, predictions.probabilities, strict=False
     ):
-        with Image.open(path) as image:
-            ax.imshow(image.convert("RGB"))
+        ax.imshow(decode_rgb(path.read_bytes()))
         ax.set_title(
             "\n".join(f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)),
             fontsize=9,
@@ -203,10 +201,9 @@ def _with_pil(encoded: Sequence[Callable[[], bytes]], names: Sequence[str], data
 
     def pixels(read: Callable[[], bytes], name: str) -> torch.Tensor:
         try:
-            with Image.open(io.BytesIO(read())) as image:
-                rgb = image.convert("RGB")
-        except OSError as error:
-            raise ConfigError(f"{name} is not an image that PIL can decode: {error}") from error
+            rgb = decode_rgb(read())
+        except BadImageError as error:
+            raise ConfigError(f"{name} {error}") from error
         size = data.eval_resize_to
         sides = [size, size] if data.eval_resize == "squash" else [size]
         resized = functional.resize(rgb, sides, functional.InterpolationMode(data.interpolation))

@@ -21,7 +21,7 @@ from PIL import Image
 from dali_train.data.convert import run
 from dali_train.data.dataset.index import Split
 from tests.conftest import REPOSITORY, photograph
-from tests.data.files import encoded, files_of, small_photograph, tool, write_folder, write_training_archive
+from tests.data.files import EPS, encoded, files_of, small_photograph, tool, write_folder, write_training_archive
 from tests.ranks import FORK
 
 CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
@@ -183,6 +183,7 @@ def test_two_at_a_time_are_refused(folder: Path, tmp_path: Path, capsys: pytest.
 BAD = {
     "ant/truncated.jpg": (lambda: small_photograph(3)[:-20], "cannot be decoded: image file is truncated"),
     "bee/empty.jpg": (lambda: b"", "not an image in a known format"),
+    "bee/figure.jpg": (lambda: EPS, "not an image in a known format"),  # PIL would start Ghostscript
     "bee/page.jpg": (lambda: b"<html>gone</html>", "not an image in a known format"),
     "cat/short.png": (lambda: encoded(photograph(1, 40, 40), "PNG")[:500], "cannot be decoded"),
 }
@@ -198,7 +199,7 @@ def test_bad_images_fail_when_all_are_known_then_can_be_skipped(
     out = tmp_path / "out"
     assert convert_folder(folder, out) == 1
     error = capsys.readouterr().err
-    assert "4 images cannot be decoded" in error and "Start the same command again with --on-bad skip" in error
+    assert "5 images cannot be decoded" in error and "Start the same command again with --on-bad skip" in error
     quarantine = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
     assert {line["file"] for line in quarantine} == {str(folder / name) for name in BAD}
     for line in quarantine:
@@ -208,7 +209,7 @@ def test_bad_images_fail_when_all_are_known_then_can_be_skipped(
     assert not (out / "dataset.json").exists()
 
     assert convert_folder(folder, out, "--on-bad", "skip") == 0
-    assert "4 images: left out, see quarantine.jsonl" in capsys.readouterr().out
+    assert "5 images: left out, see quarantine.jsonl" in capsys.readouterr().out
     assert sorted(images_of(out)) == good_images
     sizes = [shard.num_records for shard in Split(out, "train").manifest.splits["train"].shards]
     assert max(sizes) - min(sizes) <= 1

@@ -26,6 +26,7 @@ from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
 from tests.conftest import photograph, write_shard
 from tests.data.files import (
+    EPS,
     encoded,
     files_of,
     small_photograph,
@@ -243,9 +244,6 @@ def jpeg_with(**changes: int) -> bytes:
             case "width":
                 content[frame + 7 : frame + 9] = struct.pack(">H", value)
     return bytes(content)
-
-
-EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
 
 
 @pytest.mark.parametrize(

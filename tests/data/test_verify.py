@@ -1,6 +1,7 @@
 """Every kind of damage to a dataset is found, named, and gives a status other than 0."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dali_train.data.dataset import build_index
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.tfrecord import Feature, RecordSpan, parse_example
 from tests.data.files import small_photograph, tool, write_folder
 
 
@@ -116,6 +119,26 @@ def test_a_wrong_number_in_the_index(dataset: Path, check: Callable[..., tuple[i
     assert status == 1
     assert f"fault: {shard(dataset)}: record 3 has {column} {right}, the index says {wrong}" in printed
     assert f"has {column} {right}, the index says {wrong}" in check("--sample", "27")[1]
+
+
+def test_another_reader_is_asked(
+    dataset: Path, check: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of our own parser, which index and check have in common."""
+
+    def faulty(buffer: memoryview, record: RecordSpan, path: Path) -> dict[str, Feature]:
+        features = parse_example(buffer, record, path)
+        (label,) = features["image/class/label"].integers
+        return features | {"image/class/label": Feature("int64", integers=(label % 3 + 1,))}
+
+    monkeypatch.setattr(build_index, "parse_example", faulty)
+    build_index.build_index(dataset)
+    for options in ((), ("--sample", "5")):
+        status, printed = check(*options)
+        assert status == 1 and set(re.findall("fault: (.*): record", printed)) >= {
+            str(shard(dataset, n)) for n in (0, 2)
+        }
+        assert "record 0 has another image or label as the package tfrecord reads it" in printed
 
 
 def test_labels_out_of_range(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.dataset.image_file import FORMATS, MAX_SIDE, BadImageError, check_size, open_image
+from dali_train.data.dataset.image_file import IMAGE_FORMATS, MAX_SIDE, BadImageError, check_size, open_image
 from dali_train.data.dataset.jpeg import JpegError, is_jpeg, parse_jpeg_header
 from dali_train.errors import DatasetError
 
 MAX_ENCODED_BYTES = 100_000_000
-_FORMATS = (*FORMATS, "GIF")  # which becomes another format here
+_FORMATS = (*IMAGE_FORMATS, "GIF")  # which becomes another format here
 _EXIF_ORIENTATION = 0x0112
 
 Format = Literal["jpeg", "raw"]

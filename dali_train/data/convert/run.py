@@ -130,7 +130,9 @@ def convert(conversion: Conversion) -> list[str]:
             class_names=conversion.class_names,
             conversion={"options": conversion.identity(), "report": report},
         )
-        findings = verify(out, decode=False, workers=conversion.workers)  # what is stored was decoded before
+        findings = verify(
+            out, decode=False, other_reader=False, workers=conversion.workers
+        )  # what is stored was decoded before
         if findings.problems:
             (
                 out / "dataset.json"

@@ -12,8 +12,8 @@ MAX_PIXELS = (
     100_000_000  # ImageNet's largest image has 61 million; decoding many more would stop a run for want of memory
 )
 MAX_SIDE = 65_500  # libjpeg's limit, and what the index can hold
-# What DALI decodes. PIL would open dozens of others, each with a parser of its own, and an EPS with Ghostscript.
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
+# What DALI decodes, and all that PIL may open: of itself it opens dozens more, and runs Ghostscript for an EPS.
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
 _JPEG_PROCESSES = (0, 1, 2)  # baseline, extended, progressive: the others are lossless, hierarchical or arithmetic
 
 
@@ -22,7 +22,7 @@ class BadImageError(ValueError):
 
 
 def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
-    """(height, width) in pixels, before any EXIF rotation.
+    """Return (height, width) in pixels, before any EXIF rotation.
 
     Raises:
         BadImageError: not an image that training can decode, as far as its header shows, or too large.
@@ -44,7 +44,7 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
     return height, width
 
 
-def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = FORMATS) -> Image.Image:
+def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FORMATS) -> Image.Image:
     """Read an image's header with PIL. Its pixels are decoded when they are first asked for, and that may raise
     anything.
 
@@ -64,6 +64,18 @@ def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = FORMATS) 
         raise BadImageError(f"has more than {MAX_PIXELS:,} pixels: refused as a decompression bomb") from error
     except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
         raise BadImageError(f"is not an image that can be read ({type(error).__name__}: {error})") from error
+
+
+def decode_rgb(encoded: bytes | memoryview) -> Image.Image:
+    """Decode an image with PIL, without applying its EXIF rotation. Raises BadImageError: it cannot be decoded."""
+    try:
+        image = open_image(encoded)
+        check_size(image.height, image.width)
+        return image.convert("RGB")
+    except BadImageError:
+        raise
+    except Exception as error:  # PIL's decoders raise nearly any kind on damaged files
+        raise BadImageError(f"cannot be decoded ({type(error).__name__}: {error})") from error
 
 
 def check_size(height: int, width: int) -> None:

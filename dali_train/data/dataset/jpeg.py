@@ -1,11 +1,15 @@
 """What the header of a JPEG file says: size, colour, coding process and the EXIF orientation.
 
-Parsed here rather than by an image library because every image of a conversion passes: this takes about 10 us.
-Markers are those of ITU-T T.81, table B.1; the EXIF orientation is tag 0x0112 of the first TIFF directory in APP1.
+Parsed here because every image passes twice in a conversion: this takes 6 us where PIL's header takes 70, with which
+converting ImageNet's photographs costs 8 % more CPU time, and 30 % more without the decode check. Markers are those of
+ITU-T T.81, table B.1. An EXIF block, which few images have, is PIL's to read.
 """
 
 import struct
+import warnings
 from dataclasses import dataclass
+
+from PIL import ExifTags, Image
 
 _START = b"\xff\xd8"
 # Start-of-frame markers: C0 to CF but for DHT (C4), JPG (C8) and DAC (CC).
@@ -13,7 +17,6 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _WITHOUT_LENGTH = frozenset([0x01, *range(0xD0, 0xD8)])  # TEM and the restart markers
 _APP1, _START_OF_SCAN, _END_OF_IMAGE = 0xE1, 0xDA, 0xD9
 _EXIF = b"Exif\x00\x00"
-_ORIENTATION = 0x0112
 
 
 class JpegError(ValueError):
@@ -31,8 +34,7 @@ class JpegHeader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every common decoder reads it as RGB or grey in the same way, without choosing a colour
-        conversion."""
+        """True if every common decoder reads it as RGB or grey in the same way, without choosing a conversion."""
         return (
             self.precision == 8
             and self.components in (1, 3)
@@ -77,23 +79,18 @@ def parse_jpeg_header(content: bytes | memoryview) -> JpegHeader:
             precision, height, width, components = struct.unpack_from(">BHHB", content, body)
             return JpegHeader(height, width, components, precision, marker & 0x0F, orientation)
         if marker == _APP1 and content[body : body + len(_EXIF)] == _EXIF:
-            orientation = _exif_orientation(bytes(content[body + len(_EXIF) : end]))
+            orientation = _exif_orientation(bytes(content[body:end]))
         position = end
     raise JpegError(f"the file ends after {size} bytes without a frame header")
 
 
-def _exif_orientation(tiff: bytes) -> int:
-    """1 to 8; a damaged EXIF block counts as upright, as it does for decoders."""
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None or len(tiff) < 8:
+def _exif_orientation(block: bytes) -> int:
+    """Return 1 to 8; a damaged EXIF block counts as upright, as it does for decoders."""
+    exif = Image.Exif()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            exif.load(block)
+        orientation = exif.get(ExifTags.Base.Orientation, 1)
+    except Exception:  # of nearly any kind
         return 1
-    (directory,) = struct.unpack_from(order + "I", tiff, 4)
-    if directory + 2 > len(tiff):
-        return 1
-    (count,) = struct.unpack_from(order + "H", tiff, directory)
-    for entry in range(directory + 2, min(directory + 2 + 12 * count, len(tiff) - 11), 12):
-        tag, kind = struct.unpack_from(order + "HH", tiff, entry)
-        if tag == _ORIENTATION and kind == 3:
-            (value,) = struct.unpack_from(order + "H", tiff, entry + 8)
-            return value if 1 <= value <= 8 else 1
-    return 1
+    return orientation if orientation in range(1, 9) else 1
