@@ -28,7 +28,7 @@ test-fast: $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_PYTHON ?= $(shell /usr/bin/python3.11 -c 'import ensurepip; print("/usr/bin/python3.11")' 2>/dev/null || echo $(PYTHON))
 # What touches serialisation, DALI, DDP and timm. The rest does not depend on versions, or `make test` sees it fail as well.
-OLDEST_TESTS := $(addprefix tests/test_,checkpoint.py optimizers.py pipeline.py stream.py augment.py training.py export.py)
+OLDEST_TESTS := $(addprefix tests/test_,checkpoint.py optimizers.py pipeline.py dali_reader.py augment.py training.py export.py)
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS)

@@ -16,8 +16,8 @@ from dali_train.checkpoint.storage import CheckpointError
 from dali_train.cli import main
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.dali import EvaluationPipeline
 from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.pipelines import EvaluationPipeline
 
 from .conftest import TINY_CONFIG, jpeg, photograph, write_shard
 

@@ -20,7 +20,6 @@ from dali_train.config import Config, DataConfig, MixupConfig, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading import storage as storages
 from dali_train.data.loading.augment import OPERATORS, Operator, none, slide
-from dali_train.data.loading.dali import CpuTrainingPipeline, DaliTrainingPipeline, IndexedSource
 from dali_train.data.loading.decoder import (
     COMMON_OPTIONS,
     decode_boxes,
@@ -28,13 +27,13 @@ from dali_train.data.loading.decoder import (
     describe_decoder,
     hardware_share,
 )
-from dali_train.data.loading.loader import Batch, make_loader, pixel_format
+from dali_train.data.loading.loader import make_loader, pixel_format
 from dali_train.data.loading.mixing import mix
+from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, IndexedPipeline
 from dali_train.data.loading.storage import MappedFiles
-from dali_train.data.loading.stream import _random_crops
 from dali_train.data.sampling.augment import IDENTITY, draw_operators, erased_boxes, policy_of
 from dali_train.data.sampling.draws import draw_mixing
-from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 from dali_train.errors import ConfigError, DatasetError
 
@@ -172,11 +171,9 @@ def test_augment_is_checked(augment: str, message: str) -> None:
         DataConfig(root="data", augment=augment)
 
 
-def test_unknown_operators_and_the_stream_are_refused(config: Config) -> None:
+def test_unknown_operators_are_refused(config: Config) -> None:
     with pytest.raises(ConfigError, match="there is no operator Solarise; did you mean Solarize"):
         batches(augmented(config, "rand-tRotate+Solarise"))
-    with pytest.raises(ConfigError, match=r"data.random_erasing need data.reader index"):
-        replace(config.data, reader="stream", random_erasing=0.1)
 
 
 def test_draws_are_pure_functions_of_image_and_epoch() -> None:
@@ -271,7 +268,7 @@ def test_erased_boxes() -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def source_of(kind: type[IndexedSource], config: Config) -> IndexedSource:
+def source_of(kind: type[IndexedPipeline], config: Config) -> IndexedPipeline:
     split = Split(config.data.root, "train")
     micro_batches, places = MicroBatches(split.rows, config), iter(range(100))
     return kind(
@@ -281,7 +278,6 @@ def source_of(kind: type[IndexedSource], config: Config) -> IndexedSource:
         config.data,
         pixel_format(config, CPU, 1),
         size=4,
-        mix=config.mixup.enabled,
     )
 
 
@@ -298,9 +294,10 @@ def test_both_pipelines_give_the_same_images(config: Config, augment: str, dtype
         precision=replace(config.precision, dtype=dtype),
         mixup=MixupConfig(alpha=0.4, cutmix_alpha=1.0, per_image=True),
     )  # type: ignore[arg-type]
-    cpu, dali = (source_of(kind, config) for kind in (CpuTrainingPipeline, DaliTrainingPipeline))
+    cpu, dali = (source_of(kind, config) for kind in (CpuPipeline, DaliPipeline))
     for _ in range(6):
-        (images, targets, lambdas, draws), (others, *rest) = cpu.run(), dali.run()
+        ours, theirs = cpu.run(), dali.run()
+        images, others = ours.images, theirs.images
         assert (
             images.dtype
             == others.dtype
@@ -308,7 +305,8 @@ def test_both_pipelines_give_the_same_images(config: Config, augment: str, dtype
         )
         assert images.shape == others.shape == (4, 3, 48, 48)
         assert (images.float() - others.float()).abs().mean() * 60 < (0.7 if augment == "none" else 1.5)
-        assert torch.equal(targets, rest[0]) and torch.equal(lambdas, rest[1]) and draws.k == rest[2].k
+        assert torch.equal(ours.targets, theirs.targets) and torch.equal(ours.lambdas, theirs.lambdas)
+        assert ours.micro_batch.k == theirs.micro_batch.k
 
 
 def test_erasing_fills_with_the_mean(config: Config) -> None:
@@ -319,7 +317,7 @@ def test_erasing_fills_with_the_mean(config: Config) -> None:
         normalise=((120.0, 115.0, 100.0), (60.0, 60.0, 60.0)),
     )
     for batch in batches(config):
-        for image, (top, left, height, width) in zip(batch.images, batch.micro_batch.erased.tolist(), strict=True):  # type: ignore[attr-defined]
+        for image, (top, left, height, width) in zip(batch.images, batch.micro_batch.erased.tolist(), strict=True):
             assert height and image[:, top : top + height, left : left + width].abs().max() < 1e-6
 
 
@@ -402,11 +400,11 @@ def test_padded_crops_are_torchvisions(config: Config) -> None:
     )
     split = Split(config.data.root, "train")
     outside = False
-    for kind in (CpuTrainingPipeline, DaliTrainingPipeline):
+    for kind in (CpuPipeline, DaliPipeline):
         source = source_of(kind, plain)
         for _ in range(8):
-            images, _, _, batch = source.run()
-            assert isinstance(batch, MicroBatch)
+            made = source.run()
+            images, batch = made.images, made.micro_batch
             for number in range(4):
                 image = Image.open(io.BytesIO(split.encoded(batch.images[number]).tobytes())).convert("RGB")
                 pixels = np.pad(np.asarray(image), ((8, 8), (8, 8), (0, 0)))
@@ -429,12 +427,12 @@ def test_a_crop_larger_than_an_image_is_refused(config: Config) -> None:
 def test_erasing_with_noise_is_the_same_in_both_forms(config: Config) -> None:
     config = augmented(config, "none", random_erasing=1.0, random_erasing_fill="noise", train_size=64)
     config = replace(config, mixup=MixupConfig(alpha=0))
-    cpu, dali = (source_of(kind, config) for kind in (CpuTrainingPipeline, DaliTrainingPipeline))
+    cpu, dali = (source_of(kind, config) for kind in (CpuPipeline, DaliPipeline))
     shown = []
     for _ in range(8):
-        (images, _, _, batch), (others, *_) = cpu.run(), dali.run()
-        assert isinstance(batch, MicroBatch)
-        for image, other, (top, left, height, width) in zip(images, others, batch.erased.tolist(), strict=True):
+        ours, theirs = cpu.run(), dali.run()
+        boxes = ours.micro_batch.erased.tolist()
+        for image, other, (top, left, height, width) in zip(ours.images, theirs.images, boxes, strict=True):
             box = (slice(None), slice(top, top + height), slice(left, left + width))
             torch.testing.assert_close(image[box], other[box], rtol=0, atol=1e-5)
             assert len(image[box].unique()) > 10
@@ -477,24 +475,6 @@ def test_slices_of_complete_images_are_boxes(config: Config) -> None:
     one.build(), other.build()
     for a, b, shape in zip(one.run()[0], other.run()[0], shapes.tolist(), strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b)) and list(np.asarray(a).shape) == [*shape, 3]
-
-
-def test_random_crops_of_complete_images_are_those_of_boxes(config: Config) -> None:
-    split = Split(config.data.root, "train")
-    files = [split.encoded(image) for image in range(16)]
-
-    @pipeline_def(batch_size=16, num_threads=1, device_id=None, enable_checkpointing=True)
-    def graph(boxes: bool):  # type: ignore[no-untyped-def]
-        encoded = fn.external_source(source=lambda _: files, batch=True, dtype=types.UINT8, ndim=1)
-        drawn = {"random_area": (0.1, 0.9), "random_aspect_ratio": (0.7, 1.4), "seed": 7}
-        return _random_crops(encoded, boxes=boxes, **drawn, device="cpu", **COMMON_OPTIONS)  # type: ignore[arg-type]
-
-    one, other = graph(boxes=True), graph(boxes=False)
-    one.build(), other.build()
-    for _ in range(3):
-        assert all(
-            np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one.run()[0], other.run()[0], strict=True)
-        )
 
 
 def test_the_hardware_decoders_share() -> None:

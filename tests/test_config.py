@@ -90,11 +90,6 @@ config = Config(
         ),
         (
             DataConfig,
-            {"root": "data", "shuffle_buffer": 1 << 40},
-            "shuffle_buffer is 1099511627776: use at least 1 and at most",
-        ),
-        (
-            DataConfig,
             {"root": "data", "read_ahead_mb": -1},
             "data.read_ahead_mb is -1: use 0 for no read-ahead, or more",
         ),
@@ -233,7 +228,7 @@ FILE_MISTAKES = [
     (
         'root="data"',
         'root="data", reader="idx"',
-        "line 4: data.reader is 'idx': use index (of index, stream or synthetic)",
+        "line 4: data.reader is 'idx': use index (of index, dali or synthetic)",
     ),
     (
         'root="data"',
@@ -320,7 +315,7 @@ def test_mistakes_in_a_file(
         ),
         ("--data.progressive 6,16 3,24", "data.progressive is ((6.0, 16), (3.0, 24)): use growing epochs"),
         ("--data.progressive 6,128", "use sizes up to data.train_size 32, which follows them"),
-        ("--data.progressive 6,16 --data.reader stream", "data.progressive needs data.reader index"),
+        ("--data.progressive 6,16 --data.reader dali", "data.reader is dali with data.progressive"),
         (
             "--data.progressive 90,16",
             "smaller images until epoch 90, but run.epochs is 90: let them end before the run does",

@@ -10,8 +10,8 @@ from torch import nn
 
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.dali import EvaluationPipeline
 from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.training.evaluation import Evaluator
 from dali_train.training.precision import Precision
 

@@ -35,7 +35,7 @@ from dali_train.config import (
 )
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.data.loading.loader import Batch
+from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import ConfigError
 from dali_train.hooks import RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.class_names import class_names

@@ -150,8 +150,8 @@ def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str)
         ),
         (
             {"pipeline": 2},
-            {"data": DataConfig(root="data", reader="stream")},
-            "data.reader is stream with parallel.pipeline 2: ranks that compute the same .*; set data.reader index",
+            {"data": DataConfig(root="data", reader="dali")},
+            "data.reader is dali with parallel.pipeline 2, .*: set data.reader index",
         ),
         (
             {"pipeline": 2},

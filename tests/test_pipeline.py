@@ -17,8 +17,8 @@ from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cpu import CpuTransform
-from dali_train.data.loading.dali import EvaluationPipeline
-from dali_train.data.loading.loader import Batch, make_loader, pixel_format
+from dali_train.data.loading.loader import make_loader, pixel_format
+from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import DatasetError
 

@@ -611,11 +611,7 @@ def test_layer_decay_is_timms(exclude_vectors: bool) -> None:
     [
         ({"data.repeats": 3}, r"data.repeats 3 does not divide batch.micro_batch 256: use a multiple of 3 such as 255"),
         ({"mixup.alpha": 0.0, "mixup.prob": 0.5}, r"mixup.prob is 0.5, but nothing is mixed: set mixup.alpha"),
-        (
-            {"data.reader": "stream", "mixup.cutmix_alpha": 1.0},
-            r"cutmix_alpha is 1.0 with data.reader stream.*set data.reader",
-        ),
-        ({"data.reader": "stream", "data.crop_side": 32}, r"data.crop_side and data.repeats need data.reader index"),
+        ({"data.reader": "dali", "data.crop_side": 32}, r"data.reader is dali with data.crop_side 32"),
         ({"data.crop_padding": 4}, r"data.crop_padding is 4 without data.crop_side: set data.crop_side, such as 224"),
         (
             {"data.crop_side": 32, "data.crop_padding": 32},
@@ -627,9 +623,8 @@ def test_layer_decay_is_timms(exclude_vectors: bool) -> None:
         ({"optimizer.layer_decay": 0.0}, r"optimizer.layer_decay is 0.0: use a factor over 0 and up to 1"),
         (
             {"data.crop": "inception", "data.crop_side": 32},
-            r"data.crop is inception with data.reader index and data.crop_side 32",
+            r"data.crop is inception with data.crop_side 32",
         ),
-        ({"data.crop": "inception", "data.reader": "stream"}, r"it needs data.reader index, and data.crop_side none"),
         ({"loss.target_threshold": 0.2}, r"loss.target_threshold is 0.2 with loss.name cross-entropy"),
     ],
 )

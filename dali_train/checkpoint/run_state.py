@@ -1,6 +1,5 @@
 """What a checkpoint holds of a run in progress, and how a run starts from it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ import torch.distributed as dist
 from dali_train.checkpoint.directory import saved_top1
 from dali_train.checkpoint.load import Checkpoint, find_checkpoint
 from dali_train.checkpoint.recipe import check_recipe, recipe
-from dali_train.checkpoint.state import capture, capture_loader, from_timm_order, in_timm_order, restore
+from dali_train.checkpoint.state import capture, from_timm_order, in_timm_order, restore
 from dali_train.checkpoint.storage import Tensors
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import Loader
 from dali_train.training.trainer import Trainer, TrainState
 
 
@@ -33,11 +31,6 @@ class Start:
     def seeding(self) -> str | None:
         """How the checkpoint's run seeds dropout; None without a checkpoint."""
         return self.checkpoint.values["dropout"] if self.checkpoint is not None else None
-
-    @property
-    def loader_states(self) -> Sequence[Any]:
-        """State of the loader on each rank, if it has any."""
-        return self.checkpoint.values.get("loader", ()) if self.checkpoint is not None else ()
 
     def restore(self, state: TrainState) -> None:
         """Put weights, optimizer state and loss scale in place.
@@ -80,13 +73,11 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
     return start
 
 
-def capture_run(
-    trainer: Trainer, loader: Loader, group: dist.ProcessGroup | None
-) -> tuple[dict[str, Tensors], dict[str, Any]]:
+def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict[str, Tensors], dict[str, Any]]:
     """Return (tensors by section and name, plain values), for a checkpoint. All ranks of `group` call this together."""
     parallel = trainer.parallel
     state, values = capture(trainer.model, trainer.optimizer, trainer.precision, parallel, group)
     if trainer.ema is not None:
         averages = trainer.ema.state()
         state["ema"] = {name: in_timm_order(name, tensor, parallel.order) for name, tensor in averages.items()}
-    return state, values | {"dropout": trainer.dropout} | capture_loader(loader, group)
+    return state, values | {"dropout": trainer.dropout}

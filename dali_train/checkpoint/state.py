@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from dali_train.checkpoint.load import Checkpoint
 from dali_train.checkpoint.storage import Tensors
-from dali_train.data.loading.loader import Loader
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
@@ -83,19 +82,6 @@ def capture(
         "model": {name: in_timm_order(name, tensor, order) for name, tensor in weights.items()},
         "optimizer": tensors,
     }, values
-
-
-def capture_loader(loader: Loader, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Plain values, if the loader has any: {"loader": its state on each rank of `group`}. All ranks call this
-    together."""
-    state = loader.state()
-    if not state:
-        return {}
-    states = [state]
-    if group is not None:
-        states *= dist.get_world_size(group)
-        dist.all_gather_object(states, state, group=group)
-    return {"loader": states}
 
 
 def restore(

@@ -27,7 +27,6 @@ from dali_train.files import sha256, sync_directory, write_atomically
 
 FORMAT = 1  # of manifest and files; the next one gets the next number
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
-# With data.reader stream it holds the loader's state on every rank, about 100 kB each.
 _MAX_MANIFEST_BYTES = 256 * 2**20
 
 Tensors = dict[str, torch.Tensor]
@@ -202,7 +201,6 @@ _KINDS = {
     "optimizer": _is_optimizer,
     "scaler": _are_numbers,
     "recipe": lambda value: isinstance(value, dict),
-    "loader": lambda value: isinstance(value, list) and all(isinstance(state, dict) for state in value),
     "epoch_accuracies": lambda value: isinstance(value, list) and all(map(_is_number, value)),
     "dropout": lambda value: value in ("block", "micro-batch"),
 }

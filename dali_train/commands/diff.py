@@ -61,9 +61,9 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
         ConfigError: a run's samples do not follow from its settings.
     """
     for config in (first, second):
-        if config.data.reader == "stream":
+        if config.data.reader == "dali":
             raise ConfigError(
-                f"{config.run.dir} used data.reader stream: its samples depend on the number of ranks and cannot be "
+                f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
                 "computed again"
             )
     splits = [Split(config.data.root, "train", local=False) for config in (first, second)]

@@ -61,7 +61,7 @@ def recipe(config: Config, launch: Launch, device: torch.device) -> tuple[list[F
         findings.append(Finding("batch", "fail", str(error), "see the message"))
     num_classes = 1000
     with suppress(ConfigError, DatasetError, OSError):
-        num_classes = Split(config.data.root, "train", local=config.data.stream_url is None).num_classes
+        num_classes = Split(config.data.root, "train").num_classes
     try:
         model = build_model(config, num_classes, torch.device("meta"))
         check_training_size(model, config)
@@ -86,29 +86,11 @@ def recipe(config: Config, launch: Launch, device: torch.device) -> tuple[list[F
     return findings, memory
 
 
-def dataset(config: Config, launch: Launch, device: torch.device) -> Iterator[Finding]:
+def dataset(config: Config) -> Iterator[Finding]:
     for name in ("train", "validation"):
-        streamed = name == "train" and config.data.reader == "stream"
         try:
-            # Compares index, manifest and shards' sizes.
-            split = Split(config.data.root, name, local=not streamed or config.data.stream_url is None)
-            if streamed:  # does the storage answer, and with this dataset?
-                layout = Layout.for_config(launch, config.parallel)
-                make_loader(
-                    split,
-                    config,
-                    device,
-                    start_step=0,
-                    dp_rank=layout.data_rank,
-                    dp_size=layout.data_size,
-                    num_threads=1,
-                ).next()
-                place = config.data.stream_url or split.root
-                yield Finding(
-                    f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, read from {place}"
-                )
-                continue
-        except (ConfigError, DatasetError, OSError, RunError) as error:
+            split = Split(config.data.root, name)  # compares index, manifest and shards' sizes
+        except (DatasetError, OSError) as error:
             optional = name == "validation" and "has no validation split" in str(error)
             yield Finding(
                 f"data {name}", "warn" if optional else "fail", str(error), "" if optional else "see the message"
@@ -194,7 +176,7 @@ def decode_first_batch() -> None:
     """The child of `decoding_a_batch`: config and device come from its parent through standard input."""
     config, device = pickle.load(sys.stdin.buffer)
     try:
-        split = Split(config.data.root, "train", local=config.data.stream_url is None)
+        split = Split(config.data.root, "train")
         start = time.perf_counter()
         batch = make_loader(
             split, config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=config.data.num_threads

@@ -21,8 +21,8 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.image_file import BadImageError, decode_rgb, open_image
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.tfrecord import write_records
-from dali_train.data.loading.dali import EvaluationPipeline
-from dali_train.data.loading.pixels import PixelFormat
+from dali_train.data.loading.decoder import PixelFormat
+from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
 
 _BATCH = 32

@@ -94,7 +94,7 @@ def train(
     directory, group = Path(config.run.dir), host_group(launch, config)
     with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, launch, group) as holder:
         run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
-        watchdog.watch(run.trainer.clock, config.data.stream_url or str(run.setup.dataset.path))
+        watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
         error: BaseException | None = None
         try:
             loop(run, StopAgreement(stop_requests, group))
@@ -131,7 +131,7 @@ def build(
     hooks.announce(plan)
     start = find_start(config, setup.split, group)
     trainer = restored_trainer(setup, start, evaluates=evaluator is not None)
-    loader = build_loader(setup, start_step=start.step, saved_states=start.loader_states)
+    loader = build_loader(setup, start_step=start.step)
     start.release()
     warm_up_trainer(trainer, config, device, setup.num_threads)
     run = Run(
@@ -297,7 +297,7 @@ def save(run: Run) -> None:
         if run.plan.launch.rank == 0:
             logger.warning("step %d is not saved: weights or the last loss are not finite", run.step)
         return
-    state, values = capture_run(run.trainer, run.loader, run.group)
+    state, values = capture_run(run.trainer, run.group)
     run.write_status("running")
     values |= {
         "recipe": run.recipe,

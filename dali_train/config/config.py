@@ -2,8 +2,9 @@
 
 import json
 import math
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
@@ -23,6 +24,20 @@ from dali_train.config.precision import PrecisionConfig
 from dali_train.config.run import RunConfig
 from dali_train.config.schedule import ScheduleConfig
 from dali_train.errors import ConfigError
+
+NEED_INDEX: dict[str, Any] = {
+    "data.augment": "none",
+    "data.color_jitter": 0.0,
+    "data.random_erasing": 0.0,
+    "data.crop": "random-resized",
+    "data.crop_side": None,
+    "data.repeats": 1,
+    "data.progressive": (),
+    "hooks.trace_samples": False,
+    "parallel.pipeline": 1,
+    "parallel.tensor.size": 1,
+}
+"""Settings that data.reader dali cannot do, with the value that leaves them out."""
 
 KWARGS = "model.kwargs."
 """How the name of a keyword argument of the model begins: ``model.kwargs.drop_path_rate``."""
@@ -62,11 +77,6 @@ class Config:
             f"mixup.alpha is {self.mixup.alpha} and mixup.cutmix_alpha {self.mixup.cutmix_alpha} with "
             "batch.micro_batch 1: partners are found within a micro-batch, so use at least 2 images, or 0 for both",
         )
-        require(
-            self.mixup.cutmix_alpha == 0 or self.data.reader != "stream",
-            f"mixup.cutmix_alpha is {self.mixup.cutmix_alpha} with data.reader stream, which has only Mixup: set "
-            "data.reader index, or mixup.cutmix_alpha 0",
-        )
         until = max((epoch for epoch, _ in self.data.progressive), default=0)
         require(
             until < self.run.epochs,
@@ -79,11 +89,6 @@ class Config:
             f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}: use a multiple of {repeats} "
             f"such as {max(1, round(micro_batch / repeats)) * repeats}, or data.split_repeats true to let repeats be "
             "in two micro-batches",
-        )
-        require(
-            self.data.reader != "stream" or not self.hooks.trace_samples,
-            "hooks.trace_samples is true with data.reader stream, which does not know the numbers of its images: "
-            "set hooks.trace_samples false, or data.reader index",
         )
         require(
             self.precision.dtype != "fp64" or self.run.device != "cuda",
@@ -109,6 +114,18 @@ class Config:
             "model.cuda_graphs false",
         )
         self._check_parallel()
+        self._check_dali_reader()
+
+    def _check_dali_reader(self) -> None:
+        """Refuse what needs to know ahead which image comes, or the same images on several ranks."""
+        changed = [
+            f"{name} {value}" for name, default in NEED_INDEX.items() if (value := attrgetter(name)(self)) != default
+        ]
+        require(
+            self.data.reader != "dali" or not changed,
+            f"data.reader is dali with {', '.join(changed)}, but only the index knows ahead which image comes: set "
+            "data.reader index, or leave these settings out",
+        )
 
     def _check_parallel(self) -> None:
         """What does not go together with a model that no rank holds all of."""
@@ -123,11 +140,6 @@ class Config:
             micro_batch % parts == 0,
             f"parallel.tensor.size {parallel.tensor.size} with mode {parallel.tensor.mode} divides the images of a "
             f"micro-batch into {parts} parts, but batch.micro_batch is {micro_batch}: use a multiple of {parts}",
-        )
-        require(
-            self.data.reader != "stream" or (parallel.pipeline == 1 and parallel.tensor.size == 1),
-            f"data.reader is stream with {parallel.kind}: ranks that compute the same micro-batch would each read "
-            "for themselves; set data.reader index",
         )
         require(
             not self.data.progressive or (parallel.pipeline == 1 and parallel.tensor.size == 1),
@@ -162,6 +174,12 @@ class Config:
         starts = [0, *(self.steps(until, num_images) for until, _ in self.data.progressive)]
         sizes = [*(size for _, size in self.data.progressive), self.data.train_size]
         return [(start, self.at_size(size)) for start, size in zip(starts, sizes, strict=True)]
+
+    def by_step(self, num_images: int) -> Callable[[int], "Config"]:
+        """Return the function of the step that gives this config as it is at that step: the same object for all steps
+        of one size of training images."""
+        starts, configs = zip(*self.sizes_by_step(num_images), strict=True)
+        return lambda step: configs[bisect(starts, step) - 1]
 
     def at_size(self, size: int) -> "Config":
         """This config with training images of `size` pixels throughout."""

@@ -35,8 +35,8 @@ class DataConfig:
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
     shuffle: Literal["full", "block", "none"] = "full"
     """full: a new uniformly random order every epoch. block: shuffled blocks of neighbours, mixed within windows, for
-    disks and parallel file systems that want long reads. none: the order on disk. For data.reader stream see
-    data.shuffle_buffer."""
+    disks and parallel file systems that want long reads. none: the order on disk. With data.reader dali
+    each rank draws its next image from a buffer of block_images x window_blocks records, unless it is none."""
     block_images: Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 images")] = 128
     """Images per block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its
     speed."""
@@ -50,17 +50,10 @@ class DataConfig:
     local_copy: NotInRecipe[Directory | None] = None
     """Directory on a local disk of each host: the dataset is copied there once before training and read from there.
     None: data.root is read."""
-    reader: Literal["index", "stream", "synthetic"] = "index"
-    """index: images are slices of memory-mapped shards. synthetic: noise, to see what loading data costs. stream:
-    DALI's TFRecord reader, for storage that allows only sequential reads; samples then depend on the number of ranks,
-    and a run can be resumed only on the same number."""
-    stream_url: NotInRecipe[Annotated[str, Remedy("name s3://BUCKET/PREFIX or a directory")] | None] = None
-    """Where data.reader stream finds train/SHARD: s3://BUCKET/PREFIX or a directory. None: in data.root, where
-    everything else is in any case."""
-    # Where it matters, with data.reader stream, the reader itself compares it when a run is resumed.
-    shuffle_buffer: NotInRecipe[Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 records")]] = 1024
-    """With data.reader stream: records from which each rank draws its next image. Use more for a dataset sorted by
-    class."""
+    reader: Literal["index", "dali", "synthetic"] = "index"
+    """index: images are slices of memory-mapped shards. synthetic: noise, to see what loading data costs. dali: DALI's
+    own TFRecord reader, which reads shards in sequence; samples then depend on the number of ranks, and a resumed run
+    begins a new pass."""
     device: NotInRecipe[Literal["auto", "cpu", "gpu"]] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
     num_threads: NotInRecipe[Annotated[int, Range(1, 1024, "at least 1 and at most 1024 threads")] | None] = None
@@ -80,12 +73,10 @@ class DataConfig:
     ] = ()
     """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels
     until epoch 6, of 160 until epoch 12, and of train_size from then on. A step has the size of the epoch in which it
-    begins. For models that take images of any size: a ViT does with --model.kwargs.dynamic_img_size true. Only with
-    data.reader index or synthetic."""
+    begins. For models that take images of any size: a ViT does with --model.kwargs.dynamic_img_size true."""
     crop: Literal["random-resized", "inception"] = "random-resized"
     """How random crops are drawn. random-resized: uniform in area, as torchvision's RandomResizedCrop. inception:
-    uniform in height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops. Only with data.reader
-    index."""
+    uniform in height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops."""
     crop_area: tuple[float, float] = (0.08, 1.0)
     """Random crops cover a fraction of the image's area between these two."""
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
@@ -100,7 +91,7 @@ class DataConfig:
     augment: str = "none"
     """Policy of random operators: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1),
     big-vision and colossalai (RandAugment as these two have it, 2 operators at full strength), trivial
-    (TrivialAugment), 3-augment (DeiT III), auto-imagenet or auto-cifar10 (AutoAugment). Only with data.reader index."""
+    (TrivialAugment), 3-augment (DeiT III), auto-imagenet or auto-cifar10 (AutoAugment)."""
     color_jitter: Annotated[float, Range(0, 1, "a factor from 0 to 1")] = 0.0
     """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none."""
     random_erasing: Annotated[float, Range(0, 1, "a probability from 0 to 1")] = 0.0
@@ -181,25 +172,10 @@ class DataConfig:
             f"data.progressive is {self.progressive}: use sizes up to data.train_size {self.train_size}, which "
             "follows them",
         )
-        require(
-            self.reader != "stream" or not self.progressive,
-            "data.progressive needs data.reader index: a stream's images cannot change their size while it is read",
-        )
         parse_augment(self.augment)
         require(
-            self.reader != "stream" or (self.augment == "none" and self.color_jitter == 0 and self.random_erasing == 0),
-            "data.augment, data.color_jitter and data.random_erasing need data.reader index: with data.reader "
-            "stream it is not known ahead which image comes",
-        )
-        require(
-            self.reader != "stream" or (self.crop_side is None and self.repeats == 1),
-            "data.crop_side and data.repeats need data.reader index: with data.reader stream it is not known ahead "
-            "which image comes",
-        )
-        require(
-            self.crop == "random-resized" or (self.reader != "stream" and self.crop_side is None),
-            f"data.crop is {self.crop} with data.reader {self.reader} and data.crop_side {self.crop_side}: it needs "
-            "data.reader index, and data.crop_side none",
+            self.crop == "random-resized" or self.crop_side is None,
+            f"data.crop is {self.crop} with data.crop_side {self.crop_side}: leave one of them out",
         )
         require(
             self.crop_padding == 0 or self.crop_side is not None,
@@ -220,14 +196,4 @@ class DataConfig:
             not self.split_repeats or (self.repeats > 1 and self.shuffle != "block"),
             f"data.split_repeats is true with data.repeats {self.repeats} and data.shuffle {self.shuffle}: it is for "
             "more than one repeat, and a block order keeps repeats together; leave it out",
-        )
-        require(
-            self.stream_url is None or self.reader != "index",
-            f"data.stream_url is {self.stream_url}, but data.reader is index, which reads data.root: set data.reader "
-            "stream, or leave data.stream_url out",
-        )
-        require(
-            self.local_copy is None or self.reader != "stream",
-            f"data.local_copy is {self.local_copy}, but data.reader is stream, which leaves the shards where they are: "
-            "set data.reader index to read a copy",
         )

@@ -85,6 +85,8 @@ _OTHER_VALUES = {
     "double": "fp64",
     "gpu": "cuda",
     "cuda": "gpu",
+    "stream": "dali",
+    "tfrecord": "dali",
 }
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dali_train.config import Config
-from dali_train.data.loading.loader import Batch
-from dali_train.data.sampling.micro_batch import MicroBatchDraws
+from dali_train.data.loading.pipelines import Batch
+from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.runtime.launch import Launch
 from dali_train.training.evaluation import EvaluationDetails, EvaluationResult
 from dali_train.training.metrics import TrainingSums
@@ -62,9 +62,7 @@ class TrainRecord(TrainingSums, StepTimes):
 class StepRecord:
     step: int  # optimizer steps done, this one included
     epoch: float  # passes over the data done
-    # This rank's; they count steps from 0, so their `step` is one less. Each is a MicroBatch unless data.reader is
-    # stream.
-    micro_batches: tuple[MicroBatchDraws, ...]
+    micro_batches: tuple[MicroBatch, ...]  # this rank's; they count steps from 0, so their `step` is one less
     # The last of them with its pixels, on the device; its memory is used again, so copy what you keep. Without pixels
     # on later stages of a pipeline.
     batch: Batch

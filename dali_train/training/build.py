@@ -3,7 +3,6 @@
 A checkpoint is restored between `build_state` and `build_trainer`, by whoever has one: this room knows of none.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,12 +63,12 @@ def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
     layout = Layout.for_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
     dataset = find_dataset(config, launch)
-    split = Split(dataset.path, "train", local=config.data.stream_url is None)
+    split = Split(dataset.path, "train")
     check_schedule(config, len(split))
     return Setup(config=config, device=device, layout=layout, num_threads=num_threads, dataset=dataset, split=split)
 
 
-def build_loader(setup: Setup, *, start_step: int = 0, saved_states: Sequence[Any] = ()) -> Loader:
+def build_loader(setup: Setup, *, start_step: int = 0) -> Loader:
     """Return the loader of this rank's micro-batches, from optimizer step `start_step` on."""
     layout = setup.layout
     return make_loader(
@@ -80,7 +79,6 @@ def build_loader(setup: Setup, *, start_step: int = 0, saved_states: Sequence[An
         dp_rank=layout.data_rank,
         dp_size=layout.data_size,
         num_threads=setup.num_threads,
-        saved_states=saved_states,
         decodes=layout.pipeline_rank == 0,
     )
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.dali import EvaluationPipeline
 from dali_train.data.loading.loader import pixel_format
+from dali_train.data.loading.pipelines import EvaluationPipeline
 
 MAX_SCORES = 20
 """With more classes than this, tables of predictions hold only the scores of the guess and of the truth."""

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from dali_train.config import Config
-from dali_train.data.loading.loader import Batch, Loader, blank_images, pixel_format
-from dali_train.data.sampling.micro_batch import MicroBatchDraws
+from dali_train.data.loading.loader import Loader, blank_images, pixel_format
+from dali_train.data.loading.pipelines import Batch
+from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel
 from dali_train.parallel.stages import Stage
 from dali_train.training.dropout import seed_micro_batch
@@ -121,7 +122,7 @@ class PipelineTrainer(Trainer):
 
     pipeline: Pipeline
 
-    def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatchDraws, ...], Batch]:
+    def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatch, ...], Batch]:
         """As in `Trainer`; the batch has no images on ranks without the first stage."""
         passes = _Passes(self, step, loader)
         self.pipeline.run(passes)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dali_train.data.loading.loader import Batch, Loader
-from dali_train.data.sampling.micro_batch import MicroBatchDraws
+from dali_train.data.loading.loader import Loader
+from dali_train.data.loading.pipelines import Batch
+from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel
 from dali_train.training.dropout import DropoutSeeding, seed_micro_batch
 from dali_train.training.ema import Ema
@@ -19,7 +20,7 @@ from dali_train.training.precision import Precision
 from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.timing import PhaseClock
 
-StepImages = tuple[tuple[MicroBatchDraws, ...], Batch]
+StepImages = tuple[tuple[MicroBatch, ...], Batch]
 """This rank's micro-batches of a step, and the last of them with its pixels."""
 
 

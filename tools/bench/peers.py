@@ -98,10 +98,10 @@ def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     return iter(loader.next, None)
 
 
-def _stream(task: Task) -> Iterator[Any]:
+def _dali_reader(task: Task) -> Iterator[Any]:
     if Split(task.dataset, "train").manifest.encoding == "raw":
-        raise NotImplementedError("it streams encoded images, the dataset has raw pixels")
-    return _loader(task, reader="stream")
+        raise NotImplementedError("it reads encoded images, the dataset has raw pixels")
+    return _loader(task, reader="dali")
 
 
 def _stage(task: Task, *, stage: str) -> Iterator[Any]:
@@ -111,8 +111,9 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     from nvidia.dali.pipeline import pipeline_def
 
     from dali_train.data.loading.cpu import CpuTransform
-    from dali_train.data.loading.dali import crop_graph
+    from dali_train.data.loading.dali import Feed, crop_graph, crop_inputs
     from dali_train.data.loading.loader import pixel_format
+    from dali_train.data.loading.storage import open_storage
     from dali_train.data.sampling.micro_batch import MicroBatches
 
     split, config = Split(task.dataset, "train"), _config(task)
@@ -121,12 +122,7 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     micro_batches = MicroBatches(split.rows, config)
     steps = itertools.count()
     transform = CpuTransform(config.data, pixel_format(config, torch.device("cpu"), task.threads), size=task.batch)
-    mirrored: list[Any] = []
-
-    def feed() -> tuple[Any, ...]:
-        batch = micro_batches(next(steps), 0)
-        mirrored.append(batch.flips)
-        return [split.encoded(image) for image in batch.images], *batch.corners
+    feed = Feed(crop_inputs(split, open_storage(split, config.data)), lambda: micro_batches(next(steps), 0))
 
     @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None, exec_dynamic=False)
     def reading_graph() -> Any:
@@ -135,7 +131,7 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
 
     pipe = reading_graph() if stage == "read" else crop_graph(feed, size=task.batch, num_threads=task.threads)
     while True:
-        (outputs,), flips = pipe.run(), mirrored.pop(0)
+        (outputs,), flips = pipe.run(), feed.in_flight.popleft().flips
         if stage in ("read", "decode"):
             yield outputs
             continue
@@ -379,7 +375,7 @@ CONTENDERS: dict[str, Contender] = {
     "dali_train": _loader,
     "dali_train antialiased": lambda task: _loader(task, antialias=True),
     "dali_train antialiased, Mixup": lambda task: _loader(task, antialias=True, mixup=0.2),
-    "dali_train stream": _stream,
+    "dali_train reader dali": _dali_reader,
     "ladder: read": lambda task: _stage(task, stage="read"),
     "ladder: read, decode": lambda task: _stage(task, stage="decode"),
     "ladder: read, decode, resize": lambda task: _stage(task, stage="resize"),

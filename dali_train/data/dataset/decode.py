@@ -14,7 +14,7 @@ _NOISE = re.compile(r"Current pipeline object|Critical error in pipeline|C\+\+ c
 
 
 def why_undecodable(encoded: bytes, error: RuntimeError) -> str:
-    """Why DALI failed on an image with `error`: in PIL's words if it fails, too, since DALI has hardly any."""
+    """Return why DALI failed on an image with `error`: in PIL's words if it fails, too, since DALI has hardly any."""
     try:
         image_size(encoded)
         open_image(encoded).load()
@@ -22,9 +22,14 @@ def why_undecodable(encoded: bytes, error: RuntimeError) -> str:
         return f"it {fault}"
     except Exception as fault:  # PIL's decoders raise nearly any kind on damaged files
         return str(fault)
+    return f"DALI says: {dali_reason(error)}"
+
+
+def dali_reason(error: RuntimeError) -> str:
+    """Return DALI's own words in `error`, without its traceback of the graph."""
     lines = str(error).rpartition("encountered:")[2].splitlines()
     words = " ".join(line.strip() for line in lines if line.strip() and not _NOISE.match(line))
-    return f"DALI says: {words.strip(' :')}"
+    return words.strip(" :")
 
 
 class DecodeChecker:

@@ -11,7 +11,7 @@ with Wide those of TrivialAugment. Forms interpolate bilinearly and fill with 12
 
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -335,22 +335,26 @@ class Augmentation:
         policy = policy_of(data)
         return cls(policy, data) if policy.groups or data.random_erasing > 0 else None
 
-    def arguments(self, batch: MicroBatch) -> NDArray[np.float32]:
-        """(n, steps): what the operators drawn take."""
-        arguments = np.zeros_like(batch.levels)
-        for number in np.unique(batch.operators):
-            here = batch.operators == number
-            arguments[here] = self.operators[number].argument(batch.levels[here], self._side)
+    def arguments(self, step: int, batch: MicroBatch) -> NDArray[np.float32]:
+        """Return what the operators drawn for `step` take, (n,)."""
+        arguments = np.zeros(len(batch.levels), dtype=np.float32)
+        for number in np.unique(batch.operators[:, step]):
+            here = batch.operators[:, step] == number
+            arguments[here] = self.operators[number].argument(batch.levels[here, step], self._side)
         return arguments
 
     def operations(self, batch: MicroBatch) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """For each image what the CPU does with it: (3, h, w) uint8 to the same."""
-        rows = zip(batch.operators.tolist(), self.arguments(batch).tolist(), batch.erased.tolist(), strict=True)
+        """Return what the CPU does with each image: a function of a (3, h, w) uint8 image."""
+        arguments = [self.arguments(step, batch).tolist() for step in range(self.num_steps)]
         if self.shows_noise:
             fill = torch.from_numpy(batch.noise).permute(2, 0, 1)
         else:
             fill = torch.tensor(self.fill, dtype=torch.uint8)[:, None, None].expand(3, self._side, self._side)
-        return [self._operation(*row, fill) for row in rows]
+        rows = enumerate(zip(batch.operators.tolist(), batch.erased.tolist(), strict=True))
+        return [
+            self._operation(numbers, [column[image] for column in arguments], box, fill)
+            for image, (numbers, box) in rows
+        ]
 
     def _operation(
         self, numbers: list[int], arguments: list[float], box: list[int], fill: torch.Tensor
@@ -373,34 +377,16 @@ class Augmentation:
 
         return apply
 
-    def dali_inputs(self) -> tuple[list[Any], list[int]]:
-        """(dtypes, numbers of dimensions) of what `fed` gives to a graph."""
-        steps = ([types.INT32, types.FLOAT] * self.num_steps, [0, 0] * self.num_steps)
-        return (steps[0] + [types.FLOAT] * 2, steps[1] + [1, 1]) if self.erases else steps
+    def nodes(self, images: Any, steps: Sequence[tuple[Any, Any]], box: tuple[Any, Any] | None) -> Any:
+        """Return a graph's node of augmented images. The graph needs conditionals.
 
-    def fed(self, batch: MicroBatch) -> list[NDArray[Any]]:
-        """For each step the operators' numbers, (n,) int32, and arguments, (n,) float32; the corners and shapes of the
-        boxes that are filled with the mean."""
-        arguments = self.arguments(batch)
-        steps = [
-            np.ascontiguousarray(array[:, step])
-            for step in range(self.num_steps)
-            for array in (batch.operators, arguments)
-        ]
-        if self.erases:
-            boxes = batch.erased.astype(np.float32)  # fn.erase takes no other type
-            steps += [np.ascontiguousarray(boxes[:, :2]), np.ascontiguousarray(boxes[:, 2:])]
-        return steps
-
-
-def applied_by_dali(augmentation: Augmentation, images: Any, draws: list[Any]) -> Any:
-    """A graph's node of augmented images, from the nodes of what ``augmentation.fed`` gives. The graph needs
-    conditionals."""
-    forms = [operator.dali for operator in augmentation.operators]
-    for step in range(augmentation.num_steps):
-        number, argument = draws[2 * step : 2 * step + 2]
-        images = select(forms, number, images, argument)
-    if augmentation.erases:
-        anchor, shape = draws[-2:]
-        images = fn.erase(images, anchor=anchor, shape=shape, axis_names="HW", fill_value=augmentation.fill)
-    return images
+        Args:
+            steps: for each step the nodes of the operators' numbers, int32, and of their `arguments`, float32.
+            box: the nodes of the erased boxes' corners and shapes, (2,) float32 each; None: nothing is erased here.
+        """
+        forms = [operator.dali for operator in self.operators]
+        for number, argument in steps:
+            images = select(forms, number, images, argument)
+        if box is not None:
+            images = fn.erase(images, anchor=box[0], shape=box[1], axis_names="HW", fill_value=self.fill)
+        return images

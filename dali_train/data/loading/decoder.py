@@ -1,19 +1,20 @@
-"""Which decoder decodes, and how: what depends on nvImageCodec's version and on the number of threads."""
+"""How images are decoded: the format that they leave the data path in, and what depends on nvImageCodec's version."""
 
 import ctypes
 import ctypes.util
 import importlib.util
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from nvidia import dali
 from nvidia.dali import backend_impl, fn, types
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.pixels import PixelFormat
 
 # nvImageCodec 0.9.0 fails or crashes when it decodes a box of a JPEG on a GPU (its issue 55: an error on A100, SIGSEGV
 # on H100 and B200; 0.8.0 works). No later version is known to be mended, so from 0.9 on complete frames are decoded and
@@ -29,6 +30,22 @@ COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine
 
 # NVIDIA's configurations for MLPerf and for DALI's own tests: decoding threads per GPU, and the hardware's share.
 _KNOWN_THREADS, _KNOWN_SHARES = (6, 70), (0.99, 0.12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelFormat:
+    """How images leave the data path: always (n, 3, size, size), normalised."""
+
+    device_id: int | None  # GPU on which images are decoded; None: on the CPU
+    num_threads: int
+    dtype: torch.dtype  # float32, float16 or bfloat16
+    channels_last: bool  # memory format
+    pinned: bool  # decoded on the CPU for a model on a GPU: page-locked memory, which is copied without waiting
+
+    @property
+    def dali_dtype(self) -> types.DALIDataType:
+        """The dtype that DALI's graph ends with. It has no bfloat16: that is made of float16, which has more digits."""
+        return types.FLOAT if self.dtype == torch.float32 else types.FLOAT16
 
 
 def decodes_boxes(pixels: PixelFormat) -> bool:

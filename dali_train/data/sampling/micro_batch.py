@@ -4,7 +4,6 @@ The world size is not among the arguments. Whoever computes a micro-batch comput
 spread over any number of ranks, stopped, and resumed on another number.
 """
 
-from bisect import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,54 +18,40 @@ from dali_train.data.sampling.rng import Purpose, torch_seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatchDraws:
-    """What (seed, step, k) decide whatever the images are: all that is known ahead of a stream. One row per image."""
+class MicroBatch:
+    """Everything about one micro-batch but the pixels. Arrays have one row per image, in the batch's order."""
 
     step: int
     k: int
-    partners: NDArray[np.int32]  # place of the partner that it is mixed with within the micro-batch
-    lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
-    cuts: NDArray[
-        np.int32
-    ]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
-    dropout_seed: int
-    size: int  # side of the training images, in pixels
-
-    @classmethod
-    def at(cls, config: Config, step: int, k: int) -> "MicroBatchDraws":
-        seed = config.data.seed
-        mixing = draw_mixing(
-            config.mixup, seed, step=step, k=k, size=config.batch.micro_batch, side=config.data.train_size
-        )
-        dropout_seed = torch_seed(seed, Purpose.DROPOUT, step=step, k=k)
-        return cls(step=step, k=k, **vars(mixing), dropout_seed=dropout_seed, size=config.data.train_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch(MicroBatchDraws):
-    """Everything about one micro-batch but the pixels. Arrays have one row per image, in the batch's order."""
-
-    positions: NDArray[np.int64]  # in the training stream
-    images: NDArray[np.int64]  # numbers in the split's index
-    labels: NDArray[np.int64]  # from 0
+    positions: NDArray[np.int64]  # in the training sequence
+    images: NDArray[np.int64]  # numbers in the split's index; -1 with data.reader dali, where DALI alone knows them
+    labels: NDArray[np.int64]  # from 0; -1 with data.reader dali
     boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
-    offsets: NDArray[
-        np.int32
-    ]  # (n, 2): where the box begins in the square of data.crop_side, from the top and left; else 0
+    offsets: NDArray[np.int32]  # (n, 2): where the box begins in the square of data.crop_side; else 0
     flips: NDArray[np.int32]  # 1: mirrored
     operators: NDArray[np.int32]  # (n, steps): numbers in the policy's names, applied one after the other
     levels: NDArray[np.float32]  # (n, steps): how strong each of them is, with a sign
     erased: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the training image; all zero: none
     noise: NDArray[np.uint8]  # (size, size, 3): what erased boxes show, each its part of it; empty: the mean color
+    partners: NDArray[np.int32]  # place of the partner that it is mixed with within the micro-batch
+    lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
+    cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels; all zero: no CutMix
+    dropout_seed: int
+    size: int  # side of the training images, in pixels
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether any image is mixed with its partner."""
+        return bool((self.lambdas < 1).any())
 
     @property
     def corners(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(anchors, shapes) of the boxes, each (n, 2), as a decoder takes them."""
+        """Return (anchors, shapes) of the boxes, each (n, 2), as a decoder takes them."""
         return np.ascontiguousarray(self.boxes[:, :2]), np.ascontiguousarray(self.boxes[:, 2:])
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """(n, 2): the class of each image and of its partner."""
+        """Return the class of each image and of its partner, (n, 2)."""
         return np.stack([self.labels, self.labels[self.partners]], axis=-1)
 
 
@@ -81,8 +66,7 @@ class MicroBatches:
         self.num_per_step = config.batch.global_batch // config.batch.micro_batch
         self._rows = rows
         self._config = config
-        starts, self._configs = zip(*config.sizes_by_step(len(rows)), strict=True)
-        self._ends = starts[1:]  # of each size but the last
+        self._config_at = config.by_step(len(rows))
         self._policy = policy_of(config.data)
         self.order = SampleOrder.of(config, len(rows))
         side, padding = config.data.crop_side, config.data.crop_padding
@@ -95,23 +79,23 @@ class MicroBatches:
             )
 
     def positions(self, step: int, k: int) -> NDArray[np.int64]:
-        """Where its images stand in the training stream."""
+        """Return where the images of micro-batch `k` of `step` stand in the training sequence, (n,)."""
         batch = self._config.batch
         start = step * batch.global_batch + k * batch.micro_batch
         return np.arange(start, start + batch.micro_batch, dtype=np.int64)
 
     def __call__(self, step: int, k: int) -> MicroBatch:
-        config = self._configs[bisect(self._ends, step)]
-        data = config.data
+        config = self._config_at(step)
+        data, seed = config.data, config.data.seed
         positions = self.positions(step, k)
         images, epochs = self.order.images_at(positions)
         rows = self._rows[images]
-        operators, levels = draw_operators(data.seed, self._policy, epochs=epochs, images=images)
+        operators, levels = draw_operators(seed, self._policy, epochs=epochs, images=images)
         heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
             boxes = BOXES[data.crop](
-                data.seed,
+                seed,
                 epochs=epochs,
                 images=images,
                 heights=heights,
@@ -121,7 +105,7 @@ class MicroBatches:
             )
         else:
             boxes, offsets = padded_crops(
-                data.seed,
+                seed,
                 epochs=epochs,
                 images=images,
                 heights=heights,
@@ -129,18 +113,23 @@ class MicroBatches:
                 side=data.crop_side,
                 padding=data.crop_padding,
             )
+        mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
         return MicroBatch(
-            **vars(MicroBatchDraws.at(config, step, k)),
+            step=step,
+            k=k,
             positions=positions,
             images=images,
             labels=rows["label"].astype(np.int64),
             boxes=boxes,
             offsets=offsets,
-            flips=flips(data.seed, epochs=epochs, images=images, probability=data.horizontal_flip),
+            flips=flips(seed, epochs=epochs, images=images, probability=data.horizontal_flip),
             operators=operators,
             levels=levels,
             erased=erased_boxes(
-                data.seed, epochs=epochs, images=images, probability=data.random_erasing, size=data.train_size
+                seed, epochs=epochs, images=images, probability=data.random_erasing, size=data.train_size
             ),
             noise=erasing_noise(data, step=step, k=k),
+            **vars(mixing),
+            dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),
+            size=data.train_size,
         )

@@ -26,7 +26,7 @@ class Purpose(IntEnum):
     INITIALISATION = 5
     BLOCKS = 6
     WINDOW = 7
-    STREAM = 8  # the seeds of DALI's own operators
+    READER = 8  # the seeds of DALI's own reader and crops
     AUGMENT = 9
     ERASE = 10
     CUTMIX = 11  # and whether anything is mixed

@@ -1,0 +1,298 @@
+"""From micro-batches to tensors: the pipelines of training and evaluation, on both devices.
+
+Everything that happens to pixels happens here: decode (raw records skip it), crop, resize, mirror, augment, normalise
+and cast in a DALI graph, then mix in torch. On the CPU DALI decodes training images and `CpuTransform` does the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from nvidia.dali.pipeline import Pipeline
+from torch.autograd.profiler import record_function
+
+from dali_train.config import DataConfig
+from dali_train.data.dataset.decode import why_undecodable
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.augment import Augmentation
+from dali_train.data.loading.cpu import CpuTransform
+from dali_train.data.loading.dali import (
+    Ahead,
+    Feed,
+    crop_graph,
+    crop_inputs,
+    decode,
+    evaluation_graph,
+    in_format,
+    queue_depth,
+    run_graph,
+    training_graph,
+    training_inputs,
+)
+from dali_train.data.loading.decoder import PixelFormat
+from dali_train.data.loading.mixing import mix, show_noise
+from dali_train.data.loading.storage import Storage, open_storage, read_stored
+from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.errors import DatasetError
+
+_PREPARED = 2  # micro-batches whose draws and byte ranges are ready when DALI asks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch as tensors, already mixed."""
+
+    images: torch.Tensor  # (n, 3, size, size) float32, float16 or bfloat16
+    targets: torch.Tensor  # (n, 2) int64: class of the image, class of its Mixup partner
+    lambdas: torch.Tensor  # (n,) float32: weight of the first class
+    micro_batch: MicroBatch
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return it on `device`. Only what is not there yet is copied: no images where DALI decoded on a GPU."""
+        images, targets, lambdas = (
+            tensor.to(device, non_blocking=True) for tensor in (self.images, self.targets, self.lambdas)
+        )
+        return Batch(images, targets, lambdas, self.micro_batch)
+
+
+class TrainingPipeline:
+    """Where a loader's micro-batches come from."""
+
+    warnings: Sequence[str] = ()
+    """What to report to the user when the run starts."""
+
+    def run(self) -> Batch:
+        """Return the next micro-batch, on the decoding device in the order of torch's current stream.
+
+        The host does not wait for the device. The images' memory may be used again by the next call but one.
+
+        Raises:
+            DatasetError: an image cannot be decoded; the message says which and where it lies.
+        """
+        raise NotImplementedError
+
+
+class IndexedPipeline(TrainingPipeline):
+    """Images found through the index: what the pipelines on both devices share.
+
+    Args:
+        next_micro_batch: called ahead of ``run()``.
+        size: images in each micro-batch.
+    """
+
+    _feed: Feed
+
+    def __init__(
+        self,
+        split: Split,
+        storage: Storage,
+        next_micro_batch: Callable[[], MicroBatch],
+        data: DataConfig,
+        pixels: PixelFormat,
+        *,
+        size: int,
+    ) -> None:
+        self._split, self._storage = split, storage
+        self._data, self._pixels = data, pixels
+        self._augmentation = Augmentation.of(data)
+        self._start(next_micro_batch, size)
+
+    def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
+        raise NotImplementedError
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        images = np.concatenate([batch.images for batch in self._feed.in_flight])
+        return find_undecodable(self._split, self._storage, images, error)
+
+
+class DaliPipeline(IndexedPipeline):
+    """One graph does everything but mixing, `data.prefetch` micro-batches ahead. Meant for a GPU; runs on a CPU,
+    too."""
+
+    def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
+        inputs = training_inputs(self._split, self._storage, self._data, self._augmentation)
+        self._feed = Feed(inputs, next_micro_batch, ahead=_PREPARED)
+        self._pipe = training_graph(
+            self._feed,
+            self._data,
+            self._pixels,
+            self._split,
+            self._augmentation,
+            batch_size=size,
+            num_threads=self._pixels.num_threads,
+            device_id=self._pixels.device_id,
+            prefetch_queue_depth=queue_depth(self._data),
+        )
+        self._pipe.build()
+        self._mean, self._std = torch.tensor(self._data.mean), torch.tensor(self._data.std)
+
+    def run(self) -> Batch:
+        images, targets, lambdas, partners = run_graph(self._pipe, self._explain)
+        batch = self._feed.in_flight.popleft()
+        if batch.noise.size and batch.erased.any():
+            noise = ((torch.from_numpy(batch.noise) - self._mean) / self._std).to(images.dtype)
+            images = show_noise(
+                images,
+                to_device_of(images, batch.erased),
+                noise.to(images.device, non_blocking=True),
+                channels_last=self._pixels.channels_last,
+            )
+        return finished(images, targets, lambdas, partners, batch, self._pixels)
+
+
+class CpuPipeline(IndexedPipeline):
+    """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `data.prefetch` micro-batches ready."""
+
+    def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
+        self._transform = CpuTransform(self._data, self._pixels, size=size)
+        self._next = next_micro_batch
+        self._pipe: Pipeline | None = None
+        if self._split.manifest.encoding == "image":
+            self._feed = Feed(crop_inputs(self._split, self._storage), next_micro_batch)
+            self._pipe = crop_graph(self._feed, size=size, num_threads=self._pixels.num_threads)
+        self._ready = Ahead(self._produce, self._data.prefetch, "data")
+
+    def run(self) -> Batch:
+        with record_function("data: wait"):
+            return self._ready.next()
+
+    def _produce(self) -> Batch:
+        crops, batch = self._cut() if self._pipe is None else self._decode(self._pipe)
+        side = self._data.crop_side
+        if side is not None:
+            crops = [padded(crop, offset, side) for crop, offset in zip(crops, batch.offsets, strict=True)]
+        images = self._transform(
+            crops,
+            batch.flips,
+            (batch.partners, batch.lambdas, batch.cuts) if batch.is_mixed else None,
+            None if self._augmentation is None else self._augmentation.operations(batch),
+        )
+        return Batch(images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch)
+
+    def _cut(self) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
+        batch = self._next()
+        boxes = zip(read_stored(self._storage, self._split, batch.images), batch.boxes.tolist(), strict=True)
+        return [image[y : y + height, x : x + width] for image, (y, x, height, width) in boxes], batch
+
+    def _decode(self, pipe: Pipeline) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
+        try:
+            (crops,) = pipe.run()
+        except RuntimeError as error:
+            raise self._explain(error) from error
+        return [np.asarray(crop) for crop in crops], self._feed.in_flight.popleft()
+
+
+class EvaluationPipeline:
+    """Evaluates the batches of image numbers that it was made with, over and over: after the last comes the first.
+
+    So the start of the next evaluation is already prepared when one ends, and nothing marks an end.
+    """
+
+    def __init__(self, split: Split, batches: list[NDArray[np.int64]], data: DataConfig, pixels: PixelFormat) -> None:
+        self._split, self._storage = split, open_storage(split, data)
+        self._batches, self._data, self._pixels = batches, data, pixels
+        self._position = 0
+        self._pipe = evaluation_graph(
+            self._feed,
+            data,
+            pixels,
+            split.manifest.encoding == "raw",
+            batch_size=max(len(batch) for batch in batches),
+            num_threads=pixels.num_threads,
+            device_id=pixels.device_id,
+            prefetch_queue_depth=queue_depth(data),
+        )
+        self._pipe.build()
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (images, labels): (n, 3, eval_size, eval_size) of the pixel format's dtype, and (n,) int64.
+
+        Raises:
+            DatasetError: an image cannot be decoded; the message says which and where it lies.
+        """
+        images, labels = run_graph(self._pipe, self._explain)
+        return in_format(images, self._pixels), labels
+
+    def _feed(self) -> tuple[list[NDArray[np.uint8]], NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+        images = self._batches[self._position % len(self._batches)]
+        self._position += 1
+        rows = self._split.rows[images]
+        start, end = central_regions(
+            rows["height"].astype(np.float64),
+            rows["width"].astype(np.float64),
+            self._data.eval_resize_to,
+            self._data.eval_size,
+            squash=self._data.eval_resize == "squash",
+        )
+        return read_stored(self._storage, self._split, images), start, end, rows["label"].astype(np.int64)
+
+    def _explain(self, error: RuntimeError) -> Exception:
+        return find_undecodable(self._split, self._storage, np.concatenate(self._batches), error)
+
+
+def finished(
+    images: torch.Tensor,
+    targets: torch.Tensor,
+    lambdas: torch.Tensor,
+    partners: torch.Tensor,
+    batch: MicroBatch,
+    pixels: PixelFormat,
+) -> Batch:
+    """Return a training graph's outputs as a batch: mixed, in the pixel format."""
+    if batch.is_mixed:
+        cuts = to_device_of(images, batch.cuts) if batch.cuts.any() else None
+        images = mix(images, partners, lambdas, cuts, channels_last=pixels.channels_last)
+    return Batch(in_format(images, pixels), targets, lambdas, batch)
+
+
+def to_device_of(images: torch.Tensor, array: NDArray[np.int32]) -> torch.Tensor:
+    """Return `array` as a tensor on the device of `images`."""
+    return torch.from_numpy(array).to(images.device, non_blocking=True)
+
+
+def padded(crop: NDArray[np.uint8], offset: NDArray[np.int32], side: int) -> NDArray[np.uint8]:
+    """Return a black square with `crop`, (height, width, 3), at `offset` from the top and left: (side, side, 3)."""
+    height, width = crop.shape[:2]
+    if height == width == side:
+        return crop
+    square = np.zeros((side, side, 3), dtype=np.uint8)
+    square[offset[0] : offset[0] + height, offset[1] : offset[1] + width] = crop
+    return square
+
+
+def central_regions(
+    heights: NDArray[np.float64], widths: NDArray[np.float64], resize_to: int, size: int, *, squash: bool
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the region of each image that becomes the evaluated square: (start, end), each (n, 2) as y, x in pixels.
+
+    Resizing to `resize_to` and cutting the central `size` out is one resize of this region. The sizes and offsets
+    are rounded as torchvision's Resize and CenterCrop round them, so that the pixels are the same.
+    """
+    short = np.minimum(heights, widths)
+    starts, ends = [], []
+    for length in (heights, widths):
+        resized = np.full_like(length, resize_to) if squash else np.floor(resize_to * length / short)
+        offset = np.rint((resized - size) / 2)
+        starts.append(offset * length / resized)
+        ends.append((offset + size) * length / resized)
+    return np.stack(starts, axis=-1).astype(np.float32), np.stack(ends, axis=-1).astype(np.float32)
+
+
+def find_undecodable(split: Split, storage: Storage, images: NDArray[np.int64], error: RuntimeError) -> Exception:
+    """Return the error that names the first of `images` that does not decode; `error` if all do.
+
+    DALI names only a position in a batch that has already run ahead, so the images are tried one by one.
+    """
+    if split.manifest.encoding == "raw":  # nothing was decoded
+        return error
+    for image, encoded in zip(images.tolist(), read_stored(storage, split, images), strict=True):
+        try:
+            decode(encoded, device_id=None)
+        except RuntimeError as fault:
+            return DatasetError(
+                f"{split.describe(image)} cannot be decoded: {why_undecodable(encoded.tobytes(), fault)}. "
+                f"Run `dali-train data verify {split.root}` for all such images, and convert again without them"
+            )
+    return error
