@@ -4,15 +4,22 @@ import os
 import platform
 import re
 import signal
-import sys
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from dali_train.runtime.watchdog import Beat, name_missing
+import pytest
+import torch.distributed as dist
+
+from dali_train.errors import DatasetError
+from dali_train.runtime import watchdog as watchdog_module
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.watchdog import Beat, Startup, Watchdog, name_missing
 
 from .conftest import StartTraining
 from .helpers import LONG, wait_for_steps
-from .ranks import FORK, free_port
+from .ranks import FORK
 
 HOST = platform.node()
 TIMEOUT = ("--parallel.timeout_s", "12")
@@ -45,114 +52,140 @@ def test_a_frozen_rank_is_named(start_training: StartTraining, tmp_path: Path) -
         assert "in train" in report and "train.py" in report, report
 
 
-def test_a_frozen_rank_0_is_named_by_the_others(start_training: StartTraining, tmp_path: Path) -> None:
-    """It holds the store, so nobody gets an answer."""
-    ranks = start_training("run", *LONG, *THREE, *TIMEOUT, ranks=3)
-    wait_for_steps(ranks, tmp_path / "run", 3)
-    frozen = ranks.pids()[0]
-    os.kill(frozen, signal.SIGSTOP)
-    while any(ranks.alive()[1:]):
-        time.sleep(0.1)
-    os.kill(frozen, signal.SIGKILL)
-    assert ranks.wait() == [-signal.SIGKILL, 1, 1]
-    output = ranks.log.read_text()
-    named = [line for line in output.splitlines() if "no answer from the store of rank 0" in line]
-    assert named and named[0].startswith("rank 1: "), output
-    assert f"Missing or late: rank 0 on {HOST} (pid {frozen}): silent for" in named[0], output
-    assert "ends after" in output[output.index("no answer from the store") :]
+class Clock:
+    """Passes as the test says, and by `tick` seconds whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.now, self.tick = 1000.0, 0.0
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
 
 
-def test_a_rank_lost_before_the_first_step_is_named(start_training: StartTraining, tmp_path: Path) -> None:
-    ranks = start_training("run", *LONG, *THREE, *TIMEOUT, ranks=3)
-    while not (tmp_path / "run" / "run.lock").exists():  # then all have met
-        time.sleep(0.01)
-    lost = ranks.pids()[1]
-    os.kill(lost, signal.SIGSTOP)
-    while f"Missing or late: rank 1 on {HOST} (pid {lost}): silent for" not in ranks.log.read_text():
-        assert all(ranks.alive()), ranks.log.read_text()
-        time.sleep(0.1)
-    ranks.kill()
+def hold_store(connection: Connection) -> None:
+    """Be the process of rank 0, which holds the store."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    time.sleep(600)
 
 
-def test_a_killed_rank_is_named(start_training: StartTraining, tmp_path: Path) -> None:
-    ranks = start_training("run", *LONG, *THREE, ranks=3)
-    wait_for_steps(ranks, tmp_path / "run", 3)
-    os.kill(ranks.pids()[2], signal.SIGKILL)
-    statuses = ranks.wait()
-    assert statuses == [1, 1, -signal.SIGKILL]
-    (line,) = [line for line in ranks.log.read_text().splitlines() if line.startswith("rank 0: lost touch")]
-    assert f"Missing or late: rank 2 on {HOST} (pid {ranks.pids()[2]}): silent for" in line
-    assert "rank 1 on" not in line
-    report = (tmp_path / "run" / "hang" / "rank0.txt").read_text()
-    assert "lost touch with the other ranks: " in report and WAITING.search(report), report
+class Ranks:
+    """The watchdogs of several ranks on one clock of the test's, with a real store in a process of its own."""
 
+    def __init__(self, directory: Path, count: int) -> None:
+        self.clock, self.directory, self._count = Clock(), directory, count
+        here, there = FORK.Pipe()
+        self.store = FORK.Process(target=hold_store, args=(there,))
+        self.store.start()
+        self._port = here.recv()
+        self.dogs = [self._watchdog(rank) for rank in range(count)]
+        self.pass_time(2, beating=range(count))
 
-def _rank_whose_data_stops(arguments: list[str], environment: dict[str, str], log: Path) -> None:
-    os.environ.update(environment)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    from dali_train.cli import main
-    from dali_train.data.loading.storage import MappedFiles
-
-    quick, reads = MappedFiles.read, []
-
-    def stop_after_60(self: MappedFiles, shard: int, offset: int, size: int) -> object:
-        reads.append(offset)
-        if len(reads) > 60:
-            time.sleep(3600)  # like a read from a file server that is gone
-        return quick(self, shard, offset, size)
-
-    if int(environment["RANK"]) == int(environment["WORLD_SIZE"]) - 1:
-        MappedFiles.read = stop_after_60  # type: ignore[assignment,method-assign]
-    sys.argv = ["dali-train", *arguments]
-    sys.exit(main())
-
-
-def start_with_stalling_data(config: Path, run: Path, ranks: int) -> list:
-    port = str(free_port())
-    processes = []
-    for rank in range(ranks):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
-        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        arguments = ["train", "--config", str(config), "--run.dir", str(run), *LONG, *TIMEOUT]
-        processes.append(
-            FORK.Process(target=_rank_whose_data_stops, args=(arguments, environment, run.with_suffix(".log")))
+    def _watchdog(self, rank: int) -> Watchdog:
+        launch = Launch(
+            rank=rank,
+            world_size=self._count,
+            local_rank=rank,
+            local_world_size=self._count,
+            host="localhost",
+            port=self._port,
+            launcher="test",
         )
-        processes[-1].start()
-    return processes
+        return Watchdog(launch, self.directory, 60.0, self.clock)
+
+    def enter(self, phase: str, *ranks: int) -> None:
+        for rank in ranks:
+            self.dogs[rank].watch(Startup(self.clock.now, step=5, phase=phase), "/data")
+
+    def pass_time(self, seconds: float, beating: range | tuple[int, ...]) -> None:
+        self.clock.now += seconds
+        for rank in sorted(beating, reverse=True):  # rank 0 last, which asks for the others' beats
+            assert self.dogs[rank].beat() if self._count > 1 else True
 
 
-def test_a_data_stall_is_called_one(tiny_config: Path, tmp_path: Path) -> None:
-    """Several ranks end, so that the job can be started again; a single process waits: the file server may come
-    back."""
-    two, one = tmp_path / "two", tmp_path / "one"
-    processes = start_with_stalling_data(tiny_config, two, ranks=2)
-    (alone,) = start_with_stalling_data(tiny_config, one, ranks=1)
-    for process in processes:
-        process.join(120)
-    output = two.with_suffix(".log").read_text()
-    assert [process.exitcode for process in processes] == [1, 1], output
-    assert f"rank 1 on {HOST} (pid {processes[1].pid}): in phase data of step" in output
-    assert "a data stall: it waits for images" in output
-    assert "rank 1: data stall: waiting for images of step" in output
-    assert "stop_after_60" in (two / "hang" / "rank1.txt").read_text()
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.2)
+    ranks = Ranks(tmp_path, 3)
+    yield ranks
+    ranks.store.kill()
+    ranks.store.join()
 
-    report = one / "hang" / "rank0.txt"
-    while not report.exists() or "stop_after_60" not in report.read_text():
-        assert alone.is_alive()
-        time.sleep(0.1)
-    alone.join(4)
-    assert alone.is_alive()
-    alone.kill()
-    alone.join()
-    assert "rank 0: data stall: waiting for images of step" in one.with_suffix(".log").read_text()
-    assert report.read_text().startswith(f"rank 0 of 1 on {HOST}, pid {alone.pid}\nphase data, step ")
+
+def test_a_frozen_rank_0_is_named_by_the_others(three: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    """It holds the store, so nobody gets an answer."""
+    three.enter("backward", 1, 2)
+    os.kill(three.store.pid or 0, signal.SIGSTOP)
+    three.pass_time(40, beating=())
+    assert not three.dogs[1].check() and not three.dogs[2].check()
+    output = capfd.readouterr().err
+    named = rf"rank 1: no answer from the store of rank 0. Missing or late: rank 0 on {HOST} \(pid {os.getpid()}\): sil"
+    assert re.search(named, output) and "rank 2: " not in output, "one rank of each host says so"
+    three.pass_time(40, beating=())
+    assert three.dogs[1].check() and three.dogs[2].check(), "they end"
+    report = (three.directory / "hang" / "rank2.txt").read_text()
+    assert report.startswith(f"rank 2 of 3 on {HOST}, pid {os.getpid()}\nphase backward, step 5\nno progress for 80 s")
+    three.dogs[1].close(RuntimeError("store: timed out"))
+    assert "does not answer: rank 0 ended first" in capfd.readouterr().err
+
+
+def test_a_rank_lost_before_the_first_step_is_named(three: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    three.pass_time(40, beating=(0, 2))
+    assert not three.dogs[0].check()
+    output = capfd.readouterr().err
+    assert (
+        f"Missing or late: rank 1 on {HOST} (pid {os.getpid()}): silent for 40 s" in output and "rank 2" not in output
+    )
+    three.pass_time(40, beating=(0, 2))
+    assert not three.dogs[0].check(), "the start may take long"
+
+
+def test_the_first_to_end_is_named(three: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 2 was killed; ranks 0 and 1 lose touch with it. Then it had an error of its own."""
+    three.enter("backward", 0, 1, 2)
+    lost = RuntimeError("[/pytorch/gloo] Connection closed by peer")
+    three.dogs[1].close(lost)
+    three.clock.tick = 0.1
+    three.dogs[0].close(lost)
+    output = capfd.readouterr().err
+    said = rf"rank 0: lost touch with other ranks. Missing or late: rank 2 on {HOST} \(pid \d+\): silent for \d s"
+    assert re.search(said, output) and "rank 1 on" not in output
+    for rank in (0, 1):
+        report = (three.directory / "hang" / f"rank{rank}.txt").read_text()
+        assert "lost touch with the other ranks: [/pytorch/gloo] Connection" in report
+
+
+def test_a_rank_with_an_error_of_its_own_is_named(three: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    three.dogs[2].close(DatasetError("bad image\nmore"))
+    three.clock.tick = 0.1
+    three.dogs[0].close(RuntimeError("Connection reset"))
+    assert re.search(
+        r"Missing or late: rank 2 .* ended in phase .* with DatasetError: bad image", capfd.readouterr().err
+    )
+
+
+def test_a_data_stall_is_called_one(three: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Several ranks end, so that the job can be started again; a single process waits: the data may come back."""
+    three.enter("data", 1)
+    three.enter("backward", 0, 2)
+    three.pass_time(40, beating=(0, 1, 2))
+    assert not any(dog.check() for dog in three.dogs)
+    output = capfd.readouterr().err
+    assert "rank 1: data stall: waiting for images of step 5 from /data for 40 s" in output
+    assert re.search(r"rank 0: .*late: rank 1 .*in phase data of step 5 for 40 s, a data stall: it waits", output)
+    three.pass_time(40, beating=(0, 1, 2))
+    assert all(dog.check() for dog in three.dogs)
+    assert "in test_a_data_stall_is_called_one" in (three.directory / "hang" / "rank1.txt").read_text()
+
+    alone = Ranks(tmp_path / "alone", 1)
+    alone.store.kill()
+    alone.enter("data", 0)
+    alone.pass_time(80, beating=())
+    assert not alone.dogs[0].check()
+    assert "rank 0: data stall: waiting for images of step 5 from /data for 80 s" in capfd.readouterr().err
+    report = (alone.directory / "hang" / "rank0.txt").read_text()
+    assert report.startswith(f"rank 0 of 1 on {HOST}, pid {os.getpid()}\nphase data, step 5\n")
 
 
 def beat(rank: int, *, step: int = 5, phase: str = "step", **others: object) -> Beat:

@@ -1,10 +1,8 @@
-"""Who is missing: every rank reports where it is, and when something hangs or dies the log says which rank, where, in
-which phase.
+"""Heartbeats between ranks: the log says which rank hangs, lags or has died, on which host and in which phase.
 
-A thread on each rank sends one heartbeat per second to the store through which the ranks met, which rank 0's process
-holds. Rank 0 compares all beats and names those that others wait for; the others notice when rank 0 no longer answers.
-A rank that does not move for long writes phase, step and Python stacks to ``hang/rank{r}.txt`` in the run directory.
-Beats, not
+Each rank sends a beat per second to the store through which the ranks met, which rank 0's process holds. Rank 0
+compares all beats and names those that the others wait for; the others notice when rank 0 no longer answers. A rank
+without progress writes phase, step and Python stacks to ``hang/rank{r}.txt`` in the run directory. Beats, not
 collectives: what hangs are collectives.
 """
 
@@ -16,7 +14,8 @@ import re
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, Self
@@ -29,9 +28,7 @@ from dali_train.runtime.launch import Launch
 LATE_S = 30.0  # without progress: rank 0 says whom it waits for
 BEAT_S = 1.0
 SILENT_S = 4.0  # without a beat: dead, stopped or unreachable
-_ASK_RANK_0_BEATS = 3  # the others ask it for an answer only so often: it has many to answer
-# Ranks take their time in these phases, so that alone is no fault, and what is too long the process group's timeout
-# decides.
+# Ranks take their time in these phases: what is too long the process group's timeout decides.
 _LONG_PHASES = {"start", "evaluation", "checkpoint"}
 _PROGRESS = {"start": 0, "data": 1}  # within a step; ranks wait for one another in all phases after these
 _MISSING = "Missing or late: "
@@ -50,9 +47,9 @@ class Position(Protocol):
 class Startup:
     """The position before the training loop has a clock of its own."""
 
+    phase_start: float
     step: int = 0
     phase: str = "start"
-    phase_start: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,59 +78,63 @@ class Beat:
 
 
 class Watchdog:
-    """Watches this rank from the moment the ranks have met until closed.
+    """Watches this rank from the moment the ranks have met; within ``with`` by threads of its own.
 
     Args:
         timeout_s: without progress for this long a rank of several writes its report and ends its process; a single
             process only reports.
+        monotonic: the clock, in seconds, by which `Position.phase_start` counts.
     """
 
-    def __init__(self, launch: Launch, directory: Path, timeout_s: float) -> None:
-        self._launch, self._directory, self._timeout_s = launch, directory, timeout_s
-        self._clock: Position = Startup()
+    def __init__(
+        self, launch: Launch, directory: Path, timeout_s: float, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._launch, self._directory, self._timeout_s, self._now = launch, directory, timeout_s, monotonic
+        self._position: Position = Startup(monotonic())
         self._data_source = ""
-        self._late_s = min(LATE_S, timeout_s / 2)
-        self._store = _connect(launch) if launch.world_size > 1 else None
-        self._keys = [f"rank{rank}" for rank in range(launch.world_size)]
+        self._late_s = self._next_warning = min(LATE_S, timeout_s / 2)
+        self._reported = False
+        self._ended, self._lost_peer = "", False  # for the last beat
         self._count = 0
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> (its last beat, when that was new here)
-        self._answered = time.monotonic()  # when the store last answered
-        self._named: set[int] = set()  # ranks whose loss was reported
+        self._answered = monotonic()  # when the store last answered
         self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._keys = [f"rank{rank}" for rank in range(launch.world_size)]
+        self._store = _connect(launch) if launch.world_size > 1 else None
         if self._store is not None:
-            self._meet()
-        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
-        if self._store is not None:
-            self._threads.append(threading.Thread(target=self._talk, name="watchdog's beat", daemon=True))
-        for thread in self._threads:
-            thread.start()
+            if launch.rank == 0:
+                for key in self._keys:  # asking for a key that is not there would wait for it
+                    self._store.compare_set(key, "", "")
+            self.beat()  # a rank that is lost right afterwards is known by host and pid
 
-    def watch(self, clock: Position, data_source: str) -> None:
-        """From here on the training loop's `clock` says where this rank is. `data_source` is named when images do not
-        come."""
+    def watch(self, position: Position, data_source: str) -> None:
+        """Let `position` say from here on where this rank is; `data_source` is named when images do not come."""
         self._data_source = data_source
-        self._clock = clock
+        self._position = position
 
     def __enter__(self) -> Self:
+        # Two, since a beat waits for as long as the store's process is frozen, perhaps for ever.
+        loops = (self._check_always, self._beat_always) if self._store is not None else (self._check_always,)
+        self._threads = [threading.Thread(target=loop, name="watchdog", daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
 
     def close(self, error: BaseException | None) -> None:
-        """The run is over. After an error rank 0 stays a moment to find out who else ended, and says so."""
+        """Stop watching. After an error rank 0 stays a moment to find out who else ended, and says so."""
         if self._closing.is_set():
             return
         self._closing.set()
         for thread in self._threads:
-            thread.join(2 * BEAT_S)  # the beat's may wait for a store that does not answer
+            thread.join(2 * BEAT_S)
         if error is None or self._store is None:
             return
-        lost_peer = (
-            isinstance(error, RuntimeError)
-            and not isinstance(error, RunError)
-            and _LOST_PEER.search(str(error)) is not None
-        )
+        lost_peer = type(error) is not RunError and isinstance(error, RuntimeError)
+        lost_peer = lost_peer and _LOST_PEER.search(str(error)) is not None
         first_line = next(iter(str(error).splitlines()), "")
         if not self._send_last(f"{type(error).__name__}: {first_line}", lost_peer=lost_peer):
             self._say(
@@ -143,141 +144,35 @@ class Watchdog:
             return
         self._write_report(f"lost touch with the other ranks: {first_line}")
         if self._launch.rank == 0:
-            self._ask()
-            time.sleep(SILENT_S + BEAT_S)  # silence shows by waiting
-            self._ask()
+            end = self._now() + SILENT_S + BEAT_S  # silence shows by waiting
+            while self._now() < end:
+                time.sleep(BEAT_S / 10)
+            self.beat()
             self._say(f"lost touch with other ranks. {name_missing(self._silences(), self._launch.world_size)}")
 
-    def _meet(self) -> None:
-        """Everyone's first beat, so that a rank lost right afterwards is known by host and pid."""
-        assert self._store is not None
-        self._send()
-        try:
-            self._store.wait(self._keys if self._launch.rank == 0 else self._keys[:1])
-        except RuntimeError:  # one of them is lost already
-            if self._launch.rank != 0:
-                return
-            for key in self._keys:  # asking for a key that is not there would wait for it
-                self._store.compare_set(key, "", "")
-        self._ask()
-
-    def _talk(self) -> None:
-        """Report and ask. A thread of its own: when the store's process is frozen it waits here, for ever perhaps."""
-        beats = 0
-        while True:
-            sent = self._send()
-            asking = (
-                self._is_late(BEAT_S) if self._launch.rank == 0 else not self._beats or beats % _ASK_RANK_0_BEATS == 0
-            )
-            if sent and (not asking or self._ask()) and (asking or self._launch.rank == 0):
-                self._answered = time.monotonic()
-            beats += 1
-            if self._closing.wait(BEAT_S if sent else 5 * BEAT_S):
-                return
-
-    def _watch(self) -> None:
-        next_warning, reported = self._late_s, False
-        while not self._closing.wait(BEAT_S):
-            age = time.monotonic() - self._clock.phase_start
-            if self._launch.rank != 0:
-                self._watch_rank_0()
-            if age < self._late_s:
-                next_warning, reported = self._late_s, False
-                self._named &= {0} if self._launch.rank != 0 else set()
-                continue
-            lost = self._lost()
-            if age >= next_warning or lost - self._named:
-                next_warning = max(next_warning, 2 * age)
-                self._warn(age)
-                self._named |= lost
-            if age >= self._timeout_s and not reported:
-                reported = True
-                self._write_report(f"no progress for {age:.0f} s (parallel.timeout_s is {self._timeout_s:g})")
-                if self._launch.world_size > 1 and self._clock.phase not in _LONG_PHASES:
-                    self._end(age)
-
-    def _watch_rank_0(self) -> None:
-        """It cannot report its own silence, so the others do: one on each host, and rank 1 where rank 0's host has
-        more."""
-        silent_s = time.monotonic() - self._answered
-        if silent_s < self._late_s:
-            self._named.discard(0)
-        elif 0 not in self._named and (self._launch.local_rank == 0 or self._launch.rank == 1):
-            self._named.add(0)
-            known = self._beats.get(0)
-            described = known[0].describe(silent_s) if known is not None else f"rank 0: silent for {silent_s:.0f} s"
-            self._say(f"no answer from the store of rank 0. Missing or late: {described}")
-
-    def _is_late(self, seconds: float) -> bool:
-        return time.monotonic() - self._clock.phase_start >= seconds
-
-    def _lost(self) -> set[int]:
-        """On rank 0: the ranks that have ended or been silent for long, also those that never sent a beat."""
-        if self._launch.rank != 0 or self._store is None:
-            return set()
-        here = {beat.rank for beat, silent_s in self._silences() if not beat.ended and silent_s < self._late_s / 2}
-        return set(range(self._launch.world_size)) - here
-
-    def _warn(self, age: float) -> None:
-        if self._clock.phase == "data":
-            self._say(
-                f"data stall: waiting for images of step {self._clock.step} from {self._data_source} for {age:.0f} s"
-            )
-        if self._launch.rank == 0 and self._store is not None:
-            missing = name_missing(self._silences(), self._launch.world_size)
-            if self._clock.phase not in _LONG_PHASES or missing.startswith(_MISSING):
-                self._say(
-                    f"no progress for {age:.0f} s in phase {self._clock.phase} of step {self._clock.step}. {missing}"
-                )
-
-    def _end(self, age: float) -> None:
-        """End the process: its main thread may never come back."""
-        if self._launch.rank == 0:
-            self._warn(age)
-        self._say(f"ends after {age:.0f} s without progress; stacks are in {self._directory / 'hang'}")
-        self._send_last(f"no progress for {age:.0f} s", lost_peer=self._clock.phase != "data")
-        if self._launch.rank == 0:
-            time.sleep(3 * BEAT_S)  # it holds the store that the others still report to
-        os._exit(1)
-
-    def _send(self, ended: str = "", lost_peer: bool = False) -> bool:
-        """Report to the store where this rank is; False if that fails."""
+    def beat(self) -> bool:
+        """Send this rank's beat and get rank 0's, or on rank 0 everyone's. False: the store failed."""
         assert self._store is not None
         self._count += 1
-        clock = self._clock
+        position, rank = self._position, self._launch.rank
         beat = Beat(
-            rank=self._launch.rank,
+            rank=rank,
             host=platform.node(),
             pid=os.getpid(),
-            step=clock.step,
-            phase=clock.phase,
-            age_s=time.monotonic() - clock.phase_start,
+            step=position.step,
+            phase=position.phase,
+            age_s=self._age(),
             count=self._count,
-            ended=ended,
-            lost_peer=lost_peer,
+            ended=self._ended,
+            lost_peer=self._lost_peer,
         )
+        is_asking = rank == 0 and (self._age() >= BEAT_S or self._ended != "")  # not with each step: there may be many
         try:
-            self._store.set(self._keys[self._launch.rank], json.dumps(asdict(beat)))
+            self._store.set(self._keys[rank], json.dumps(asdict(beat)))
+            answers = self._store.multi_get(self._keys if is_asking else self._keys[:1])
         except RuntimeError:
             return False
-        return True
-
-    def _send_last(self, ended: str, *, lost_peer: bool) -> bool:
-        """The same before the process ends, which a store that does not answer must not prevent."""
-        sent: list[bool] = []
-        thread = threading.Thread(target=lambda: sent.append(self._send(ended, lost_peer)), daemon=True)
-        thread.start()
-        thread.join(2 * BEAT_S)
-        return sent == [True]
-
-    def _ask(self) -> bool:
-        """Get the beats: all of them on rank 0, rank 0's on the others. False if the store does not answer."""
-        assert self._store is not None
-        try:
-            answers = self._store.multi_get(self._keys if self._launch.rank == 0 else self._keys[:1])
-        except RuntimeError:
-            return False
-        now = time.monotonic()
+        now = self._answered = self._now()
         for answer in filter(None, answers):
             beat = Beat(**json.loads(answer))
             known = self._beats.get(beat.rank)
@@ -285,47 +180,112 @@ class Watchdog:
                 self._beats[beat.rank] = beat, now
         return True
 
+    def check(self) -> bool:
+        """Warn about what is late and report what is too late; return whether this rank has to end."""
+        age = self._age()
+        if age < self._late_s:
+            self._next_warning, self._reported = self._late_s, False
+            return False
+        if age >= self._next_warning:
+            self._next_warning = age + self._late_s
+            self._warn(age)
+        if age < self._timeout_s:
+            return False
+        if not self._reported:
+            self._reported = True
+            self._write_report(f"no progress for {age:.0f} s (parallel.timeout_s is {self._timeout_s:g})")
+        return self._launch.world_size > 1 and self._position.phase not in _LONG_PHASES
+
+    def _age(self) -> float:
+        """Return the seconds since this rank entered its phase."""
+        return self._now() - self._position.phase_start
+
+    def _beat_always(self) -> None:
+        while not self._closing.wait(BEAT_S if self.beat() else 5 * BEAT_S):
+            pass
+
+    def _check_always(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            if self.check():
+                self._end()
+
+    def _warn(self, age: float) -> None:
+        phase, step = self._position.phase, self._position.step
+        if phase == "data":
+            self._say(f"data stall: waiting for images of step {step} from {self._data_source} for {age:.0f} s")
+        if self._launch.rank == 0 and self._store is not None:
+            missing = name_missing(self._silences(), self._launch.world_size)
+            if phase not in _LONG_PHASES or missing.startswith(_MISSING):
+                self._say(f"no progress for {age:.0f} s in phase {phase} of step {step}. {missing}")
+        # Rank 0 cannot report its own silence: one rank of each host does, and rank 1 where rank 0's host has more.
+        elif self._launch.local_rank == 0 or self._launch.rank == 1:
+            silent_s = self._now() - self._answered
+            if self._store is not None and silent_s >= self._late_s / 2:
+                known = [beat.describe(silent_s) for beat, _ in self._beats.values()]
+                self._say(f"no answer from the store of rank 0. {_MISSING}{known[0] if known else 'rank 0'}")
+
+    def _end(self) -> None:
+        """End the process, whose main thread may never come back."""
+        age = self._age()
+        if self._launch.rank == 0:
+            self._warn(age)
+        self._say(f"ends after {age:.0f} s without progress; stacks are in {self._directory / 'hang'}")
+        self._send_last(f"no progress for {age:.0f} s", lost_peer=self._position.phase != "data")
+        if self._launch.rank == 0:
+            time.sleep(3 * BEAT_S)  # it holds the store that the others still report to
+        os._exit(1)
+
+    def _send_last(self, ended: str, *, lost_peer: bool) -> bool:
+        """Send the last beat; False if the store does not answer, which must not keep the process from ending."""
+        self._ended, self._lost_peer = ended, lost_peer
+        sent: list[bool] = []
+        thread = threading.Thread(target=lambda: sent.append(self.beat()), daemon=True)
+        thread.start()
+        thread.join(2 * BEAT_S)
+        return sent == [True]
+
     def _silences(self) -> list[tuple[Beat, float]]:
-        """The last beat of every rank that sent one, and for how many seconds it has been silent since."""
-        now = time.monotonic()
-        return [
-            (beat, now - seen) for beat, seen in sorted(self._beats.copy().values(), key=lambda entry: entry[0].rank)
-        ]
+        """Return the last beat of every rank that sent one, and the seconds since then, by rank."""
+        now = self._now()
+        return [(beat, now - seen) for _, (beat, seen) in sorted(self._beats.copy().items())]
 
     def _write_report(self, reason: str) -> None:
-        path = self._directory / "hang" / f"rank{self._launch.rank}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
-            print(
-                f"rank {self._launch.rank} of {self._launch.world_size} on {platform.node()}, pid {os.getpid()}",
-                file=file,
-            )
-            print(f"phase {self._clock.phase}, step {self._clock.step}", file=file)
-            print(reason, file=file)
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, Python stacks of all threads:", file=file, flush=True)
-            faulthandler.dump_traceback(file)
+        launch, path = self._launch, self._directory / "hang" / f"rank{self._launch.rank}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                file.write(f"rank {launch.rank} of {launch.world_size} on {platform.node()}, pid {os.getpid()}\n")
+                file.write(f"phase {self._position.phase}, step {self._position.step}\n{reason}\n")
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S %z')}, Python stacks of all threads:\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+        except OSError as error:  # it must not hide what is reported
+            self._say(f"{reason}; {path} could not be written ({error})")
 
     def _say(self, text: str) -> None:
         print(f"rank {self._launch.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:
-    """Which ranks the others wait for, from all ranks' beats and the seconds of silence since."""
+    """Say which ranks the others wait for, from each rank's last beat and the seconds of silence since."""
     ranks = {beat.rank for beat, _ in beats}
     never = [f"rank {rank}: not heard of since the ranks met" for rank in range(world_size) if rank not in ranks]
-    gone = [beat.describe(silent_s) for beat, silent_s in beats if beat.ended and not beat.lost_peer]
-    silent = [beat.describe(silent_s) for beat, silent_s in beats if not beat.ended and silent_s >= SILENT_S]
-    alive = [(beat, silent_s) for beat, silent_s in beats if beat.lost_peer or (not beat.ended and silent_s < SILENT_S)]
     furthest = max((_progress(beat) for beat, _ in beats), default=(0, 0))
-    late = [beat.describe(silent_s) for beat, silent_s in alive if _progress(beat) < furthest]
-    named = [*gone, *silent, *never, *late]
-    if named:
+    ended, silent, late, level = list[str](), list[str](), list[str](), list[str]()
+    for beat, silent_s in beats:
+        if beat.ended and not beat.lost_peer:
+            group = ended
+        elif silent_s >= SILENT_S and not beat.ended:
+            group = silent
+        else:
+            group = late if _progress(beat) < furthest else level
+        group.append(beat.describe(silent_s))
+    if named := [*ended, *silent, *never, *late]:
         return _MISSING + "; ".join(named)
-    if alive and furthest[1] == _PROGRESS["data"]:
-        return "All ranks wait for images, a data stall: " + "; ".join(
-            beat.describe(silent_s) for beat, silent_s in alive
-        )
-    return "All ranks have come equally far: " + "; ".join(beat.describe(silent_s) for beat, silent_s in alive)
+    stalled = furthest[1] == _PROGRESS["data"]
+    return ("All ranks wait for images, a data stall: " if stalled else "All ranks are equally far: ") + "; ".join(
+        level
+    )
 
 
 def _progress(beat: Beat) -> tuple[int, int]:
