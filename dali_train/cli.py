@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from dali_train import __version__
+from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.data import add_data_command
 from dali_train.config import Config
 from dali_train.config.override import config_with
@@ -233,7 +234,7 @@ def _num_processes(text: str) -> int | Literal["auto"]:
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.directory is not None and options.config is None:
-        options.config = options.directory / "config.json"
+        options.config = RunDirectory(options.directory).directory / "config.json"
     config = _config(options, overrides)
     from dali_train.commands.evaluate import evaluate
     from dali_train.runtime.launch import LaunchOptions
@@ -243,8 +244,6 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _status(options: argparse.Namespace, overrides: list[str]) -> int:
-    if options.directory is not None and options.config is None:
-        options.config = options.directory / "config.json"
     directory = options.directory or Path(_config(options, overrides).run.dir)
     if options.directory is not None and not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; name the run.dir of a run")

@@ -4,13 +4,15 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dali_train.checkpoint.load import load_newest
+from dali_train.config import load_config
+from dali_train.training.events import STEP_PHASES
 
-from .conftest import StartTraining, final_weights, relative_differences
+from .conftest import REPOSITORY, StartTraining, final_weights, relative_differences
 from .ranks import POOL, Ranks
 
 # Largest |difference| / |weight| of a tensor after 7 steps (4 epochs of 50 images in batches of 32), measured between 1
@@ -133,3 +135,35 @@ def in_ranks(number: int, target: Callable[..., None], *arguments: Any, timeout_
 
 def _with_rank(target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     target(int(os.environ["RANK"]), *arguments)
+
+
+def write_run(
+    directory: Path,
+    num_steps: int = 0,
+    *,
+    ended_at: int | None = None,
+    events: Sequence[dict[str, Any]] = (),
+    extra: dict[str, float] | None = None,
+    environment: dict[str, Any] | None = None,
+    changes: dict[str, Any] | None = None,
+) -> Path:
+    """A run directory of made-up steps of 2.22 s and `events`, with configs/digits.py as changed by `changes`.
+
+    Args:
+        extra: what a hook measured at each step.
+    """
+    directory.mkdir(parents=True)
+    times = {"step_s": 2.22, **dict.fromkeys(STEP_PHASES.values(), 2.22 / 6)}
+    values = {"loss": 1.0, "lr": 0.1, "images_per_second": 9.0, "grad_norm": 1.0, "loss_scale": 1.0, **(extra or {})}
+    lines: list[dict[str, Any]] = [{"event": "start", "step": 0, "epoch": 0.0, "total_steps": 50, "startup_s": 2.0}]
+    for step in range(1, num_steps + 1):
+        first = {"first_step_s": 3.0} if step == 1 else {}
+        lines.append({"event": "train", "step": step, "epoch": step / 10, **values, **times, **first})
+    lines += events
+    if ended_at is not None:
+        lines.append({"event": "end", "step": ended_at, "epoch": ended_at / 10, "seconds": {}, "error": None})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = load_config(REPOSITORY / "configs" / "digits.py").replace({"run.dir": str(directory), **(changes or {})})
+    (directory / "config.json").write_text(config.to_json())
+    (directory / "environment.json").write_text(json.dumps(environment or {}))
+    return directory

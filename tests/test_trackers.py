@@ -11,7 +11,7 @@ import pytest
 from dali_train.errors import ConfigError
 from dali_train.hooks.trackers import make_trackers
 
-from .conftest import Train
+from .conftest import StartTraining, Train
 
 mlflow = pytest.importorskip("mlflow")
 wandb = pytest.importorskip("wandb")
@@ -56,6 +56,18 @@ config = replace(config, hooks=replace(config.hooks, user=(Fail,)))
 ALL = ("--hooks.trackers", "tensorboard", "wandb", "mlflow")
 
 Scalars = dict[tuple[str, int], float]
+
+
+@pytest.fixture
+def train(start_training: StartTraining) -> Train:
+    """As `conftest.train`, in processes of their own: what is changed in packages and tables must not last."""
+
+    def run(name: str, *words: str, status: int = 0, **more: Any) -> str:
+        ranks = start_training(name, *words, **more)
+        assert set(ranks.wait()) == {status}, ranks.log.read_text()
+        return ranks.log.read_text()
+
+    return run
 
 
 def scalars_of_metrics(directory: Path) -> Scalars:

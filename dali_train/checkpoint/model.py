@@ -10,9 +10,10 @@ from torch import nn
 
 from dali_train.checkpoint.directory import resolve_checkpoint
 from dali_train.checkpoint.load import Checkpoint, load_checkpoint
+from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.state import restore_weights
 from dali_train.checkpoint.storage import CheckpointError
-from dali_train.config import Config, DataConfig, load_config
+from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
@@ -64,9 +65,7 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     Raises:
         ConfigError, CheckpointError: no such run, no such checkpoint, or no moving average in it.
     """
-    if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is not a run directory: name the run.dir of a training run")
-    config = load_config(run_dir / "config.json")
+    config = RunDirectory(run_dir).config
     if checkpoint is None:
         checkpoint = "best" if (run_dir / "checkpoints" / "best").exists() else "newest"
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))

@@ -5,13 +5,14 @@ computed again here, for both runs, and compared in the order in which training 
 """
 
 import dataclasses
-import json
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dali_train.config import Config, load_config
+from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
@@ -32,24 +33,21 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
     Raises:
         ConfigError, DatasetError: no such run, or its dataset is gone.
     """
-    for directory in (first, second):
-        if not (directory / "config.json").is_file():
-            raise ConfigError(f"{directory} is not a run directory: it has no config.json")
-    configs = [load_config(directory / "config.json") for directory in (first, second)]
-    findings = compare_settings(*configs)
+    runs = RunDirectory(first), RunDirectory(second)
+    findings = compare_settings(*runs)
     print("settings")
     for finding in findings or ["the same"]:
         print(f"  {finding}")
-    samples = compare_samples(*configs, steps=steps)
+    samples = compare_samples(*(run.config for run in runs), steps=steps)
     print(f"samples\n  {samples or 'the same'}")
-    losses = compare_losses(first, second)
+    losses = compare_losses(*runs)
     print(f"losses\n  {losses or 'the same in every line that both logged'}")
     return not (findings or samples or losses)
 
 
-def compare_settings(first: Config, second: Config) -> list[str]:
+def compare_settings(first: RunDirectory, second: RunDirectory) -> list[str]:
     """``section.field: value | value`` for each that differs, but for run.dir, which always does."""
-    ours, theirs = (_flat(json.loads(config.to_json())) for config in (first, second))
+    ours, theirs = first.settings, second.settings
     names = sorted({*ours, *theirs} - {"run.dir"})
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
 
@@ -82,13 +80,13 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
     return ""
 
 
-def compare_losses(first: Path, second: Path) -> str:
+def compare_losses(first: RunDirectory, second: RunDirectory) -> str:
     """The first logged loss that differs and the largest difference; empty if there is none."""
     ours, theirs = _losses(first), _losses(second)
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         return "no step has a logged loss in both runs"
-    different = [step for step in common if ours[step] != theirs[step]]
+    different = [step for step in common if not _same(ours[step], theirs[step])]
     if not different:
         return ""
     relative = {step: abs(ours[step] - theirs[step]) / max(abs(ours[step]), 1e-300) for step in different}
@@ -124,18 +122,10 @@ def _first_row(name: str, ours: Any, theirs: Any) -> tuple[int | None, str] | No
     return (int(rows[0]), f"{name}: {ours[rows[0]]} | {theirs[rows[0]]}") if len(rows) else None
 
 
-def _losses(directory: Path) -> dict[int, float]:
-    """Optimizer steps done -> training loss."""
-    path = directory / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return {line["step"]: line["loss"] for line in lines if line["event"] == "train"}
+def _same(ours: float, theirs: float) -> bool:
+    return ours == theirs or (isnan(ours) and isnan(theirs))
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+def _losses(run: RunDirectory) -> dict[int, float]:
+    """Return optimizer steps done -> training loss."""
+    return {event["step"]: event["loss"] for event in run.events if event["event"] == "train"}

@@ -103,6 +103,7 @@ class Run:
                 reason=reason,
                 total_steps=self.plan.total_steps,
                 best_top1=self.accuracies.best,
+                ema=self.plan.config.ema.decay is not None,
                 attempt=self.lock_holder,
             ).write(self.plan.directory)
 

@@ -2,17 +2,15 @@
 end."""
 
 import logging
-import math
 import os
 import sys
-from pathlib import Path
 
 from tqdm import tqdm
 
 from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
 from dali_train.text import duration, plural
-from dali_train.training.events import Event, read_events
+from dali_train.training.events import best_evaluation, decisive, read_events
 
 logger = logging.getLogger("dali_train")
 
@@ -47,7 +45,7 @@ class Console(Hook):
         self._interval: TrainRecord | None = None
         self._epoch_loss = _Mean()
         self._result: EvaluationRecord | None = None
-        self._best = _best_before(record) if record.launch.rank == 0 else None
+        self._rank = record.launch.rank
         self._finished_epoch: int | None = None
         self._last_logged = record.start_step
         # Control characters have no place in a file, and srun's output is one even where srun has a terminal.
@@ -77,9 +75,6 @@ class Console(Hook):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._result = record
-        top1 = (record.ema or record.result).top1  # by which checkpoints are compared
-        if self._best is None or top1 >= self._best["top1"]:
-            self._best = {"step": record.step, "top1": top1}
         if self._finished_epoch is None:  # in the middle of an epoch, whose line is far away
             logger.info(f"evaluation at epoch {record.epoch:.2f}: {_accuracy(record)}")
 
@@ -89,10 +84,12 @@ class Console(Hook):
         state = "failed" if record.error is not None else "finished" if record.step >= self._total else "stopped"
         spent = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in record.seconds.items() if seconds >= 0.5)
         logger.info(f"{state} at step {record.step}/{self._total}{': ' if spent else ''}{spent}")
-        if self._best is not None:
-            checkpoint = self._directory / "checkpoints" / f"step-{self._best['step']:08d}"
+        best = best_evaluation(read_events(self._directory / "metrics.jsonl")) if self._rank == 0 else None
+        if best is not None:
+            checkpoint = self._directory / "checkpoints" / f"step-{best['step']:08d}"
             place = checkpoint if checkpoint.is_dir() else "its checkpoint was not kept"
-            logger.info(f"best top-1 {self._best['top1']:.2%} at step {self._best['step']}: {place}")
+            average = " of the EMA" if "ema_top1" in best else ""
+            logger.info(f"best top-1{average} {decisive(best, 'top1'):.2%} at step {best['step']}: {place}")
 
     def _show_plan(self, record: RunPlan) -> None:
         config, batch = record.config, record.config.batch
@@ -177,21 +174,6 @@ def _terminal_width() -> int:
         return os.get_terminal_size(sys.stderr.fileno()).columns - 1  # tqdm leaves the last column free
     except (OSError, ValueError):  # no terminal, so no bar
         return 10**6
-
-
-def _best_before(record: RunStart) -> Event | None:
-    """The evaluation with the best top-1 of the steps that are resumed from; of equal ones the latest, as with
-    checkpoints."""
-    evaluations = [
-        {"step": event["step"], "top1": event.get("ema_top1", event["top1"])}
-        for event in read_events(Path(record.directory) / "metrics.jsonl")
-        if event["event"] == "eval" and event["step"] <= record.start_step
-    ]
-    return max(
-        (event for event in evaluations if not math.isnan(event["top1"])),
-        key=lambda event: (event["top1"], event["step"]),
-        default=None,
-    )
 
 
 def _accuracy(record: EvaluationRecord) -> str:

@@ -1,14 +1,14 @@
-"""What bounds a run, in one sentence with its remedy."""
+"""What limits the speed of a run, in one sentence with its remedy."""
 
-from dali_train.report.runs import Run
+from dali_train.report.runs import ReportedRun
 from dali_train.text import plural
 
 DATA_SHARE, EXCHANGE_SHARE, OPTIMIZER_SHARE, LOGGING_SHARE = 0.10, 0.15, 0.15, 0.03
 """A phase other than computation that takes at least this share of a step is reported as what bounds the run."""
 
 
-def what_bounds(run: Run) -> str:
-    """From the medians of the logged phases."""
+def what_bounds(run: ReportedRun) -> str:
+    """Return a sentence that follows from the medians of the logged phases."""
     step = run.median("step_s")
     if not step or run.median("forward_s") is None:
         return "The run has logged no phases yet."
@@ -40,7 +40,7 @@ def what_bounds(run: Run) -> str:
         return f"Waiting for data takes {data:.0%} of the step: {_decoding(run)}"
     if worst == "exchange":
         return (
-            f"The exchange of gradients takes {exchange:.0%} of the step beyond what the backward pass hides: "
+            f"The all-reduce of gradients takes {exchange:.0%} of the step that the backward pass does not hide: "
             "accumulate more (larger batch.global_batch), or look for a rank that is slower than the others in "
             "logs/rank*.log."
         )
@@ -51,7 +51,7 @@ def what_bounds(run: Run) -> str:
     )
 
 
-def _decoding(run: Run) -> str:
+def _decoding(run: ReportedRun) -> str:
     smaller = "store the images smaller (dali-train data convert)"
     if run.is_small():  # decoding such images costs little
         smaller = "read from faster storage"

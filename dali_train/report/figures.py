@@ -3,7 +3,7 @@ width."""
 
 import io
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import matplotlib
 import numpy as np
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from dali_train.report.runs import Run, read_table
+from dali_train.report.runs import ReportedRun
 from dali_train.text import printable, shortened
 from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event
 
@@ -30,6 +30,14 @@ _FONTS = (
     "Noto Sans Devanagari",
     "Noto Sans Thai",
 )
+# Fields of training lines that have a picture of their own, or that say where a line belongs.
+_SHOWN = {
+    *("event", "step", "epoch", "loss", "top1", "lr", "grad_norm", "loss_scale", "skipped_steps", "images_per_second"),
+    *("mfu", "step_s", "first_step_s", *ALL_FIELDS, "trust_ratio_min", "trust_ratio_median", "trust_ratio_max"),
+    *("gpu_memory_gb", "gpu_memory_reserved_gb", "process_memory_gb", "gpu_utilisation"),
+}
+_MOST_MEASURED = 24
+_STYLES = ("solid", "dashed", "dotted")
 _TITLE, _LEGEND, _CLASS = 58, 30, 26  # characters that fit in a title, an entry of a legend, beside an axis
 STYLE = {
     "font.size": 10,
@@ -49,33 +57,42 @@ STYLE = {
 
 
 def phase_name(field: str) -> str:
-    """``data_wait_s`` as people say it."""
+    """Return ``data_wait_s`` as ``data wait``."""
     return field.removesuffix("_s").replace("_", " ")
 
 
 def label(text: str, length: int) -> str:
-    """The name of a run or a class as plain text for matplotlib, to which dollars mean a formula."""
+    """Return the name of a run or a class as plain text for matplotlib, to which dollars mean a formula."""
     text = printable(text)
     text = f" {text}" if text.startswith("_") else text  # matplotlib leaves out what begins with an underscore
     return shortened(text, length).replace("$", r"\$")
 
 
-def draw_all(runs: list[Run]) -> dict[str, bytes]:
-    """The pictures for which there is data as PNG files, by name, in the order of the page."""
-    drawings: dict[str, Callable[[list[Run]], Figure | None]] = {
-        "accuracy": accuracy,
-        "loss": loss,
-        "throughput": lambda runs: curves(runs, "images_per_second", "Throughput", "images/s", from_zero=True),
-        "step-time": step_time,
-        "time": run_time,
-        "learning-rate": lambda runs: curves(runs, "lr", "Learning rate", "", from_zero=True),
-        "gradient-norm": lambda runs: curves(runs, "grad_norm", "Gradient norm before clipping", "2-norm", log=True),
-        "loss-scale": loss_scale,
-        "trust-ratio": trust_ratio,
-        "memory": memory,
-        "gpu": gpu,
-        "confusion": confusion,
-        "classes": classes,
+def draw_all(runs: list[ReportedRun]) -> dict[str, bytes]:
+    """Return the pictures for which there is data as PNG files, by name, in the order of the page."""
+    losses = {"train/loss": "training", "eval/loss": "evaluation", "eval/ema_loss": "of the EMA"}
+    memories = {
+        "train/gpu_memory_gb": "GPU, peak",
+        "train/gpu_memory_reserved_gb": "GPU, reserved",
+        "train/process_memory_gb": "process on the host",
+    }
+    drawings: dict[str, Callable[[], Figure | None]] = {
+        "accuracy": lambda: accuracy(runs),
+        "loss": lambda: curves(runs, "Training loss", "cross-entropy", losses),
+        "throughput": lambda: curves(runs, "Throughput", "images/s", {"train/images_per_second": ""}, from_zero=True),
+        "step-time": lambda: step_time(runs),
+        "time": lambda: run_time(runs),
+        "learning-rate": lambda: curves(runs, "Learning rate", "", {"train/lr": ""}, from_zero=True),
+        "gradient-norm": lambda: curves(
+            runs, "Gradient norm before clipping", "2-norm", {"train/grad_norm": ""}, log=True
+        ),
+        "loss-scale": lambda: loss_scale(runs),
+        "trust-ratio": lambda: trust_ratio(runs),
+        "memory": lambda: curves(runs, "Memory of rank 0", "GB", memories, from_zero=True),
+        "gpu": lambda: curves(runs, "GPU utilisation", "", {"train/gpu_utilisation": ""}, percent=True),
+        "measured": lambda: measured(runs),
+        "confusion": lambda: confusion(runs),
+        "classes": lambda: classes(runs),
     }
     installed = {font.name for font in fontManager.ttflist}
     fonts = [name for name in _FONTS if name in installed]
@@ -83,7 +100,7 @@ def draw_all(runs: list[Run]) -> dict[str, bytes]:
     with matplotlib.rc_context({**STYLE, "font.family": fonts}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box is drawn in its place
         for name, draw in drawings.items():
-            figure = draw(runs)
+            figure = draw()
             if figure is not None:
                 pictures[name] = _png(figure)
     return pictures
@@ -99,63 +116,60 @@ def axes(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figur
 
 
 def curves(
-    runs: list[Run], field: str, title: str, unit: str, *, log: bool = False, from_zero: bool = False
+    runs: list[ReportedRun],
+    title: str,
+    unit: str,
+    series: dict[str, str],
+    *,
+    log: bool = False,
+    from_zero: bool = False,
+    percent: bool = False,
 ) -> Figure | None:
-    """One line per run over the epochs."""
-    if not any(field in event for run in runs for event in run.train):
+    """Draw curves over the epochs: those of one run in a colour each, those of several runs in a colour per run.
+
+    Args:
+        series: ``train/FIELD`` or ``eval/FIELD`` -> its name in the legend; those that no run has are left out.
+    """
+    present = [key for key in series if any(run.series(key) for run in runs)]
+    if not present:
         return None
-    figure, ax = axes(title, unit)
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        _line(ax, run.train, field, colour, label(run.name, _LEGEND))
+    several = len(runs) > 1
+    others = ", ".join(f"{word}: {series[key]}" for key, word in zip(present[1:], _STYLES[1:], strict=False))
+    figure, ax = axes(f"{title} ({others})" if several and others else title, unit)
+    for run, run_colour in zip(runs, _colours(runs), strict=True):
+        for place, key in enumerate(present):
+            colour = run_colour if several else COLOURS[place]
+            entry = series[key] if not several else label(run.name, _LEGEND) if place == 0 else "_"
+            style = _STYLES[place] if several else "solid"
+            _line(ax, run.series(key), key.partition("/")[2], colour, entry, style, marker=key.startswith("eval/"))
     if log:
         ax.set_yscale("log")
         _plain_log_labels(ax)
     elif from_zero:
-        ax.set_ylim(0, 1.08 * ax.dataLim.ymax)
-    _finish(ax, runs)
+        ax.set_ylim(0, 1.1 * ax.dataLim.ymax)
+    if percent:
+        ax.set_ylim(0, 1.02)
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _finish(ax, runs, legend=len(present) > 1)
     return figure
 
 
-def accuracy(runs: list[Run]) -> Figure | None:
-    if not any(run.evaluations for run in runs):
-        return None
-    figure, ax = axes("Accuracy on the validation images" + (" (dashed: top-5)" if len(runs) > 1 else ""), "")
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        _line(ax, run.evaluations, "top1", colour, _entry(runs, run, "top-1"), marker=True)
-        _line(ax, run.evaluations, "top5", colour, _entry(runs, run, "top-5", main=False), dashed=True, marker=True)
-    published = {run.config.get("run", {}).get("published_top1") for run in runs} - {None}
-    for value in published:
-        ax.axhline(value, color="#666666", linewidth=1, linestyle=":")
-        ax.annotate(
-            f"published top-1 {value:.1%}",
-            (0.01, value),
-            xycoords=("axes fraction", "data"),
-            ha="left",
-            va="bottom",
-            fontsize=9,
-            color="#444444",
-        )
-    ax.set_ylim(0, 1.02)
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _finish(ax, runs, legend=True)
+def accuracy(runs: list[ReportedRun]) -> Figure | None:
+    """Draw the accuracies by which the best checkpoint is chosen, and what others were published with."""
+    which = " of the EMA" if len(runs) == 1 and runs[0].has_ema else ""
+    series = {"eval/decisive_top1": f"top-1{which}", "eval/decisive_top5": f"top-5{which}"}
+    figure = curves(runs, "Validation accuracy", "", {**series, "eval/top1_without_ema": "without EMA"}, percent=True)
+    for value in {run.config.run.published_top1 for run in runs}:
+        if figure is not None and value is not None:
+            ax = figure.axes[0]
+            ax.axhline(value, color="#666666", linewidth=1, linestyle=":")
+            place = ax.get_yaxis_transform()
+            ax.text(0.01, value, f"published top-1 {value:.1%}", transform=place, va="bottom", fontsize=9)
     return figure
 
 
-def loss(runs: list[Run]) -> Figure | None:
-    if not any(run.train for run in runs):
-        return None
-    figure, ax = axes("Training loss" + (" (dashed: evaluation)" if len(runs) > 1 else ""), "cross-entropy")
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        _line(ax, run.train, "loss", colour, _entry(runs, run, "training"))
-        _line(
-            ax, run.evaluations, "loss", colour, _entry(runs, run, "evaluation", main=False), dashed=True, marker=True
-        )
-    _finish(ax, runs, legend=True)
-    return figure
-
-
-def step_time(runs: list[Run]) -> Figure | None:
-    """One run: its phases over the epochs. Several, or a single point: a bar per run."""
+def step_time(runs: list[ReportedRun]) -> Figure | None:
+    """Draw the phases of one run over the epochs; of several runs, or of a single point, as a bar each."""
     if not any("forward_s" in event for run in runs for event in run.train):
         return None
     longest = max(run.median("step_s") or 0.0 for run in runs)
@@ -184,7 +198,7 @@ def step_time(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def run_time(runs: list[Run]) -> Figure | None:
+def run_time(runs: list[ReportedRun]) -> Figure | None:
     if not any("forward_s" in event for run in runs for event in run.train):
         return None
     totals = {run: run.phase_seconds() for run in runs}
@@ -194,14 +208,14 @@ def run_time(runs: list[Run]) -> Figure | None:
     )
 
 
-def loss_scale(runs: list[Run]) -> Figure | None:
-    """Only where it moves: in fp16."""
+def loss_scale(runs: list[ReportedRun]) -> Figure | None:
+    """Draw the loss scale where it moves, which is in fp16."""
     if len({event["loss_scale"] for run in runs for event in run.train if "loss_scale" in event}) < 2:
         return None
-    return curves(runs, "loss_scale", "Loss scale", "", log=True)
+    return curves(runs, "Loss scale", "", {"train/loss_scale": ""}, log=True)
 
 
-def trust_ratio(runs: list[Run]) -> Figure | None:
+def trust_ratio(runs: list[ReportedRun]) -> Figure | None:
     if not any("trust_ratio_median" in event for run in runs for event in run.train):
         return None
     figure, ax = axes("LAMB's trust ratio" + (", median" if len(runs) > 1 else "") + " over the layers", "|w| / |r|")
@@ -213,36 +227,44 @@ def trust_ratio(runs: list[Run]) -> Figure | None:
             ax.fill_between(
                 epochs, low, high, color=colour, alpha=0.15, linewidth=0 if len(events) > 1 else 4, label="min to max"
             )
-        _line(ax, events, "trust_ratio_median", colour, _entry(runs, run, "median"), marker=len(events) < 20)
+        _line(
+            ax,
+            events,
+            "trust_ratio_median",
+            colour,
+            "median" if len(runs) == 1 else label(run.name, _LEGEND),
+            marker=len(events) < 20,
+        )
     ax.set_yscale("log")
     _plain_log_labels(ax)
     _finish(ax, runs, legend=True)
     return figure
 
 
-def memory(runs: list[Run]) -> Figure | None:
-    fields = {
-        "gpu_memory_gb": "GPU, peak",
-        "gpu_memory_reserved_gb": "GPU, reserved",
-        "process_memory_gb": "process on the host",
-    }
-    title = "Memory of rank 0" + (" (dashed: reserved, on the host)" if len(runs) > 1 else "")
-    return _several(runs, fields, title, "GB")
-
-
-def gpu(runs: list[Run]) -> Figure | None:
-    return _several(runs, {"gpu_utilisation": "utilisation"}, "GPU utilisation", "", percent=True)
-
-
-def confusion(runs: list[Run]) -> Figure | None:
-    """Of the first run; up to 20 classes have a confusion.csv."""
-    newest = runs[0].predictions()
-    rows = read_table(newest / "confusion.csv") if newest is not None else []
-    if not rows:
+def measured(runs: list[ReportedRun]) -> Figure | None:
+    """Draw whatever hooks measured and no other picture shows, each number on axes of its own."""
+    fields = dict.fromkeys(field for run in runs for event in run.train for field in event if field not in _SHOWN)
+    names = list(fields)[:_MOST_MEASURED]
+    if not names:
         return None
-    names = [row["truth"] for row in rows]
-    counts = np.array([[int(row[name]) for name in names] for row in rows])
-    names = [label(name, 18) for name in names]
+    figure = Figure(figsize=(SIZE[0], 0.6 + 1.3 * len(names)))
+    figure.suptitle("Measured by hooks", x=0.01, ha="left")
+    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, name in zip(panels, names, strict=True):
+        for run, colour in zip(runs, _colours(runs), strict=True):
+            _line(panel, run.train, name, colour, label(run.name, _LEGEND))
+        panel.set_title(label(name, _TITLE), loc="left", fontsize=9)
+    panels[-1].set_xlabel("epoch")
+    if len(runs) > 1:
+        _legend_below(panels[0])
+    return figure
+
+
+def confusion(runs: list[ReportedRun]) -> Figure | None:
+    """Draw the confusion matrix of the first run, which there is for up to 20 classes."""
+    counts, names = runs[0].tables.confusion, [label(name, 18) for name in runs[0].tables.confusion_classes]
+    if not names:
+        return None
     size = max(3.4, 0.34 * len(names) + 1.2 + 0.07 * max(map(len, names)))
     figure, ax = axes(_of(runs, "Confusion matrix"), "truth", (size + 0.6, size))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -258,19 +280,18 @@ def confusion(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def classes(runs: list[Run]) -> Figure | None:
-    """The classes with the lowest accuracy in the first run."""
-    newest = runs[0].predictions()
-    rows = [row for row in read_table(newest / "classes.csv") if row["images"] != "0"] if newest is not None else []
+def classes(runs: list[ReportedRun]) -> Figure | None:
+    """Draw the classes with the lowest accuracy in the first run."""
+    rows = [row for row in runs[0].tables.classes if row.images]
     if not rows:
         return None
-    worst = sorted(rows, key=lambda row: float(row["accuracy"]))[:20]
+    worst = sorted(rows, key=lambda row: row.accuracy)[:20]
     title = "Accuracy by class" if len(worst) == len(rows) else f"The {len(worst)} classes with the lowest accuracy"
     figure, ax = axes(_of(runs, title), "", (SIZE[0], 0.9 + 0.24 * len(worst)))
-    names = [f"{label(row['class'], _CLASS)} ({row['images']})" for row in worst]
+    names = [f"{label(row.name, _CLASS)} ({row.images})" for row in worst]
     places = range(len(worst))  # by place, not by name: two cut names may be the same
-    bars = ax.barh(places, [float(row["accuracy"]) for row in worst], color=COLOURS[0], height=0.7)
-    ax.bar_label(bars, [f"{float(row['accuracy']):.0%}" for row in worst], padding=3, fontsize=8)
+    bars = ax.barh(places, [row.accuracy for row in worst], color=COLOURS[0], height=0.7)
+    ax.bar_label(bars, [f"{row.accuracy:.0%}" for row in worst], padding=3, fontsize=8)
     ax.set_yticks(places, names)
     ax.invert_yaxis()
     ax.set_xlim(0, 1.12)
@@ -281,25 +302,9 @@ def classes(runs: list[Run]) -> Figure | None:
     return figure
 
 
-def _several(runs: list[Run], fields: dict[str, str], title: str, unit: str, *, percent: bool = False) -> Figure | None:
-    present = [field for field in fields if any(field in event for run in runs for event in run.train)]
-    if not present:
-        return None
-    figure, ax = axes(title, unit)
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        for number, field in enumerate(present):
-            own = COLOURS[number] if len(runs) == 1 else colour
-            name = _entry(runs, run, fields[field], main=number == 0)
-            _line(ax, run.train, field, own, name, dashed=len(runs) > 1 and number > 0)
-    ax.set_ylim(0, 1.15 * ax.dataLim.ymax)
-    if percent:
-        ax.set_ylim(0, 1.02)
-        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _finish(ax, runs, legend=True)
-    return figure
-
-
-def _bars(runs: list[Run], title: str, phases: Iterable[str], value: Callable[[Run, str], float], unit: str) -> Figure:
+def _bars(
+    runs: list[ReportedRun], title: str, phases: Iterable[str], value: Callable[[ReportedRun, str], float], unit: str
+) -> Figure:
     figure, ax = axes(title, "", (SIZE[0], 1.7 + 0.4 * len(runs)))
     left = np.zeros(len(runs))
     for phase in phases:
@@ -319,9 +324,11 @@ def _bars(runs: list[Run], title: str, phases: Iterable[str], value: Callable[[R
 
 
 def _line(
-    ax: Axes, events: list[Event], field: str, colour: str, entry: str, *, dashed: bool = False, marker: bool = False
+    ax: Axes, events: list[Event], field: str, colour: str, entry: str, style: str = "solid", marker: bool = False
 ) -> None:
     events = [event for event in events if field in event]
+    if not events:
+        return
     stride = max(1, len(events) // 2000)  # more points than pixels show nothing more
     points = events[::stride]
     marked = len(points) == 1 or (marker and len(points) <= 40)
@@ -330,13 +337,13 @@ def _line(
         [event[field] for event in points],
         color=colour,
         label=entry,
-        linestyle="--" if dashed else "-",
+        linestyle=style,
         marker="o" if marked else None,
         markersize=3.5,
     )
 
 
-def _finish(ax: Axes, runs: list[Run], *, legend: bool = False) -> None:
+def _finish(ax: Axes, runs: list[ReportedRun], *, legend: bool = False) -> None:
     ax.set_xlabel("epoch")
     for run, colour in zip(runs, _colours(runs), strict=True):
         for epoch in run.resumed_at:
@@ -348,7 +355,7 @@ def _finish(ax: Axes, runs: list[Run], *, legend: bool = False) -> None:
 
 
 def _legend_below(ax: Axes) -> None:
-    """Below the axes, where it covers no curve; the figure grows by its rows."""
+    """Put the legend below the axes, where it covers no curve; the figure grows by its rows."""
     handles, entries = ax.get_legend_handles_labels()
     if not handles:
         return
@@ -359,15 +366,8 @@ def _legend_below(ax: Axes) -> None:
     figure.set_figheight(figure.get_figheight() + 0.19 * -(-len(handles) // columns))
 
 
-def _entry(runs: Sequence[Run], run: Run, what: str, *, main: bool = True) -> str:
-    """A line's entry in the legend: what it shows; with several runs the run's name, at its main line only."""
-    if len(runs) == 1:
-        return what
-    return label(run.name, _LEGEND) if main else "_"  # matplotlib leaves out what begins with an underscore
-
-
 def _plain_log_labels(ax: Axes) -> None:
-    """0.1, 1, 10 instead of powers."""
+    """Write 0.1, 1, 10 on a logarithmic axis instead of powers."""
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     ax.yaxis.set_major_formatter(plain)
     low, high = ax.get_ylim()
@@ -387,9 +387,9 @@ def _time_unit(seconds: float) -> tuple[str, float]:
     return ("minutes", 60.0) if seconds >= 120 else ("seconds", 1.0)
 
 
-def _of(runs: list[Run], title: str) -> str:
+def _of(runs: list[ReportedRun], title: str) -> str:
     return f"{title}: {label(runs[0].name, _LEGEND)}" if len(runs) > 1 else title
 
 
-def _colours(runs: list[Run]) -> list[str]:
+def _colours(runs: list[ReportedRun]) -> list[str]:
     return [COLOURS[number % len(COLOURS)] for number in range(len(runs))]

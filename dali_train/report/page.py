@@ -3,15 +3,15 @@
 import base64
 import html
 import json
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dali_train.report.bound import what_bounds
 from dali_train.report.figures import draw_all
-from dali_train.report.runs import Run, differences, load_run, read_table
+from dali_train.report.runs import ReportedRun, differences, load_run
 from dali_train.text import duration, plural, printable
+from dali_train.training.events import best_evaluation, decisive
 
 NUM_WRONG = 24
 """Wrong answers that the page shows."""
@@ -20,6 +20,7 @@ _SECTIONS = {
     "Time": ("throughput", "step-time", "time"),
     "Optimization": ("learning-rate", "gradient-norm", "loss-scale", "trust-ratio"),
     "Memory and GPU": ("memory", "gpu"),
+    "Measured by hooks": ("measured",),
     "Classes": ("confusion", "classes"),
 }
 _STYLE = """
@@ -61,7 +62,7 @@ def write_report(directories: Sequence[Path], output: Path) -> Path:
     return page
 
 
-def _page(runs: list[Run], pictures: dict[str, str]) -> str:
+def _page(runs: list[ReportedRun], pictures: dict[str, str]) -> str:
     title = " · ".join(run.name for run in runs)
     parts = [f"<h1>{_escape(title)}</h1>"]
     for run in runs:
@@ -79,8 +80,7 @@ def _page(runs: list[Run], pictures: dict[str, str]) -> str:
         suffix = f": {_escape(run.name)}" if len(runs) > 1 else ""
         parts += _confused(run, suffix) + _wrong_answers(run, suffix) + _samples(run, suffix)
     for run in runs:
-        config = html.escape(json.dumps(run.config, indent=1))
-        environment = html.escape(json.dumps(run.environment, indent=1))
+        config, environment = _escape(run.config.to_json(), "\n"), _escape(json.dumps(run.environment, indent=1), "\n")
         parts.append(
             f"<details><summary>Config and environment of {_escape(run.name)}</summary>"
             f"<pre>{config}</pre><pre>{environment}</pre></details>"
@@ -95,27 +95,19 @@ def _page(runs: list[Run], pictures: dict[str, str]) -> str:
     )
 
 
-def _facts_table(runs: list[Run]) -> str:
+def _facts_table(runs: list[ReportedRun]) -> str:
     facts = [_facts(run) for run in runs]
     heads = [run.name for run in runs] if len(runs) > 1 else []
     return _table(heads, ((name, [fact[name] for fact in facts]) for name in facts[0]))
 
 
-def _facts(run: Run) -> dict[str, str]:
-    config, environment = run.config, run.environment
-    batch, last, best = config.get("batch", {}), run.events[-1], run.best()
+def _facts(run: ReportedRun) -> dict[str, str]:
+    config, environment, last = run.config, run.environment, run.events[-1]
     throughput, step = run.median("images_per_second"), run.median("step_s")
     seconds = run.phase_seconds()
-    epochs, published = config.get("run", {}).get("epochs", math.nan), config.get("run", {}).get("published_top1")
     return {
-        "state": f"{run.state} at epoch {last['epoch']:.2f} of {epochs:g} (step {last['step']:,})",
-        "best top-1": "no evaluation yet"
-        if best is None
-        else (
-            f"{best['top1']:.2%} (top-5 {best['top5']:.2%}) at epoch {best['epoch']:.2f}, "
-            f"{plural(best['num_images'], 'image')}"
-        )
-        + (f"; published {published:.2%}" if published is not None else ""),
+        "state": f"{run.state} at epoch {last['epoch']:.2f} of {config.run.epochs:g} (step {last['step']:,})",
+        "best top-1": _best(run),
         "last training loss": f"{run.train[-1]['loss']:.4f}" if run.train else "none yet",
         "throughput": "none yet"
         if throughput is None or step is None
@@ -123,9 +115,9 @@ def _facts(run: Run) -> dict[str, str]:
         "time": f"{duration(sum(seconds.values()))}, of it evaluation {duration(seconds['evaluation_s'])}, "
         f"checkpoints {duration(seconds['checkpoint_s'])}",
         "first step": _first_steps(run),
-        "model": f"{config.get('model', {}).get('name', '?')}, {config.get('precision', {}).get('dtype', '?')}",
-        "batch": f"{batch.get('global_batch', '?')} images, micro-batches of {batch.get('micro_batch', '?')}",
-        "data": str(config.get("data", {}).get("root", "?")),
+        "model": f"{config.model.name}, {config.precision.dtype}",
+        "batch": f"{config.batch.global_batch} images, micro-batches of {config.batch.micro_batch}",
+        "data": config.data.root,
         "hardware": f"{environment.get('world_size', 1)} x {environment.get('device', '?')}",
         "versions": ", ".join(
             f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment
@@ -133,46 +125,55 @@ def _facts(run: Run) -> dict[str, str]:
     }
 
 
-def _first_steps(run: Run) -> str:
-    """What the means leave out: building, compiling, and the first step of each process."""
+def _best(run: ReportedRun) -> str:
+    """Describe the evaluation by which the best checkpoint is chosen; with a moving average of the weights, its own."""
+    best, published = best_evaluation(run.events), run.config.run.published_top1
+    if best is None:
+        return "no evaluation yet"
+    which, raw = (
+        (" of the EMA of the weights", f" (without EMA {best['top1']:.2%})") if "ema_top1" in best else ("", "")
+    )
+    return (
+        f"{decisive(best, 'top1'):.2%}{which} (top-5 {decisive(best, 'top5'):.2%}) at epoch {best['epoch']:.2f}{raw}, "
+        f"{plural(best['num_images'], 'image')}{f'; published {published:.2%}' if published is not None else ''}"
+    )
+
+
+def _first_steps(run: ReportedRun) -> str:
+    """Describe what the means leave out: building, compiling, and the first step of each process."""
     startups = [event["startup_s"] for event in run.events if event["event"] == "start"]
     firsts = [event["first_step_s"] for event in run.train if "first_step_s" in event]
     if not startups or not firsts:
         return "none yet"
     times = f" (started {len(startups)} times, the last)" if len(startups) > 1 else ""
-    compiling = " and compile" if run.config.get("model", {}).get("compile", "none") != "none" else ""
+    compiling = " and compile" if run.config.model.compile != "none" else ""
     return f"{duration(firsts[-1])}, after {duration(startups[-1])} to build{compiling}{times}"
 
 
-def _differences_table(runs: list[Run]) -> str:
+def _differences_table(runs: list[ReportedRun]) -> str:
     rows = ((name, [json.dumps(value) for value in values]) for name, values in differences(runs))
     return _table([run.name for run in runs], rows) or "<p>None.</p>"
 
 
-def _confused(run: Run, suffix: str) -> list[str]:
-    newest = run.predictions()
-    pairs = read_table(newest / "confused_pairs.csv")[:20] if newest is not None else []
+def _confused(run: ReportedRun, suffix: str) -> list[str]:
+    pairs = run.tables.pairs[:20]
     if not pairs:
         return []
-    rows = ((f"{pair['truth']} taken for {pair['guess']}", [pair["images"]]) for pair in pairs)
+    rows = ((f"{pair.truth} taken for {pair.guess}", [pair.images]) for pair in pairs)
     return [f"<h2>Most confused classes{suffix}</h2>", _table(["images"], rows)]
 
 
-def _wrong_answers(run: Run, suffix: str) -> list[str]:
-    newest = run.predictions()
-    rows = read_table(newest / "predictions.csv") if newest is not None else []
-    wrong = [row for row in rows if row["truth"] != row["guess"]]
+def _wrong_answers(run: ReportedRun, suffix: str) -> list[str]:
+    rows = run.tables.predictions
+    wrong = [row for row in rows if row.truth != row.guess]
     if not wrong:
         return []
     tiles = []
     for row in wrong[:NUM_WRONG]:
-        path = run.directory / "predictions" / "images" / f"{row['image']}.png"
-        image = (
-            f'<img src="{_inline(path.read_bytes())}" alt="validation image {row["image"]}">' if path.is_file() else ""
-        )
-        score = float(row.get("score") or row.get(f"score {row['guess']}") or 0)
-        truth, guess = _escape(row["truth"]), _escape(row["guess"])
-        tiles.append(f"<div>{image}<b>{truth}</b>, guessed {guess} ({score:.0%})</div>")
+        path = run.directory / "predictions" / "images" / f"{row.image}.png"
+        image = f'<img src="{_inline(path.read_bytes())}" alt="validation image {row.image}">' if path.is_file() else ""
+        truth, guess = _escape(row.truth), _escape(row.guess)
+        tiles.append(f"<div>{image}<b>{truth}</b>, guessed {guess} ({row.score:.0%})</div>")
     heading = (
         f"<h2>Wrong answers{suffix}</h2><p>{len(wrong)} of {plural(len(rows), 'image')} in the table of "
         "predictions.</p>"
@@ -181,7 +182,7 @@ def _wrong_answers(run: Run, suffix: str) -> list[str]:
     return [heading, f'<div class="wrong{small}">{"".join(tiles)}</div>']
 
 
-def _samples(run: Run, suffix: str) -> list[str]:
+def _samples(run: ReportedRun, suffix: str) -> list[str]:
     path = run.directory / "samples.png"
     if not path.is_file():
         return []
@@ -201,8 +202,8 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> s
     return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>' if body else ""
 
 
-def _escape(text: str) -> str:
-    return html.escape(printable(text))
+def _escape(text: str, keep: str = "") -> str:
+    return html.escape(printable(text, keep=keep))
 
 
 def _inline(png: bytes) -> str:

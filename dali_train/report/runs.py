@@ -1,25 +1,19 @@
-"""A run as its directory shows it."""
+"""A run as the report shows it."""
 
-import csv
 import statistics
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.errors import ConfigError
+from dali_train.report.tables import PredictionTables
 from dali_train.text import printable
-from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event, parse_line, read_events
+from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event, decisive
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Events of metrics.jsonl by kind, and the other files as far as they are there."""
-
-    directory: Path
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    events: tuple[Event, ...]
+class ReportedRun(RunDirectory):
+    """A run directory, with what the report works out from it."""
 
     @property
     def name(self) -> str:
@@ -31,7 +25,28 @@ class Run:
 
     @cached_property
     def evaluations(self) -> list[Event]:
-        return [event for event in self.events if event["event"] == "eval"]
+        """Evaluations with `decisive` accuracies; with a moving average of the weights also its top-1 without it."""
+        evaluations = []
+        for event in self.events:
+            if event["event"] == "eval":
+                without = {"top1_without_ema": event["top1"]} if "ema_top1" in event else {}
+                accuracies = {f"decisive_{name}": decisive(event, name) for name in ("top1", "top5")}
+                evaluations.append(event | accuracies | without)
+        return evaluations
+
+    def series(self, key: str) -> list[Event]:
+        """Return the events that have ``train/FIELD`` or ``eval/FIELD``."""
+        kind, _, field = key.partition("/")
+        return [event for event in (self.train if kind == "train" else self.evaluations) if field in event]
+
+    @cached_property
+    def tables(self) -> PredictionTables:
+        return PredictionTables(self.directory)
+
+    @property
+    def has_ema(self) -> bool:
+        """True if a moving average of the weights was evaluated too."""
+        return any("ema_top1" in event for event in self.evaluations)
 
     @cached_property
     def resumed_at(self) -> list[float]:
@@ -49,7 +64,8 @@ class Run:
         return "ended" if not totals else "finished" if last["step"] >= totals[-1] else "stopped"
 
     def phase_seconds(self) -> dict[str, float]:
-        """Of the complete run as far as it is logged, by field: the phases of steps, and what happens between steps."""
+        """Return the seconds of the complete run as far as it is logged, by field: the phases of steps, and what is
+        between steps."""
         totals = dict.fromkeys((*STEP_PHASES.values(), *OUTSIDE_PHASES.values()), 0.0)
         before = 0
         for event in sorted((e for e in self.events if e["event"] in ("start", "train")), key=lambda e: e["step"]):
@@ -62,64 +78,32 @@ class Run:
         return totals
 
     def median(self, field: str) -> float | None:
-        """Over the logging intervals, the first of a process left out where there are others: caches fill in it."""
+        """Return the median over the logging intervals, the first of a process left out where there are others: caches
+        fill in it."""
         intervals = [event for event in self.train if "first_step_s" not in event] or self.train
         values = [event[field] for event in intervals if field in event]
         return statistics.median(values) if values else None
 
     def is_small(self) -> bool:
-        """Whether images have few pixels: those are better seen than smoothed away, and cost little to decode."""
-        return int(self.config.get("data", {}).get("eval_size", 224)) <= 64
-
-    def best(self) -> Event | None:
-        """The evaluation with the best top-1."""
-        return max(self.evaluations, key=lambda event: event["top1"], default=None)
-
-    def predictions(self) -> Path | None:
-        """The newest evaluation's tables."""
-        return max(self.directory.glob("predictions/step-*"), default=None)
+        """Return True if images have few pixels: better seen than smoothed away, and cheap to decode."""
+        return self.config.data.eval_size <= 64
 
 
-def load_run(directory: Path) -> Run:
+def load_run(directory: Path) -> ReportedRun:
     """Read a run directory.
 
     Raises:
-        ConfigError: there is no metrics.jsonl, or nothing in it.
+        ConfigError: it is none, or metrics.jsonl has no line yet.
     """
-    path = directory / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{directory} has no metrics.jsonl: name the run.dir of a run that has started")
-    events = read_events(path)
-    if not events:
+    run = ReportedRun(directory)
+    if not run.events:
+        path = directory / "metrics.jsonl"
         raise ConfigError(f"{path} has no line yet: wait for the run's first hooks.log_every_steps steps")
-    return Run(
-        directory=directory,
-        config=_read_object(directory / "config.json"),
-        environment=_read_object(directory / "environment.json"),
-        events=tuple(events),
-    )
+    return run
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
-    """A CSV file's rows; none where there is no file."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """``{"section.field": value}``."""
-    return {f"{section}.{field}": value for section, fields in config.items() for field, value in fields.items()}
-
-
-def differences(runs: list[Run]) -> list[tuple[str, list[Any]]]:
-    """Settings in which the runs differ, with each run's value."""
-    settings = [flat(run.config) for run in runs]
-    names = dict.fromkeys(name for setting in settings for name in setting)
-    rows = [(name, [setting.get(name) for setting in settings]) for name in names]
+def differences(runs: list[ReportedRun]) -> list[tuple[str, list[Any]]]:
+    """Return the settings in which the runs differ, each with every run's value."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    rows = [(name, [run.settings.get(name) for run in runs]) for name in names]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    return (parse_line(path.read_bytes()) or {}) if path.is_file() else {}

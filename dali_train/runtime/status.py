@@ -32,6 +32,7 @@ class RunStatus:
     reason: str = ""  # why it was stopped or failed
     total_steps: int | None = None  # at which the run ends
     best_top1: float | None = None  # of the evaluations so far, a fraction
+    ema: bool = False  # best_top1 is that of the moving average of the weights
     attempt: str = ""  # which process trained: `Holder.describe`
 
     def write(self, run_directory: Path) -> None:
@@ -94,7 +95,11 @@ def describe(run_directory: Path) -> str:
     state = status.state + (f" ({status.reason})" if status.reason else "")
     step = max(status.step, newest or 0) if status.state in ("running", "killed") else status.step
     total = f" of {status.total_steps}" if status.total_steps is not None else ""
-    best = f", best top-1 {status.best_top1:.2%}" if status.best_top1 is not None else ""
+    best = (
+        f", best top-1{' of the EMA' if status.ema else ''} {status.best_top1:.2%}"
+        if status.best_top1 is not None
+        else ""
+    )
     attempt = f", last attempt {status.attempt}" if status.attempt else ""
     return f"{run_directory}: {state}, step {step}{total}{best}, newest checkpoint {newest}{attempt}"
 

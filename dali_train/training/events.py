@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,22 @@ _NEEDED = {
 """Fields, apart from step and epoch, without which a line of that kind is not ours."""
 
 
+def decisive(event: Event, name: str) -> float:
+    """Return an evaluation's ``loss``, ``top1`` or ``top5``: the moving average's where the run has one (ema.decay),
+    which is what such a run is for."""
+    average = f"ema_{name}"
+    return float(event[average if average in event else name])
+
+
+def best_evaluation(events: Iterable[Event]) -> Event | None:
+    """Return the evaluation with the best `decisive` top-1, of equal ones the latest, as the link checkpoints/best has
+    it; None without one that is a number."""
+    evaluations = (event for event in events if event["event"] == "eval" and not math.isnan(decisive(event, "top1")))
+    return max(evaluations, key=lambda event: (decisive(event, "top1"), event["step"]), default=None)
+
+
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """A line of JSON; None if it holds anything but an object, or is torn."""
+    """Return the object in a line of JSON; None if it holds anything else, or is torn."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -38,8 +53,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a ``metrics.jsonl``, none where there is no file. Lines that no run wrote, and those that a kill or
-    a full disk has torn, are skipped: whoever reads an event finds numbers where numbers belong."""
+    """Return the events of a ``metrics.jsonl``, none where there is no file. Lines that no run wrote, and those that a
+    kill or a full disk has torn, are skipped: in an event there are numbers where numbers belong."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -63,4 +78,6 @@ def _is_event(line: dict[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, int):  # one that a float can be: the others fail where they are compared with one
+        return not isinstance(value, bool) and abs(value) < 1 << 63
+    return isinstance(value, float)

@@ -1,0 +1,79 @@
+"""The tables of predictions that a run's newest evaluation has left, row by row with the right types."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dali_train.errors import ConfigError
+
+Row = TypeVar("Row")
+
+
+class Prediction(NamedTuple):
+    image: int  # its number in the validation split
+    truth: str
+    guess: str
+    score: float  # of the guess, a probability
+
+
+class ClassAccuracy(NamedTuple):
+    name: str
+    images: int
+    accuracy: float  # a fraction; NaN without images
+
+
+class ConfusedPair(NamedTuple):
+    truth: str
+    guess: str
+    images: int
+
+
+class PredictionTables:
+    """The files in ``predictions/step-NNNNNNNN/``, see `dali_train.hooks.predictions`; no rows where there is no file.
+
+    Raises:
+        ConfigError: a table is not what a run writes; the message names file and line.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        newest = max(run_directory.glob("predictions/step-*"), default=run_directory / "predictions")
+        self.predictions = _read(newest / "predictions.csv", _prediction)
+        self.classes = _read(
+            newest / "classes.csv", lambda head, row: ClassAccuracy(row[0], int(row[1]), float(row[2]))
+        )
+        self.pairs = _read(newest / "confused_pairs.csv", lambda head, row: ConfusedPair(row[0], row[1], int(row[2])))
+        confusion = _read(newest / "confusion.csv", lambda head, row: (row[0], [int(count) for count in row[1:]]))
+        self.confusion_classes = [name for name, _ in confusion]
+        self.confusion: NDArray[np.int64] = np.array(
+            [counts for _, counts in confusion], dtype=np.int64
+        )  # (truth, guess)
+        if confusion and self.confusion.shape != (len(confusion), len(confusion)):
+            raise ConfigError(f"{newest / 'confusion.csv'} is not square, as a run writes it: move it away")
+
+
+def _prediction(head: list[str], row: list[str]) -> Prediction:
+    score = row[3] if head[3] == "score" else row[head.index(f"score {row[2]}", 3)]
+    return Prediction(int(row[0]), row[1], row[2], float(score))
+
+
+def _read(path: Path, parse: Callable[[list[str], list[str]], Row]) -> list[Row]:
+    if not path.is_file():
+        return []
+    head: list[str] = []
+    rows: list[Row] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.reader(file, strict=True):
+                if not head:
+                    head = row
+                elif len(row) != len(head):
+                    raise ValueError(f"{len(row)} of {len(head)} columns")
+                else:
+                    rows.append(parse(head, row))
+    except (OSError, ValueError, IndexError, csv.Error) as error:
+        raise ConfigError(f"{path}, row {len(rows) + 1}, is not what a run writes ({error}): move it away") from None
+    return rows
