@@ -236,10 +236,10 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.directory is not None and options.config is None:
         options.config = RunDirectory(options.directory).directory / "config.json"
     config = _config(options, overrides)
-    from dali_train.commands.evaluate import evaluate
+    from dali_train.commands.evaluate import evaluate_checkpoint
     from dali_train.runtime.launch import LaunchOptions
 
-    evaluate(config, options.directory, options.checkpoint, LaunchOptions(**options.launch))
+    evaluate_checkpoint(config, options.directory, options.checkpoint, LaunchOptions(**options.launch))
     return FINISHED
 
 

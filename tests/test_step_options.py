@@ -20,7 +20,6 @@ from dali_train.config import ModelConfig, load_config
 from dali_train.config.override import config_with
 from dali_train.errors import ConfigError
 from dali_train.training.flops import ModelFlops, data_sheet_peak, flops_per_image, model_flops
-from dali_train.training.half import compute_in
 from dali_train.training.memory import estimate_memory
 from dali_train.training.model import (
     build_model,
@@ -29,6 +28,7 @@ from dali_train.training.model import (
     compile_blocks,
     repeated_blocks,
 )
+from dali_train.training.precision import compute_in
 
 CPU = torch.device("cpu")
 

@@ -46,14 +46,14 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
 
 
 def compare_settings(first: RunDirectory, second: RunDirectory) -> list[str]:
-    """``section.field: value | value`` for each that differs, but for run.dir, which always does."""
+    """Return ``section.field: value | value`` for each that differs, but for run.dir, which always does."""
     ours, theirs = first.settings, second.settings
     names = sorted({*ours, *theirs} - {"run.dir"})
     return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
 
 
 def compare_samples(first: Config, second: Config, *, steps: int) -> str:
-    """The first step, micro-batch, image and draw that differ; empty if there is none.
+    """Return the first step, micro-batch, image and draw that differ; empty if there is none.
 
     Raises:
         ConfigError: a run's samples do not follow from its settings.
@@ -81,7 +81,7 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
 
 
 def compare_losses(first: RunDirectory, second: RunDirectory) -> str:
-    """The first logged loss that differs and the largest difference; empty if there is none."""
+    """Return the first logged loss that differs and the largest difference; empty if there is none."""
     ours, theirs = _losses(first), _losses(second)
     common = sorted(ours.keys() & theirs.keys())
     if not common:
@@ -99,7 +99,7 @@ def compare_losses(first: RunDirectory, second: RunDirectory) -> str:
 
 
 def _difference(first: MicroBatch, second: MicroBatch) -> str:
-    """Which image and which draw; empty if all are equal."""
+    """Name the image and the draw that differ; empty if all are equal."""
     fields = [field.name for field in dataclasses.fields(first) if field.name not in ("step", "k")]
     for name in (*_FIRST, *(name for name in fields if name not in _FIRST)):
         difference = _first_row(name, getattr(first, name), getattr(second, name))
@@ -111,7 +111,7 @@ def _difference(first: MicroBatch, second: MicroBatch) -> str:
 
 
 def _first_row(name: str, ours: Any, theirs: Any) -> tuple[int | None, str] | None:
-    """(row, what differs there), with row None for what is not an array over the images; None if they are equal."""
+    """Return (row, what differs there), row None for what is not an array over the images; None if they are equal."""
     if not isinstance(ours, np.ndarray) or not isinstance(theirs, np.ndarray):
         return None if ours is theirs or ours == theirs else (None, f"{name}: {ours} | {theirs}")
     if ours.shape != theirs.shape:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from dali_train.commands.doctor_run import Finding, Verdict, dataset, decoding_a_batch, recipe, run_directory
+from dali_train.commands.doctor_run import Finding, Verdict, decoding_a_batch, model_and_batch, run_directory, splits
 from dali_train.config import Config
 from dali_train.data.loading.dali import decode
 from dali_train.errors import ConfigError
@@ -42,8 +42,8 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
         *clocks(launch),
     ]
     if config is not None:
-        checked, memory = recipe(config, launch, device)
-        findings += [*checked, *dataset(config), *decoding_a_batch(config, device)]
+        checked, memory = model_and_batch(config, launch, device)
+        findings += [*checked, *splits(config), *decoding_a_batch(config, device)]
         findings += run_directory(config.run, launch, memory.checkpoint_bytes if memory is not None else 0)
     gathered: list[tuple[str, list[Finding]]] = [(f"rank {launch.rank} on {platform.node()}", findings)]
     if launch.world_size > 1:
@@ -59,7 +59,7 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
 
 
 def table(gathered: list[tuple[str, list[Finding]]]) -> Iterator[str]:
-    """A line for each check; where ranks differ, one for each finding that is worse than a pass, saying whose it is."""
+    """Yield a line for each check; where ranks differ, one for each finding that is worse than a pass, and whose."""
     names = list(dict.fromkeys(finding.check for _, findings in gathered for finding in findings))
     for name in names:
         owners: dict[Finding, list[str]] = {}
@@ -120,7 +120,7 @@ def devices(launch: Launch, device: torch.device) -> Iterator[Finding]:
 
 
 def matrix_product(device: torch.device) -> Iterator[Finding]:
-    """What a large product reaches, beside the data sheet: model FLOP utilisation is measured against the latter."""
+    """Measure a large product beside the data sheet, against which model FLOP utilisation is counted."""
     if device.type != "cuda":
         return
     dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -139,7 +139,7 @@ def matrix_product(device: torch.device) -> Iterator[Finding]:
 
 
 def decoding(device: torch.device) -> Iterator[Finding]:
-    """DALI against Pillow, whose decoder is libjpeg-turbo, on a picture made here."""
+    """Compare DALI with Pillow, whose decoder is libjpeg-turbo, on a picture made here."""
     ramp = np.linspace(0, 255, 320, dtype=np.float32)
     rows = [np.tile(channel, (240, 1)) for channel in (ramp, ramp[::-1], np.full(320, 99.0))]
     file = io.BytesIO()
@@ -168,8 +168,7 @@ def decoding(device: torch.device) -> Iterator[Finding]:
 
 
 def communication(launch: Launch, device: torch.device, config: Config | None) -> Iterator[Finding]:
-    """Among all ranks, then along each dimension in which the config's parallelism divides them, in all groups at
-    once."""
+    """Check all-reduces among all ranks, then along each dimension of the config's mesh, in all groups at once."""
     if launch.world_size == 1:
         return
     yield all_reduce("all-reduce", dist.group.WORLD, device)
@@ -188,7 +187,7 @@ def communication(launch: Launch, device: torch.device, config: Config | None) -
 
 
 def all_reduce(check: str, group: dist.ProcessGroup | None, device: torch.device) -> Finding:
-    """Whether the ranks of `group` add up right, and how fast. They call this together."""
+    """Check that an all-reduce among the ranks of `group`, which call this together, is right, and time it."""
     ranks = dist.get_process_group_ranks(group)
     megabytes, rounds = (256, 10) if device.type == "cuda" else (16, 3)
     values = torch.full((megabytes * 250_000,), float(dist.get_rank() + 1), device=device)

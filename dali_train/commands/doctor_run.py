@@ -44,9 +44,12 @@ class Finding:
     remedy: str = ""
 
 
-def recipe(config: Config, launch: Launch, device: torch.device) -> tuple[list[Finding], Memory | None]:
-    """Model, sizes and batch, as `train` takes them, on the meta device: nothing is computed. And the memory that it
-    takes."""
+def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tuple[list[Finding], Memory | None]:
+    """Check model, sizes and batch, as `train` takes them, on the meta device: nothing is computed.
+
+    Returns:
+        The findings, and the memory that the model takes.
+    """
     findings, layout = [], None
     try:
         layout = Layout.for_config(launch, config.parallel)
@@ -86,7 +89,7 @@ def recipe(config: Config, launch: Launch, device: torch.device) -> tuple[list[F
     return findings, memory
 
 
-def dataset(config: Config) -> Iterator[Finding]:
+def splits(config: Config) -> Iterator[Finding]:
     for name in ("train", "validation"):
         try:
             split = Split(config.data.root, name)  # compares index, manifest and shards' sizes
@@ -118,8 +121,7 @@ def dataset(config: Config) -> Iterator[Finding]:
 
 
 def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
-    """The training graph's own operators on a first micro-batch, in a process of its own: some decoders end the
-    process."""
+    """Run the training graph on a first micro-batch, in a process of its own: some decoders end the process."""
     if config.data.reader == "synthetic":
         return
     # Hooks are the user's own code, which may not travel, and a batch of 64 shows as much as a larger one.
@@ -173,7 +175,7 @@ def _decoding_device(config: Config, device: torch.device) -> str:
 
 
 def decode_first_batch() -> None:
-    """The child of `decoding_a_batch`: config and device come from its parent through standard input."""
+    """Decode in the child of `decoding_a_batch`, which sends config and device through standard input."""
     config, device = pickle.load(sys.stdin.buffer)
     try:
         split = Split(config.data.root, "train")
@@ -204,8 +206,10 @@ _CAUSES = {
 
 
 def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iterator[Finding]:
-    """Speed, space, atomic replacement and links on rank 0, and that all ranks see the same directory. Leaves nothing
-    behind."""
+    """Check speed, space, atomic replacement and links on rank 0, and that all ranks see the same directory.
+
+    Leaves nothing behind.
+    """
     directory = Path(run.dir)
     mark = [uuid.uuid4().hex]
     made: list[Path] = []
@@ -247,7 +251,7 @@ def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iter
 
 
 def _make_directories(directory: Path) -> list[Path]:
-    """Make it; which directories were not there before, outermost first."""
+    """Make a directory and return those that were not there before, outermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return missing[::-1]
@@ -284,7 +288,7 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
 
 
 def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
-    """Checkpoints are written before the oldest is removed, so there is one more than are kept."""
+    """Check the space for checkpoints: one more than are kept, since the oldest is removed last."""
     count = run.keep_checkpoints + run.keep_best_checkpoints + 1
     needed, free = count * checkpoint_bytes, shutil.disk_usage(directory).free
     found = f"{free / 1e9:,.1f} GB free, {count} checkpoints take {needed / 1e9:,.2f} GB"

@@ -52,7 +52,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit(source: Path) -> str | None:
-    """The commit that is checked out in a directory; None if it is no checkout, or where there is no git."""
+    """Return the commit that is checked out in a directory; None if it is no checkout, or where there is no git."""
     try:
         commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     except FileNotFoundError:

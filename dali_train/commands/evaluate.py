@@ -18,7 +18,9 @@ from dali_train.training.precision import Precision
 from dali_train.training.setup import configure_torch
 
 
-def evaluate(config: Config, run_dir: Path | None, checkpoint: str | None, options: LaunchOptions) -> EvaluationResult:
+def evaluate_checkpoint(
+    config: Config, run_dir: Path | None, checkpoint: str | None, options: LaunchOptions
+) -> EvaluationResult:
     """Evaluate on all ranks together and print the result on rank 0.
 
     Args:
@@ -61,13 +63,12 @@ def evaluate(config: Config, run_dir: Path | None, checkpoint: str | None, optio
     return result
 
 
-# What the numbers depend on besides the weights. Resizing is free: evaluating at another size is a question of its own.
+# The evaluation size may differ from the run's; normalisation, model and classes may not.
 _DECISIVE = ("model.name", "model.kwargs", "data.mean", "data.std")
 
 
 def differences_from_run(checkpoint: Checkpoint, config: Config, split: Split) -> list[str]:
-    """Warnings about what `config` and the dataset say otherwise than the run that wrote `checkpoint`, where that is
-    accepted.
+    """Return warnings about how `config` and the dataset differ from the run that wrote `checkpoint`, if accepted.
 
     Raises:
         ConfigError: there are such differences, and run.accept_changed_recipe is false.

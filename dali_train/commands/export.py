@@ -88,7 +88,7 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
 
 
 def _export_timm(trained: TrainedModel, output: Path) -> Logits:
-    """``timm.create_model("local-dir:OUTPUT", pretrained=True)`` reads it, and so does model.weights."""
+    """Write what ``timm.create_model("local-dir:OUTPUT", pretrained=True)`` and model.weights read."""
     save_for_hf(
         trained.model,
         output,
@@ -123,7 +123,7 @@ def _export_onnx(trained: TrainedModel, output: Path) -> Logits:
 
 
 def _export_torch(trained: TrainedModel, output: Path) -> Logits:
-    """``torch.export.load("model.pt2").module()`` reads it, without this package or timm."""
+    """Write what ``torch.export.load("model.pt2").module()`` reads, without this package or timm."""
     path = output / "model.pt2"
     program = torch.export.export(trained.model, (_example(trained),), dynamic_shapes=({0: torch.export.Dim("batch")},))
     torch.export.save(program, path)

@@ -30,7 +30,7 @@ _TOP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predictions:
+class ImagePredictions:
     """The classes of each image, likeliest first, and their probabilities; both (n, classes)."""
 
     classes: NDArray[np.int64]
@@ -39,7 +39,7 @@ class Predictions:
 
 def predict(
     model: nn.Module | Path | str, images: Sequence[Path | str], *, decoder: Literal["dali", "pil"] = "dali"
-) -> Predictions:
+) -> ImagePredictions:
     """Classify image files, resized, cut and normalised as in the evaluation of the run.
 
     Args:
@@ -65,7 +65,7 @@ def predict(
     return _predict(model, data, [*map(Path, images)], decoder)
 
 
-def _predict(model: nn.Module, data: DataConfig, images: Sequence[Path], decoder: str) -> Predictions:
+def _predict(model: nn.Module, data: DataConfig, images: Sequence[Path], decoder: str) -> ImagePredictions:
     missing = [path for path in images if not path.is_file()]
     if missing:
         raise ConfigError(f"{', '.join(map(str, missing))}: file not found")
@@ -88,7 +88,7 @@ def print_predictions(
     picture: Path | None,
     checkpoint: str | None,
     weights: Weights | None,
-) -> Predictions:
+) -> ImagePredictions:
     """Print a table of `images`; without any, compare both decoders on the validation split of the run's dataset.
 
     Args:
@@ -118,7 +118,7 @@ def print_predictions(
     return predictions
 
 
-def compare_decoders(trained: TrainedModel) -> Predictions:
+def compare_decoders(trained: TrainedModel) -> ImagePredictions:
     """Print top-1 on the validation split as DALI and as PIL decode and resize it; returns DALI's predictions."""
     data = trained.config.data
     split = Split(data.root, "validation")
@@ -141,7 +141,7 @@ def compare_decoders(trained: TrainedModel) -> Predictions:
     return dali
 
 
-def draw(picture: Path, images: Sequence[Path], predictions: Predictions, names: Sequence[str]) -> None:
+def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, names: Sequence[str]) -> None:
     """Draw a PNG with each image above its likeliest classes."""
     from matplotlib.figure import Figure  # takes half a second, and only pictures need it
 
@@ -163,12 +163,12 @@ def draw(picture: Path, images: Sequence[Path], predictions: Predictions, names:
 
 
 @torch.inference_mode()
-def _classify(model: nn.Module, batches: Iterable[torch.Tensor]) -> Predictions:
-    """`batches`: each (n, 3, size, size) float32, normalised."""
+def _classify(model: nn.Module, batches: Iterable[torch.Tensor]) -> ImagePredictions:
+    """Classify `batches`, each (n, 3, size, size) float32 and normalised."""
     probabilities, classes = torch.cat([model(images).softmax(dim=-1) for images in batches]).sort(
         dim=-1, descending=True, stable=True
     )
-    return Predictions(classes=classes.numpy(), probabilities=probabilities.numpy())
+    return ImagePredictions(classes=classes.numpy(), probabilities=probabilities.numpy())
 
 
 def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:

@@ -26,13 +26,13 @@ _THUMBNAIL = 128  # pixels
 
 @dataclass(frozen=True)
 class ClassTables:
-    """Everything about classes that follows from labels and guesses."""
+    """Everything about classes that follows from labels and predictions."""
 
     confusion: NDArray[np.int64]  # (truth, guess)
 
     @classmethod
     def of(cls, details: EvaluationDetails, num_classes: int) -> "ClassTables":
-        flat = np.bincount(details.labels * num_classes + details.guesses, minlength=num_classes**2)
+        flat = np.bincount(details.labels * num_classes + details.predictions, minlength=num_classes**2)
         return cls(flat.reshape(num_classes, num_classes))
 
     def accuracies(self) -> NDArray[np.float64]:
@@ -62,7 +62,7 @@ def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[
         [
             int(number),
             names[details.labels[number]],
-            names[details.guesses[number]],
+            names[details.predictions[number]],
             *(round(float(s), 5) for s in scores),
         ]
         for number, scores in zip(details.shown, details.scores, strict=True)

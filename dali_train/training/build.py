@@ -1,6 +1,6 @@
 """Building what trains: data, model, parallelism, optimizer and the trainer over them.
 
-A checkpoint is restored between `build_state` and `build_trainer`, by whoever has one: this room knows of none.
+A checkpoint is restored between `build_state` and `build_trainer`, by the caller: this room knows of none.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,12 @@ from dali_train.runtime.launch import Launch
 from dali_train.training.dropout import choose_seeding, drops, seed_each_block
 from dali_train.training.ema import Ema
 from dali_train.training.evaluation import Evaluator
-from dali_train.training.half import compute_in
 from dali_train.training.loss import make_objective
 from dali_train.training.metrics import TrainingMetrics
 from dali_train.training.model import build_model, check_evaluation_size, check_training_size, repeated_blocks
 from dali_train.training.optim import make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
-from dali_train.training.precision import Precision
+from dali_train.training.precision import Precision, compute_in
 from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.schedule import check_schedule
 from dali_train.training.setup import configure_torch

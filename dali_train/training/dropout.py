@@ -1,8 +1,8 @@
-"""Dropout masks as a pure function of the micro-batch and the block, whoever computes the block, and however often.
+"""Dropout masks as a pure function of the micro-batch and the block, on any rank and however often it is computed.
 
 The trainer seeds torch's generators once per micro-batch. That alone lets the masks of a block depend on what its
 process has drawn before, so a pipeline stage without the first blocks would draw others. Here every block seeds the
-generator anew when it is entered, by `block_seed`. What that needs to know of the micro-batch stands in the generator's
+generator when it is entered, by `block_seed`. What that needs to know of the micro-batch stands in the generator's
 own seed, which activation checkpointing restores: recomputing a block of an earlier micro-batch draws the masks of that
 micro-batch.
 """
@@ -63,7 +63,7 @@ def seed_micro_batch(seed: int, device: torch.device) -> None:
 
 
 def drops(model: nn.Module) -> bool:
-    """Whether anything in `model` draws masks in training: dropout of any kind, stochastic depth, dropped patches."""
+    """Return whether `model` draws masks in training: dropout of any kind, stochastic depth, dropped patches."""
     return any(_drops(module) for module in model.modules())
 
 
@@ -73,7 +73,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def block_seed(seed: int, number: int) -> int:
-    """The seed of block `number` (from 1), from its micro-batch's `seed` or that of any of the micro-batch's blocks.
+    """Return the seed of block `number` (from 1), from `seed` of its micro-batch or of any of the micro-batch's blocks.
 
     The upper 32 bits are the micro-batch's. The lower 32 depend on them and on the block: torch's generator on CPUs
     uses no others.

@@ -16,7 +16,7 @@ from dali_train.parallel.mesh import laid_out_like, local
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
-    """The share of the average that stays at the end of optimizer step number `step` (from 0)."""
+    """Return the share of the average that stays at the end of optimizer step number `step` (from 0)."""
     assert config.decay is not None
     since = step - config.after_steps
     if since <= 0:
@@ -51,15 +51,15 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """At the end of optimizer step number `step` (from 0). The host waits for nothing."""
+        """Average at the end of optimizer step number `step` (from 0). The host waits for nothing."""
         torch._foreach_lerp_(self._floats, self._live_floats, 1 - ema_decay(self._config, step))
         if self._others:
             torch._foreach_copy_(self._others, self._live_others)
 
     @contextmanager
     def weights_in(self, model: nn.Module) -> Iterator[None]:
-        """Within, `model` has the averages, in the memory of its own weights: compiled code and CUDA graphs stay
-        valid."""
+        """Put the averages into the memory of the model's own weights for a while, so that compiled code and CUDA
+        graphs stay valid."""
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         _copy(self._averages, model)
         try:
@@ -68,7 +68,7 @@ class Ema:
             _copy(before, model)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps: the averages by the names of the weights."""
+        """Return the averages by the names of the weights, for a checkpoint."""
         return self._averages
 
     @torch.no_grad()

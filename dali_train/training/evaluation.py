@@ -1,8 +1,8 @@
 """Exact evaluation: every image once, on any number of ranks.
 
 The split is cut into batches once; coordinate r of W takes batches r, r + W, ... A rank may have one batch less than
-another, or none: ranks meet only in the sum at the end. Where the model is divided among them they meet in every
-forward pass, and a rank without a batch passes a blank image through it.
+another, or none: ranks meet only in the sum at the end. Where the model is split over ranks they meet in every forward
+pass, and a rank without a batch passes a blank image through it.
 """
 
 import time
@@ -22,7 +22,7 @@ from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 
 MAX_SCORES = 20
-"""With more classes than this, tables of predictions hold only the scores of the guess and of the truth."""
+"""With more classes than this, tables of predictions hold only the scores of the prediction and of the true class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +38,17 @@ class EvaluationResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationDetails:
-    """What the model answered, image by image, in the order of the split's index. The same on all ranks."""
+    """The model's predictions per image, in the order of the split's index. The same on all ranks."""
 
     labels: NDArray[np.int64]
-    guesses: NDArray[np.int64]
+    predictions: NDArray[np.int64]
     shown: NDArray[np.int64]  # numbers of a few images, spread evenly over the split, the same at every evaluation
-    scores: NDArray[
-        np.float32
-    ]  # (shown, classes): probabilities; with over MAX_SCORES classes (shown, 2): guess and truth
+    # Probabilities (shown, classes); with over MAX_SCORES classes (shown, 2), of the prediction and of the true class.
+    scores: NDArray[np.float32]
 
 
 class Evaluator:
-    """Evaluates one split again and again; its decoding pipeline stays up and is ready for the next time.
+    """Evaluation of one split, again and again; its decoding pipeline stays up and is ready for the next time.
 
     Args:
         num_shown: images whose scores go into `details`; 0 collects no details.
@@ -99,7 +98,7 @@ class Evaluator:
         training = model.training
         model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, top-1, top-5, images
-        answers = _Answers(self._num_images, self._shown, self._num_classes, self._device)
+        predictions = _Predictions(self._num_images, self._shown, self._num_classes, self._device)
         for numbers in self._batches:
             images, labels = self._next(numbers)
             images, labels = (
@@ -112,7 +111,7 @@ class Evaluator:
                 continue
             logits = logits if logits.dtype == torch.float64 else logits.float()
             if len(self._shown):
-                answers.add(numbers, labels, logits)
+                predictions.add(numbers, labels, logits)
             ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
             ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # nothing is above what is not a number
             sums += torch.stack(
@@ -129,7 +128,7 @@ class Evaluator:
         if dist.is_initialized():
             dist.all_reduce(sums)
         if len(self._shown):
-            self.details = answers.gather(self._labels)
+            self.details = predictions.gather(self._labels)
         model.train(training)
         loss, top1, top5, count = sums.tolist()
         assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
@@ -142,39 +141,46 @@ class Evaluator:
         )
 
     def _next(self, numbers: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (n, 3, size, size), without pixels where nothing is decoded, and labels (n,) of the next batch."""
+        """Return the next batch: images (n, 3, size, size), without pixels where nothing is decoded, labels (n,)."""
         if self._pipeline is not None:
             return self._pipeline.run()
         return torch.empty(len(numbers), 3, 0, 0), torch.from_numpy(self._labels[numbers])
 
 
-class _Answers:
-    """Guesses for all images and scores for a few. Each rank fills in its own rows; the sum over the ranks is
-    complete."""
+class _Predictions:
+    """Predictions for all images and scores for a few. Each rank fills in its own rows; their sum is complete."""
 
     def __init__(self, num_images: int, shown: NDArray[np.int64], num_classes: int, device: torch.device) -> None:
         self._shown = shown
-        self._guesses = torch.zeros(num_images if len(shown) else 0, dtype=torch.int64, device=device)
+        self._predictions = torch.zeros(num_images if len(shown) else 0, dtype=torch.int64, device=device)
         self._all_scores = num_classes <= MAX_SCORES
         self._scores = torch.zeros(len(shown), num_classes if self._all_scores else 2, device=device)
 
     def add(self, numbers: NDArray[np.int64], labels: torch.Tensor, logits: torch.Tensor) -> None:
-        """`numbers` of the images, ascending and without gaps; labels (n,), logits (n, classes)."""
-        guesses = logits.argmax(dim=-1)
-        self._guesses[int(numbers[0]) : int(numbers[-1]) + 1] = guesses
+        """Note the predictions for images `numbers`, ascending and without gaps.
+
+        Args:
+            labels: (n,) int64.
+            logits: (n, classes).
+        """
+        predicted = logits.argmax(dim=-1)
+        self._predictions[int(numbers[0]) : int(numbers[-1]) + 1] = predicted
         first, end = np.searchsorted(self._shown, [numbers[0], numbers[-1] + 1])
         if first == end:
             return
         rows = torch.from_numpy(self._shown[first:end] - numbers[0]).to(logits.device, non_blocking=True)
         scores = logits[rows].softmax(dim=-1).float()
         if not self._all_scores:
-            scores = scores.gather(1, torch.stack([guesses[rows], labels[rows]], dim=-1))
+            scores = scores.gather(1, torch.stack([predicted[rows], labels[rows]], dim=-1))
         self._scores[int(first) : int(end)] = scores
 
     def gather(self, labels: NDArray[np.int64]) -> EvaluationDetails:
         if dist.is_initialized():
-            dist.all_reduce(self._guesses)
+            dist.all_reduce(self._predictions)
             dist.all_reduce(self._scores)
         return EvaluationDetails(
-            labels=labels, guesses=self._guesses.cpu().numpy(), shown=self._shown, scores=self._scores.cpu().numpy()
+            labels=labels,
+            predictions=self._predictions.cpu().numpy(),
+            shown=self._shown,
+            scores=self._scores.cpu().numpy(),
         )

@@ -1,4 +1,4 @@
-"""What is minimised, for images that are mixtures of two, and their accuracy."""
+"""The loss, for images that are mixtures of two, and their accuracy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
 
 
 def mixup_loss(logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
-    """The mean over the batch of ``lambda * CE(first class) + (1 - lambda) * CE(second class)``.
+    """Return the mean over the batch of ``lambda * CE(first class) + (1 - lambda) * CE(second class)``.
 
     Args:
         logits: (n, classes), any float type; computed in float32 or wider.
@@ -42,12 +42,12 @@ def _binary_cross_entropy(
     logits = _wide(logits)
     classes = torch.arange(logits.shape[-1], device=logits.device)
     first, second = (classes == targets[:, 0, None], classes == targets[:, 1, None])
-    shares = lambdas.to(logits.dtype)[:, None]
-    goals = shares * first + (1 - shares) * second  # (n, classes)
-    goals = (1 - config.label_smoothing) * goals + config.label_smoothing / logits.shape[-1]
+    weights = lambdas.to(logits.dtype)[:, None]
+    soft = weights * first + (1 - weights) * second  # (n, classes)
+    soft = (1 - config.label_smoothing) * soft + config.label_smoothing / logits.shape[-1]
     if config.target_threshold is not None:
-        goals = (goals > config.target_threshold).to(logits.dtype)
-    losses = F.binary_cross_entropy_with_logits(logits, goals, reduction="none")
+        soft = (soft > config.target_threshold).to(logits.dtype)
+    losses = F.binary_cross_entropy_with_logits(logits, soft, reduction="none")
     return losses.sum(dim=-1).mean() if config.sum_classes else losses.mean()
 
 
@@ -90,7 +90,7 @@ class Objective:
         targets: torch.Tensor,
         lambdas: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean loss of the micro-batch, logits (n, classes)).
+        """Return (mean loss of the micro-batch, logits (n, classes)).
 
         Args:
             output: what the model gave: logits, or the logits of its class token and of its distillation token.
@@ -102,8 +102,10 @@ class Objective:
         if self._teacher is None:
             return loss, logits
         weight = self._config.distillation_weight
-        lesson = DISTILLATIONS[self._config.distillation](self._config, distilled, self._teacher.logits(images))
-        return (1 - weight) * loss + weight * lesson, logits
+        distillation_loss = DISTILLATIONS[self._config.distillation](
+            self._config, distilled, self._teacher.logits(images)
+        )
+        return (1 - weight) * loss + weight * distillation_loss, logits
 
 
 class Teacher:
@@ -145,13 +147,13 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """(n, classes) for the student's `images`, (n, 3, size, size)."""
+        """Return logits (n, classes) for the student's `images`, (n, 3, size, size)."""
         output: torch.Tensor = self._model(images * self._scale + self._offset)
         return output
 
 
 def make_objective(config: Config, model: Any, num_classes: int, device: torch.device) -> Objective:
-    """The loss of `config`. A `model` with a distillation token is set to return that token's logits too.
+    """Return the loss of `config`. A `model` with a distillation token is set to return that token's logits too.
 
     Raises:
         ConfigError: see `Teacher`.
@@ -164,7 +166,7 @@ def make_objective(config: Config, model: Any, num_classes: int, device: torch.d
 
 
 def first_target_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How many guesses are the image's own class, the partner ignored: 0-dimensional int64, on the device."""
+    """Count the images whose own class is predicted, partners ignored: 0-dimensional int64, on the device."""
     return (logits.argmax(dim=-1) == targets[:, 0]).sum()
 
 

@@ -1,4 +1,4 @@
-"""What a rank's memory is used for, computed from shapes alone: no GPU, no data, no arithmetic."""
+"""The memory of a rank, computed from shapes alone: no GPU, no data, no arithmetic."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -31,9 +31,7 @@ class Memory:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: (
-        int  # what autograd keeps of the micro-batches that are computed at once, of one without a pipeline
-    )
+    activation_bytes: int  # kept for the backward pass: of one micro-batch, in a pipeline of those in flight
     micro_batch: int  # images
     gathered_bytes: int = 0  # weights of other ranks that are there during a step
     keeps_copy: bool = False  # fp16: of weights and optimizer state, while the optimizer steps
@@ -71,15 +69,15 @@ class Memory:
         weights, gradients, optimizer = (
             share * b for b in (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes)
         )
-        divided = shard if level != "none" else 1
+        shards = shard if level != "none" else 1
         # Level full gathers a block while the one before is computed.
-        gathered = 0.0 if divided == 1 else min(1.0, 2 / num_blocks) * weights if level == "full" else weights
+        gathered = 0.0 if shards == 1 else min(1.0, 2 / num_blocks) * weights if level == "full" else weights
         return replace(
             self,
-            weight_bytes=round(weights / divided),
+            weight_bytes=round(weights / shards),
             gathered_bytes=round(gathered),
-            gradient_bytes=round(gradients if level == "optimizer" else gradients / divided),
-            optimizer_bytes=round(optimizer / divided),
+            gradient_bytes=round(gradients if level == "optimizer" else gradients / shards),
+            optimizer_bytes=round(optimizer / shards),
             activation_bytes=round(self.activation_bytes * block_share * in_flight),
         )
 

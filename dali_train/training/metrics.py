@@ -46,7 +46,7 @@ class TrainingMetrics:
         self._step_is_finite = torch.ones((), dtype=torch.bool, device=device)
 
     def add_micro_batch(self, loss: torch.Tensor, correct: torch.Tensor, num_images: int, *, step: int, k: int) -> None:
-        """`loss`: mean over the images; `correct`: how many; both 0-dimensional, on the device."""
+        """Add the mean `loss` over `num_images`, of which `correct` were right; both 0-dimensional, on the device."""
         loss = loss.detach().double()
         finite = loss.isfinite()
         self._sums += torch.stack([loss * num_images, correct.double(), torch.full_like(loss, num_images)])
@@ -54,7 +54,7 @@ class TrainingMetrics:
         self._first = torch.where(finite, self._first, self._first.clamp(max=float(step * _PER_STEP + k)))
 
     def finish_step(self, grad_norm: torch.Tensor, loss_scale: torch.Tensor, *, step: int) -> None:
-        """`grad_norm` is equal on all ranks, so a loss that is not finite on one of them shows in it everywhere."""
+        """End a step. `grad_norm` is equal on all ranks: a loss that is not finite on one of them shows everywhere."""
         finite = grad_norm.isfinite()
         self._skipped += ~finite
         finite = finite & self._step_is_finite
@@ -65,7 +65,7 @@ class TrainingMetrics:
         self._loss_scale = loss_scale.detach()
 
     def read(self, max_nonfinite_steps: int) -> TrainingSums:
-        """Wait for the device, sum over all ranks and start anew. All ranks call this together.
+        """Wait for the device, sum over all ranks and start again from zero. All ranks call this together.
 
         Raises:
             NonFiniteError: the last `max_nonfinite_steps` steps or more had a loss or gradient that is not finite.
@@ -95,13 +95,13 @@ class TrainingMetrics:
         )
 
     def last_step_was_finite(self) -> bool:
-        """Waits for the device: for moments when the host waits anyway, like a checkpoint."""
+        """Wait for the device, and return whether loss and gradients of the last step were finite on this rank."""
         return self._streak.item() == 0
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Whether all floating-point `tensors` are finite, as far as this rank holds them: 0-dimensional bool, on their
-    device, without waiting for it."""
+    """Return whether all floating-point `tensors` are finite, as far as this rank holds them: 0-dimensional bool, on
+    their device, without waiting for it."""
     floating = [t for t in map(local, tensors) if t.is_floating_point() and t.numel()]
     if not floating:
         return torch.ones((), dtype=torch.bool)

@@ -126,7 +126,7 @@ def _choose_attention(first: str, device: torch.device) -> None:
 
 
 def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
-    """In place, so that the weights keep their names; the compiler itself starts at the first call."""
+    """Compile in place, so that the weights keep their names; the compiler itself starts at the first call."""
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(
             "model.cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU, set it to false"
@@ -152,7 +152,7 @@ def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
     """Compile each in place. With `fall_back` all of them run as they were, with a warning, once the compiler fails for
     one."""
     # Blocks share a cache. Those that differ in a number, such as stochastic depth's rate, need an entry each, for
-    # training and for evaluation, with a full batch and with the last one; beyond the limit a block stays as it was.
+    # training and for evaluation, with a full batch and with the last one; beyond the limit a block runs eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     for block in blocks:
         block.compile()
@@ -161,7 +161,7 @@ def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
 
 
 def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> Callable[..., Any]:
-    """The compiler fails before anything has run, so the call can be made again without it."""
+    """Return `compiled`, or the block as it was once the compiler fails: it does so before anything has run."""
 
     def call(*inputs: Any, **named: Any) -> Any:
         try:
@@ -236,7 +236,7 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
 
 
 def _not_compiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Avoids starting the compiler for a single image. Where nothing is compiled it is not even imported."""
+    """Keep the compiler from starting for a single image. Where nothing is compiled it is not even imported."""
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 

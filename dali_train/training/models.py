@@ -64,7 +64,7 @@ class LeNet(nn.Module):
         self.fc2 = nn.Linear(500, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (n, num_classes) of images (n, in_chans, img_size, img_size)."""
+        """Return logits (n, num_classes) of images (n, in_chans, img_size, img_size)."""
         x = torch.max_pool2d(torch.relu(self.conv1(images)), 2)
         x = torch.max_pool2d(torch.relu(self.conv2(x)), 2)
         logits: torch.Tensor = self.fc2(torch.relu(self.fc1(x.flatten(1))))
@@ -124,7 +124,7 @@ class SinCosVisionTransformer(VisionTransformer):
 
 
 def sines_and_cosines(height: int, width: int, channels: int) -> torch.Tensor:
-    """(1, height * width, channels): sines and cosines of x, then of y, with wavelengths from 2 pi to 20,000 pi
+    """Return (1, height * width, channels): sines and cosines of x, then of y, with wavelengths from 2 pi to 20,000 pi
     patches."""
     frequencies = 10_000.0 ** -torch.linspace(0, 1, channels // 4)
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")

@@ -1,4 +1,4 @@
-"""Autocast, the loss scale of float16, and optimizer steps that overflow without the host having to ask.
+"""Autocast or pure half precision, float16's loss scale, and steps that overflow without the host having to ask.
 
 torch's own ``GradScaler.step`` reads on the host whether a gradient overflowed, which waits for the entire step.
 Here the step is always made and, where a gradient was not finite, taken back on the device.
@@ -8,6 +8,8 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from dali_train.config import PrecisionConfig
@@ -18,7 +20,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_tf32(allowed: bool) -> None:
-    """Whether GPUs compute float32 matrix products and convolutions in TensorFloat-32; for the entire process.
+    """Let GPUs compute float32 matrix products and convolutions in TensorFloat-32 or not; for the entire process.
 
     Through torch's older interface: with the newer one, ``torch.backends.cuda.matmul.fp32_precision``, the compiler's
     readings of the older one fail (torch 2.15: ``_inductor/kernel/bmm.py``). Some versions recommend the newer one
@@ -31,6 +33,8 @@ def choose_tf32(allowed: bool) -> None:
 
 
 class Precision:
+    """Formats of a run's numbers, and optimizer steps in them."""
+
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         half = _HALF.get(config.dtype)
         self._dtype = None if config.pure else half  # autocast's
@@ -48,7 +52,7 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype is not None)
 
     def loss_scale(self) -> torch.Tensor:
-        """The current scale, on the device where it lives (1 without a scaler)."""
+        """Return the current scale, on the device where it lives (1 without a scaler)."""
         return self.scaler.scale(torch.ones((), device=self._device))
 
     def step(self, optimizer: Optimizer, clip_grad_norm: float | None, layout: Layout | None = None) -> torch.Tensor:
@@ -58,7 +62,7 @@ class Precision:
         same.)
 
         Args:
-            layout: of a model that is divided among ranks, which all call this together; None: every rank has all
+            layout: of a model that is split over ranks, which all call this together; None: every rank has all
                 gradients.
 
         Returns:
@@ -71,7 +75,7 @@ class Precision:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         else:
             gradients = [p.grad for p in parameters if p.grad is not None]
-            parameters, held = _parts(parameters)
+            parameters, held = _shards(parameters)
             # a GradScaler begins with the first loss that it scales: only the last stage of a pipeline has one
             self.loss_scale()
             self.scaler.unscale_(held)
@@ -87,7 +91,8 @@ class Precision:
         finite = norm.isfinite()
         changing = _changing(optimizer)
         with torch.no_grad():
-            # A copy of each in a few kernels: multiplied by one.
+            # A copy of each in a few kernels: multiplied by one. `plan` counts it. Without one the update would have to
+            # be left out by the optimizer itself, which only torch's fused ones do (found_inf), none of timm's.
             before = dict(zip(changing, torch._foreach_mul(list(changing.values()), 1), strict=True))
             have_state = {parameter for parameter, values in optimizer.state.items() if values}
             optimizer.step()
@@ -113,20 +118,20 @@ class _Held:
         self.param_groups = [{"params": parameters}]
 
 
-def _parts(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """This rank's parts of `parameters` with their gradients, in the same memory, as a list and as a GradScaler takes
-    them."""
-    parts = []
+def _shards(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    """Return this rank's shards of `parameters` with their gradients, in the same memory, as a list and as a GradScaler
+    takes them."""
+    shards = []
     for parameter in parameters:
-        part = local(parameter).detach()
-        part.grad = local(parameter.grad) if parameter.grad is not None else None
-        parts.append(part)
-    return parts, _Held(parts)
+        shard = local(parameter).detach()
+        shard.grad = local(parameter.grad) if parameter.grad is not None else None
+        shards.append(shard)
+    return shards, _Held(shards)
 
 
 def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
-    """What a step of `optimizer` writes to on the device, as far as this rank holds it: parameters, and their state by
-    its key."""
+    """Return what a step of `optimizer` writes to on the device, as far as this rank holds it: parameters, and their
+    state by its key."""
     parameters = {(id(p), ""): local(p) for group in optimizer.param_groups for p in group["params"]}
     state = {
         (id(p), key): local(value)
@@ -135,3 +140,38 @@ def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
         if isinstance(value, torch.Tensor) and value.device == p.device
     }
     return parameters | state
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let `model` compute in `dtype` from its first layer to its logits, which it gives as float32.
+
+    ColossalAI's NAIVE mode: everything in half precision, without autocast's exceptions. The parameters stay float32,
+    for the optimizer, checkpoints and moving averages, and gradients gather in float32; while a module computes, it
+    finds copies in half precision in their place. Batch normalisation keeps its parameters, as it keeps its statistics.
+    Call it before the model is sharded or wrapped.
+    """
+    for module in model.modules():
+        if module._parameters and not isinstance(module, _BatchNorm):
+            _compute_with_copies(module, dtype)
+    model.register_forward_pre_hook(lambda module, inputs: tuple(_cast(value, dtype) for value in inputs))
+    model.register_forward_hook(lambda module, inputs, output: _cast(output, torch.float32))
+
+
+def _compute_with_copies(module: nn.Module, dtype: torch.dtype) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def put_copies(module: nn.Module, inputs: Any) -> None:
+        kept.append(module._parameters)
+        module._parameters = {name: _cast(parameter, dtype) for name, parameter in module._parameters.items()}
+
+    def take_back(module: nn.Module, inputs: Any, output: Any) -> None:
+        module._parameters = kept.pop()
+
+    module.register_forward_pre_hook(put_copies)
+    module.register_forward_hook(take_back, always_call=True)  # also after an error
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_cast(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

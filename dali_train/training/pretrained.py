@@ -22,7 +22,7 @@ def create_pretrained(
         weights: a safetensors file, or a timm name with the same architecture (``vit_base_patch16_224.augreg_in1k``,
             ``local-dir:DIRECTORY``, ``hf-hub:OWNER/NAME``); empty for what `name` itself names.
         field: the setting, for messages.
-        keep_classifier: whether other classes are refused. Without it the classifier then begins anew.
+        keep_classifier: refuse weights for other classes, for which the classifier would be initialised again.
 
     Returns:
         A module with timm's own attributes, such as `pretrained_cfg`.
@@ -99,7 +99,7 @@ def check_name(name: str, field: str) -> None:
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Weights whose name matches one of `patterns` (``*`` for anything) are not trained; norms still update their
+    """Do not train weights whose name matches one of `patterns` (``*`` for anything); norms still update their
     statistics.
 
     Raises:
@@ -121,7 +121,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _num_classes(name: str, weights: str) -> int | None:
-    """Classes that a safetensors file's classifier has; None if it has none, or the architecture no default."""
+    """Return the number of classes of a safetensors file's classifier; None if it has none, or none is known."""
     cfg = timm.get_pretrained_cfg(name)
     classifier = cfg.classifier if cfg is not None else None
     first = classifier[0] if isinstance(classifier, tuple | list) else classifier

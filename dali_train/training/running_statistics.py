@@ -29,12 +29,12 @@ class RunningStatistics:
         self._sums = [torch.zeros_like(t) for t in self._running]
 
     def add_micro_batch(self) -> None:
-        """After each forward pass."""
+        """Note the statistics of a micro-batch, after its forward pass."""
         if self._running:
             torch._foreach_add_(self._sums, self._running)
 
     def finish_step(self, num_micro_batches: int) -> None:
-        """After the step's last micro-batch, on all ranks; `num_micro_batches` of all of them together."""
+        """Update the statistics after the step's last micro-batch, on all ranks; `num_micro_batches` of all of them."""
         if not self._running:
             return
         flat = torch.cat([t.flatten() for t in self._sums])

@@ -17,15 +17,14 @@ from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Since the last reading; in seconds of wall clock on this rank, without the first step of the process."""
+    """Seconds of wall clock on this rank since the last reading, without the first step of the process."""
 
     step_s: float  # mean of a step, without evaluation and checkpoints
-    data_wait_s: (
-        float  # these six, the means of STEP_PHASES, sum to step_s: exactly on a CPU, within microseconds on a GPU
-    )
+    # These six, the means of STEP_PHASES, sum to step_s: exactly on a CPU, within microseconds on a GPU.
+    data_wait_s: float
     forward_s: float
     backward_s: float
-    exchange_s: float  # what backward did not hide
+    exchange_s: float  # communication that did not overlap with the backward pass
     optimizer_s: float
     logging_s: float  # reading the metrics, and the hooks
     evaluation_s: float  # these two in all, outside the steps
@@ -58,7 +57,7 @@ class PhaseClock:
         self._lap_start = first if isinstance(first, float) else time.perf_counter()
 
     def enter(self, phase: str, *, exchange_follows: bool = False) -> None:
-        """From here on time belongs to `phase`; with `exchange_follows`, to "exchange" once all gradients are there."""
+        """Count time to `phase` from here on; with `exchange_follows`, to "exchange" once all gradients are there."""
         self._exchange_follows = exchange_follows
         self.phase, self.phase_start = phase, time.monotonic()
         if self._annotating:
@@ -66,8 +65,8 @@ class PhaseClock:
         self._add_border(phase)
 
     def watch_exchange(self, parameter: nn.Parameter | None) -> None:
-        """`parameter` is the one whose gradient comes last: from there on, what is left of the backward pass is waiting
-        for other ranks, the part of the exchange that was not hidden behind computation."""
+        """Take the rest of a backward pass for communication once the gradient of `parameter` is there, which comes
+        last: what is left is the all-reduce that did not overlap with computation."""
 
         def all_gradients_are_there(_: torch.Tensor) -> None:
             if self._exchange_follows:
@@ -79,7 +78,7 @@ class PhaseClock:
             parameter.register_post_accumulate_grad_hook(all_gradients_are_there)
 
     def finish_step(self) -> None:
-        """A step is over. After the first one of the process the host waits for the device, so as to time it apart."""
+        """End a step. After the first one of the process the host waits for the device, so as to time it apart."""
         if self._is_first:
             self._is_first = False
             self._first = self._lap()
@@ -87,7 +86,7 @@ class PhaseClock:
             self._num_steps += 1
 
     def read(self) -> StepTimes:
-        """Waits for the device: call it where the host waits anyway. Starts anew."""
+        """Wait for the device, return the times since the last reading, and start again from zero."""
         elapsed, phases = self._lap()
         outside = {field: phases.get(phase, 0.0) for phase, field in OUTSIDE_PHASES.items()}
         elapsed -= sum(outside.values())
@@ -103,7 +102,7 @@ class PhaseClock:
         )
 
     def finish(self) -> None:
-        """The run is over: `totals` become complete. Waits for the device."""
+        """End the run: wait for the device and complete `totals`."""
         self._lap()
 
     def annotate(self, on: bool) -> None:
@@ -124,7 +123,7 @@ class PhaseClock:
             self._borders.append(time.perf_counter())
 
     def _lap(self) -> tuple[float, dict[str, float]]:
-        """(all seconds by the host's clock, seconds by phase) since the last lap; the open phase stays open."""
+        """Return (all seconds by the host's clock, seconds by phase) since the last lap; the open phase stays open."""
         self._add_border(self._phases[-1])
         last = self._borders[-1]
         if isinstance(last, torch.cuda.Event):
