@@ -17,7 +17,7 @@ from PIL import Image
 from timm.data.mixup import Mixup
 
 from dali_train.config import Config, DataConfig, MixupConfig, load_config
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.loading import storage as storages
 from dali_train.data.loading.augment import OPERATORS, Operator, none, slide
 from dali_train.data.loading.decoder import (
@@ -406,7 +406,7 @@ def test_padded_crops_are_torchvisions(config: Config) -> None:
             made = source.run()
             images, batch = made.images, made.micro_batch
             for number in range(4):
-                image = Image.open(io.BytesIO(split.encoded(batch.images[number]).tobytes())).convert("RGB")
+                image = Image.open(io.BytesIO(MappedShards(split).image(batch.images[number]).tobytes())).convert("RGB")
                 pixels = np.pad(np.asarray(image), ((8, 8), (8, 8), (0, 0)))
                 top, left = batch.boxes[number, :2] - batch.offsets[number] + 8
                 outside |= bool(batch.offsets[number].any())
@@ -459,7 +459,7 @@ def test_slices_of_complete_images_are_boxes(config: Config) -> None:
     split = Split(config.data.root, "train")
     batch = MicroBatches(split.rows, replace(config, batch=replace(config.batch, micro_batch=32)))(0, 0)
     anchors, shapes = batch.corners
-    files = [split.encoded(image) for image in batch.images]
+    files = [MappedShards(split).image(image) for image in batch.images]
 
     @pipeline_def(batch_size=32, num_threads=1, device_id=None)
     def graph(boxes: bool):  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.loader import make_loader, pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
@@ -50,7 +50,7 @@ def grey_levels(images: torch.Tensor) -> np.ndarray:
 
 
 def pil_image(split: Split, image: int) -> Image.Image:
-    return Image.open(io.BytesIO(split.encoded(image).tobytes())).convert("RGB")
+    return Image.open(io.BytesIO(MappedShards(split).image(image).tobytes())).convert("RGB")
 
 
 def pil_crops(split: Split, batch: Batch, size: int, how: Image.Resampling = Image.Resampling.BILINEAR) -> np.ndarray:

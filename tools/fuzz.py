@@ -40,7 +40,7 @@ from dali_train.checkpoint.load import load_checkpoint  # noqa: E402
 from dali_train.config import load_config  # noqa: E402
 from dali_train.data.convert.archive import Archive, SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
-from dali_train.data.dataset.index import Split  # noqa: E402
+from dali_train.data.dataset.index import MappedShards, Split  # noqa: E402
 from dali_train.data.dataset.jpeg import JpegError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
@@ -81,8 +81,9 @@ class Target:
 def read_split(directory: Path, damaged: Path) -> None:
     for name in ("train", "validation"):
         split = Split(directory, name)
+        shards = MappedShards(split)
         for image in range(min(len(split), 4)):
-            bytes(split.encoded(image))
+            bytes(shards.image(image))
             split.describe(image)
 
 
@@ -124,7 +125,7 @@ def make_samples(directory: Path) -> None:
     with tarfile.open(directory / "tar" / "images.tar", "w") as archive:
         for image in range(4):
             path = directory / "images" / f"{image}.jpg"
-            path.write_bytes(bytes(split.encoded(image)))
+            path.write_bytes(bytes(MappedShards(split).image(image)))
             archive.add(path, arcname=f"n0000000{image}/{'a long directory name/' * 8}{image}.JPEG")
     (directory / "config").mkdir()
     config = directory / "config" / "config.py"

@@ -24,6 +24,7 @@ from dali_train.config import Config, HooksConfig, RunConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
 from dali_train.data.loading.loader import make_loader
+from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches
@@ -101,10 +102,11 @@ def splits(config: Config) -> Iterator[Finding]:
             continue
         images = np.random.default_rng(0).integers(0, len(split), size=64)
         if split.manifest.encoding == "image":
+            stored = read_stored(open_storage(split, config.data), split, images)
             strange = [
-                int(i)
-                for i in images
-                if not bytes(split.encoded(i)[:4]).startswith((b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF"))
+                int(image)
+                for image, content in zip(images, stored, strict=True)
+                if not bytes(content[:4]).startswith((b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF"))
             ]
             if strange:
                 remedy = f"dali-train data index {split.root}, or dali-train data verify {split.root} to see more"

@@ -23,6 +23,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError
 
 _BATCH = 32
@@ -128,8 +129,9 @@ def compare_decoders(trained: TrainedModel) -> ImagePredictions:
         )
     labels = split.rows["label"].astype(np.int64)
     dali = _classify(trained.model, _with_dali(split, data))
-    numbers = range(len(split))
-    encoded = [lambda number=number: split.encoded(number).tobytes() for number in numbers]
+    numbers = np.arange(len(split))
+    storage = open_storage(split, data)
+    encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
     pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data))
     top1 = {name: float((p.classes[:, 0] == labels).mean()) for name, p in (("dali", dali), ("pil", pil))}
     changed = int((dali.classes[:, 0] != pil.classes[:, 0]).sum())

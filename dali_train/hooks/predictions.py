@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import picture
+from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.hooks.base import EvaluationRecord, Hook, RunStart
 from dali_train.hooks.class_names import class_names
 from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
@@ -70,11 +72,17 @@ def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[
     return columns, rows
 
 
-def thumbnail(split: Split, number: int) -> Image.Image:
-    """Image `number` in RGB, shrunk to at most 128 pixels per side. Raises DatasetError: it cannot be decoded."""
-    image = picture(split, number)
-    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    return image
+def thumbnails(split: Split, data: DataConfig, numbers: NDArray[np.int64]) -> list[Image.Image]:
+    """Return these images of a split in RGB, shrunk to at most 128 pixels per side.
+
+    Raises:
+        DatasetError: one cannot be decoded.
+    """
+    stored = read_stored(open_storage(split, data), split, numbers)
+    images = [picture(split, number, content) for number, content in zip(numbers.tolist(), stored, strict=True)]
+    for image in images:
+        image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    return images
 
 
 class Predictions(Hook):
@@ -111,11 +119,12 @@ class Predictions(Hook):
         directory = self._directory / "images"
         if directory.exists():
             return
-        split = Split(self._start.config.data.root, "validation")
+        data = self._start.config.data
         partial = directory.with_suffix(".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        for number in shown.tolist():
-            thumbnail(split, number).save(partial / f"{number}.png")
+        images = thumbnails(Split(data.root, "validation"), data, shown)
+        for number, image in zip(shown.tolist(), images, strict=True):
+            image.save(partial / f"{number}.png")
         partial.rename(directory)
 
 

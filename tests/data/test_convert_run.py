@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from dali_train.data.convert import run
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from tests.conftest import REPOSITORY, photograph
 from tests.data.files import EPS, encoded, files_of, small_photograph, tool, write_folder, write_training_archive
 from tests.ranks import FORK
@@ -40,7 +40,7 @@ def convert_folder(folder: Path, out: Path, *options: object) -> int:
 
 def images_of(out: Path, split: str = "train") -> list[bytes]:
     opened = Split(out, split)
-    return [opened.encoded(image).tobytes() for image in range(len(opened))]
+    return [MappedShards(opened).image(image).tobytes() for image in range(len(opened))]
 
 
 def test_same_bytes_for_any_number_of_workers(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from tests.conftest import write_shard
 from tests.data.files import files_of, records, small_photograph, tool, write_folder
 
@@ -60,7 +60,8 @@ def test_a_subset_of_raw_pixels(tmp_path: Path) -> None:
     assert make_subset(tmp_path / "raw", "--class-list", tmp_path / "list", "--out", tmp_path / "out") == 0
     split, original = Split(tmp_path / "out", "train"), Split(tmp_path / "raw", "train")
     assert split.manifest.encoding == "raw"
-    assert {split.encoded(i).tobytes() for i in range(3)} <= {original.encoded(i).tobytes() for i in range(6)}
+    chosen, all_images = MappedShards(split), MappedShards(original)
+    assert {chosen.image(i).tobytes() for i in range(3)} <= {all_images.image(i).tobytes() for i in range(6)}
 
 
 def test_mistakes(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

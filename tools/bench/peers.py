@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dali_train.config import Config, DataConfig
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.manifest import text_index_path
 from tools.bench.turns import loading_config
 
@@ -52,11 +52,12 @@ Contender = Callable[[Task], Iterator[Any]]
 def export(task: Task) -> None:
     """Write the same bytes as image files, as FFCV's and as WebDataset's format, for those that are installed."""
     split = Split(task.dataset, "train")
+    shards = MappedShards(split)
     if split.manifest.encoding == "image":
         for image, row in enumerate(split.rows):
             folder = task.files / f"{row['label']:05d}"
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{image:08d}.jpg").write_bytes(split.encoded(image).tobytes())
+            (folder / f"{image:08d}.jpg").write_bytes(shards.image(image).tobytes())
         _export_webdataset(task, split)
     _export_ffcv(task, split)
 
@@ -321,13 +322,15 @@ def _export_ffcv(task: Task, split: Split) -> None:
             destination["data_ptr"], storage = malloc(content.nbytes)
             storage[:] = content
 
+    shards = MappedShards(split)
+
     class Images:
         def __len__(self) -> int:
             return len(split)
 
         def __getitem__(self, image: int) -> tuple[Any, int]:
             row = split.rows[image]
-            return (np.array(split.encoded(image)), int(row["height"]), int(row["width"])), int(row["label"])
+            return (np.array(shards.image(image)), int(row["height"]), int(row["width"])), int(row["label"])
 
     writer = DatasetWriter(str(task.beton), {"image": StoredImage(write_mode=mode), "label": IntField()}, num_workers=1)
     writer.from_indexed_dataset(Images())
@@ -353,9 +356,10 @@ def _export_webdataset(task: Task, split: Split) -> None:
         import webdataset
     except ImportError:
         return
+    shards = MappedShards(split)
     with webdataset.TarWriter(str(task.tar)) as writer:
         for image, row in enumerate(split.rows):
-            writer.write({"__key__": f"{image:08d}", "jpg": bytes(split.encoded(image)), "cls": int(row["label"])})
+            writer.write({"__key__": f"{image:08d}", "jpg": bytes(shards.image(image)), "cls": int(row["label"])})
 
 
 def _libjpeg_turbo(task: Task) -> Iterator[Any]:
@@ -364,7 +368,8 @@ def _libjpeg_turbo(task: Task) -> Iterator[Any]:
     split = Split(task.dataset, "train")
     if split.manifest.encoding == "raw":
         raise NotImplementedError("raw records have no decoding stage")
-    contents = [split.encoded(image).tobytes() for image in range(len(split))]
+    shards = MappedShards(split)
+    contents = [shards.image(image).tobytes() for image in range(len(split))]
     coming = itertools.cycle(contents)
     with ThreadPoolExecutor(task.threads) as pool:
         while True:

@@ -16,7 +16,7 @@ import numpy as np
 from nvidia.dali import backend_impl, fn, types
 from nvidia.dali.pipeline import Pipeline, pipeline_def
 
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 
 BATCHES = 4
 
@@ -33,7 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     split = Split(options.dataset, "train")
     images = np.arange(options.batch) % len(split)
-    files = [split.encoded(image) for image in images]
+    shards = MappedShards(split)
+    files = [shards.image(image) for image in images]
     rows = split.rows[images]
     sides = np.stack([rows["height"], rows["width"]], axis=-1).astype(np.int32)
     boxes = (files, sides // 4, sides // 2)  # the middle quarter

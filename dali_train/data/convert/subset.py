@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.image import StoredImage
 from dali_train.data.convert.sources import Source, Sources
-from dali_train.data.dataset.index import Split, map_file
+from dali_train.data.dataset.index import MappedShards, Split, map_file
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from dali_train.data.sampling.rng import shuffled
@@ -23,7 +23,7 @@ class DatasetImages:
     """Chosen images of a split, with new labels. Many threads may read at once."""
 
     def __init__(self, split: Split, images: NDArray[np.int64], labels: NDArray[np.int32]) -> None:
-        self._split = split
+        self._split, self._shards = split, MappedShards(split)
         self._images = images
         self.labels = labels
         self.num_bytes = int(split.rows["size"][images].sum(dtype=np.int64))
@@ -32,7 +32,7 @@ class DatasetImages:
     def read(self, image: int) -> StoredImage:
         number = int(self._images[image])
         row = self._split.rows[number]
-        content = self._split.encoded(number).tobytes()
+        content = self._shards.image(number).tobytes()
         return StoredImage(
             content, int(row["height"]), int(row["width"]), is_raw=self._split.manifest.encoding == "raw"
         )

@@ -1,4 +1,4 @@
-"""Reading a dataset on disk: ``dataset.json``, the columnar index and the shards, which are mapped.
+"""A dataset on disk: ``dataset.json``, the columnar index, and the shards, which `MappedShards` maps into memory.
 
 One row of the index is one image: which shard, where the encoded image itself begins and ends, its label and its
 size in pixels. With it a slice of a memory map is the JPEG, and nothing is parsed while training. `build_index` makes
@@ -30,9 +30,7 @@ _MAX_TEXT_INDEX_BYTES = 1 << 28  # of one shard
 class Split:
     """One split of an indexed dataset, opened for reading.
 
-    `rows` is the memory-mapped index (``INDEX_DTYPE``); ``encoded(i)`` is image i's file content as a read-only
-    uint8 view of its mapped shard. Shards are mapped when first touched and stay mapped: rewriting one while it is
-    in use kills the process, as with any mapped file.
+    `rows` is the memory-mapped index (``INDEX_DTYPE``), `paths` are the shards' files, numbered as in the rows.
 
     Args:
         local: whether the shards lie below `root`. If not, only the index can be read.
@@ -63,12 +61,6 @@ class Split:
         for number, path in enumerate(self.paths if local else ()):
             if self._check_file(path, self.shards[number]) > index_time:
                 self._check_ends(number)
-        shortage = allow_open_files(len(self.paths) + 256)  # a mapped shard holds a descriptor
-        if shortage:
-            raise DatasetError(
-                f"{self.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards"
-            )
-        self._maps: list[NDArray[np.uint8] | None] = [None] * len(self.paths)
 
     @property
     def num_classes(self) -> int:
@@ -76,14 +68,6 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def encoded(self, image: int) -> NDArray[np.uint8]:
-        row = self.rows[image]
-        shard, start = int(row["shard"]), int(row["offset"])
-        content = self._maps[shard]
-        if content is None:
-            content = self._maps[shard] = np.frombuffer(map_file(self.paths[shard]), dtype=np.uint8)
-        return content[start : start + int(row["size"])]
 
     def describe(self, image: int) -> str:
         """Where image number `image` lies, for error messages."""
@@ -191,6 +175,37 @@ class Split:
                     f"{path} is newer than {index_path(self.root, self.name)}, and its record {record} is not what "
                     f"the index says: the shard was written anew, {self._remedy}"
                 )
+
+
+class MappedShards:
+    """The bytes of a split's shards. Each is mapped when it is first read, and stays mapped.
+
+    Rewriting a shard while it is in use kills the process, as with any mapped file.
+
+    Raises:
+        DatasetError: there are more shards than this process may have open files.
+    """
+
+    def __init__(self, split: Split) -> None:
+        shortage = allow_open_files(len(split.paths) + 256)  # a mapped shard holds a descriptor
+        if shortage:
+            raise DatasetError(
+                f"{split.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards"
+            )
+        self._rows, self._paths = split.rows, split.paths
+        self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
+
+    def read(self, shard: int, offset: int, size: int) -> NDArray[np.uint8]:
+        """Return these bytes of a shard as a read-only view, (size,)."""
+        content = self._maps[shard]
+        if content is None:
+            content = self._maps[shard] = np.frombuffer(map_file(self._paths[shard]), dtype=np.uint8)
+        return content[offset : offset + size]
+
+    def image(self, number: int) -> NDArray[np.uint8]:
+        """Return what is stored of one image: a file's bytes or raw pixels, (size,)."""
+        row = self._rows[number]
+        return self.read(int(row["shard"]), int(row["offset"]), int(row["size"]))
 
 
 def allow_open_files(needed: int) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from dali_train.data.dataset.image_file import BadImageError, decode_rgb
@@ -14,10 +16,13 @@ PAPER, INK = "#ffffff", "#1f2328"
 _GAP, _CAPTION, _FONT_SIZE = 10, 22, 13  # pixels
 
 
-def picture(split: Split, number: int) -> Image.Image:
-    """Return image `number` of a split in RGB. Raises DatasetError, which names its place: it cannot be decoded."""
-    row = split.rows[number]
-    content = split.encoded(number).tobytes()
+def picture(split: Split, number: int, stored: NDArray[np.uint8]) -> Image.Image:
+    """Return image `number` of a split in RGB, of which these bytes are stored.
+
+    Raises:
+        DatasetError: it cannot be decoded; the message names its place.
+    """
+    row, content = split.rows[number], stored.tobytes()
     if split.manifest.encoding == "raw":
         return Image.frombytes("RGB", (int(row["width"]), int(row["height"])), content)
     try:

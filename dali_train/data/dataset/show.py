@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.pictures import PAPER, contact_sheet, picture
 from dali_train.data.sampling.rng import shuffled
@@ -56,10 +56,9 @@ def overview(split: Split, *, rows: int, columns: int, seed: int) -> Image.Image
         DatasetError: an image that cannot be decoded.
     """
     chosen = shuffled(np.random.Philox(key=[seed, _SHEET_STREAM]), len(split))[: rows * columns].tolist()
-    names = split.manifest.class_names
-    sheet = contact_sheet(
-        [(picture(split, n), names[int(split.rows[n]["label"])]) for n in chosen], columns=columns, side=_TILE
-    )
+    names, shards = split.manifest.class_names, MappedShards(split)
+    pictures = [(picture(split, n, shards.image(n)), names[int(split.rows[n]["label"])]) for n in chosen]
+    sheet = contact_sheet(pictures, columns=columns, side=_TILE)
     header = _header(split, max(sheet.width, _LEAST_WIDTH))
     page = Image.new("RGB", (header.width, header.height + sheet.height), PAPER)
     page.paste(header, (0, 0))

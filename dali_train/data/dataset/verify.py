@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.dataset.build_index import Features, IndexedShard, index_record, index_shard, map_shards
 from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
-from dali_train.data.dataset.index import Split, map_file
+from dali_train.data.dataset.index import MappedShards, Split, map_file
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitManifest, SplitName, text_index_path
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
@@ -291,6 +291,7 @@ def _find_duplicates(
     names = [name for name in splits if name in findings.images_per_class]  # the others' labels name no class
     if not names:
         return
+    shards = {name: MappedShards(splits[name]) for name in names}
     starts = np.cumsum([0, *(len(splits[name]) for name in names)])
     sizes = np.concatenate([splits[name].rows["size"] for name in names])
     keys = np.concatenate([checksums[name] for name in names]).astype(np.uint64) << np.uint64(32) | sizes
@@ -305,7 +306,7 @@ def _find_duplicates(
     for position in same.tolist():
         (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
         # The checksum only proposes: 32 bits and a size agree by chance once in some hundred such datasets.
-        if not np.array_equal(split.encoded(image), other.encoded(twin)):
+        if not np.array_equal(shards[split.name].image(image), shards[other.name].image(twin)):
             continue
         num_equal += 1
         if split.rows["label"][image] != other.rows["label"][twin]:

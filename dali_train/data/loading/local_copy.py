@@ -1,12 +1,9 @@
 """The dataset on a disk of each host: copied once before training, then read from there.
 
-Each version of a dataset has a directory of its own, named after what its ``dataset.json`` and its index are. So a
+Each version of a dataset has a directory of its own, named after what its ``dataset.json`` and its index are, so a
 source that has changed is copied again and a run that still reads the version before is left alone. Files get their
-names when they are complete and flushed: what is there is finished, and a copy that was interrupted is resumed.
-
-What was copied is recorded beside the copy. A file that has been changed since is noticed and copied again: the
-manifest and the index by their checksums, shards by size and time. Copies lie in a directory that only their user can
-open, so nobody trains on what somebody else put there.
+names when they are complete and flushed, and dataset.json comes last: an interrupted copy is resumed. A file whose size
+or time is not the source's is copied again. Copies lie in a directory that only their user can open.
 
 Processes agree through two locks (flock, which ends with its process however that ends): one is held exclusively while
 copying, so that one process of a host copies and the others, of this run or of another, wait; one is held shared while
@@ -16,7 +13,6 @@ local rank says nothing about the host.
 
 import fcntl
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -38,7 +34,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, index_path, text_index_path
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
-from dali_train.files import NO_SPACE, try_lock, write_atomically
+from dali_train.files import NO_SPACE, try_lock
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process_group import host_group
 
@@ -57,7 +53,7 @@ class DatasetRoot:
 
 
 def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
-    """data.root, or the copy of it that data.local_copy asks for, made if need be. All ranks call this together.
+    """Return data.root, or the copy of it that data.local_copy asks for. All ranks call this together.
 
     Raises:
         DatasetError: on all ranks, if any host cannot have its copy.
@@ -90,27 +86,24 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
         DatasetError: `source` is not a complete dataset, it changes meanwhile, the disk is too small, or `directory`
             cannot be written to.
     """
-    directory = _own_directory(directory)
-    source = source.resolve()
+    directory, source = _own_directory(directory), source.resolve()
     manifest = Manifest.read(source)
     family = f"{source.name}-{_digest(str(source).encode())}"
-    content = [(source / "dataset.json").read_bytes()]
-    for name in manifest.splits:
-        index = index_path(source, name)
-        if index.exists():  # else opening it will say what is wrong
-            content.append(f"{index.stat().st_size} {index.stat().st_mtime_ns}".encode())
+    indexes = [path for name in manifest.splits if (path := index_path(source, name)).exists()]
+    content = [(source / "dataset.json").read_bytes(), *(repr(_size_and_time(path)).encode() for path in indexes)]
     root = directory / f"{family}-{_digest(*content)}"
     in_use = _beside(root, "in-use").open("ab")
     fcntl.flock(in_use, fcntl.LOCK_SH)
     with _alone(root, f"the copy of {source} to {root}" if verbose else None):
-        if not _is_complete(root, manifest):
-            _remove_older(directory, family, keep=root)
-            _copy(source, root, manifest)
+        for other in directory.glob(f"{family}-*"):
+            if other != root:
+                _remove_unused(other)
+        _copy(source, root, manifest)
     return DatasetRoot(root, in_use)
 
 
 def _own_directory(directory: Path) -> Path:
-    """Where this user's copies lie below `directory`; nobody else can open it."""
+    """Return where this user's copies lie below `directory`; nobody else can open it."""
     own = directory / f"user-{os.getuid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -129,33 +122,35 @@ def _own_directory(directory: Path) -> Path:
 
 
 def _copy(source: Path, root: Path, manifest: Manifest) -> None:
+    """Copy what is not in `root` as it is in `source`, dataset.json last."""
     checksums: dict[Path, str | None] = {}
-    for name in SPLITS:
-        if name not in manifest.splits:
-            continue
-        split = Split(source, name)  # complete, and no shard newer than the index
-        for path, shard in zip(split.paths, split.shards, strict=True):
-            checksums[path] = shard.crc32c
-            text_index = text_index_path(source, name, path.name)
-            if text_index.exists():
-                checksums[text_index] = None
+    for name, split in manifest.splits.items():
+        checksums |= {source / name / shard.name: shard.crc32c for shard in split.shards}
+        text_indexes = (text_index_path(source, name, shard.name) for shard in split.shards)
+        checksums |= dict.fromkeys([path for path in text_indexes if path.exists()])
         checksums[index_path(source, name)] = None
+    files = [*checksums, source / "dataset.json"]
+    needed = [path for path in files if _size_and_time(path) != _size_and_time(root / path.relative_to(source))]
+    if not needed:
+        return
+    for name in SPLITS:
+        if name in manifest.splits:
+            Split(source, name)  # complete, and no shard newer than the index
     for leftover in root.rglob(".*.partial"):
         leftover.unlink()
-    needed = {path: path.stat().st_size for path in checksums if not _is_copied(path, root / path.relative_to(source))}
-    num_bytes = sum(needed.values()) + (source / "dataset.json").stat().st_size
+    num_bytes = sum(path.stat().st_size for path in needed)
     _check_space(source, root.parent.parent, num_bytes)
     with Progress(f"copying {source} to {root}", total=num_bytes, unit="B") as progress:
 
         def copy(path: Path) -> None:
-            _copy_file(path, root / path.relative_to(source), checksums[path], progress)
+            _copy_file(path, root / path.relative_to(source), checksums.get(path), progress)
 
         try:
-            for _ in map_shards(list(needed), copy, workers=_NUM_STREAMS):
+            for _ in map_shards([path for path in needed if path in checksums], copy, workers=_NUM_STREAMS):
                 pass
-            _copy_file(source / "dataset.json", root / "dataset.json", None, progress)  # last: now it is a dataset
-            copied = [path.relative_to(source) for path in (*checksums, source / "dataset.json")]
-            _write_record(root, copied)
+            for path in needed:
+                if path not in checksums:
+                    copy(path)  # dataset.json: now it is a dataset
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise DatasetError(
@@ -187,43 +182,13 @@ def _copy_file(path: Path, target: Path, checksum: str | None, progress: Progres
     partial.replace(target)
 
 
-def _is_copied(path: Path, target: Path) -> bool:
-    """Whether `target` is `path`: only complete files bear such a name, so size and time suffice."""
-    return target.exists() and _size_and_time(path) == _size_and_time(target)
-
-
-def _size_and_time(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
-
-
-def _write_record(root: Path, copied: list[Path]) -> None:
-    record = {str(path): [*_size_and_time(root / path), _checksum(root, path)] for path in copied}
-    write_atomically(_beside(root, "copied"), json.dumps(record).encode())
-
-
-def _checksum(root: Path, path: Path) -> str | None:
-    """Of the manifest and the index, which are small and decide what all the rest means; of a shard None."""
-    small = path.name == "dataset.json" or path.suffix == ".npy"
-    return f"{crc32c((root / path).read_bytes()):08x}" if small else None
-
-
-def _is_complete(root: Path, manifest: Manifest) -> bool:
-    """Whether all files are there as they were copied, without a look at the source. Removes those that have changed
-    since."""
+def _size_and_time(path: Path) -> tuple[int, int] | None:
+    """Return a file's size and time of change in ns; None if it is missing."""
     try:
-        record = json.loads(_beside(root, "copied").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return False
-    complete = True
-    for name, (size, time_ns, checksum) in record.items():
-        path = root / name
-        if path.exists() and ([size, time_ns], checksum) != (_size_and_time(path), _checksum(root, Path(name))):
-            path.unlink()
-        complete &= path.exists()
-    return complete and all(
-        f"{name}/{shard.name}" in record for name, split in manifest.splits.items() for shard in split.shards
-    )
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def _check_space(source: Path, directory: Path, needed: int) -> None:
@@ -235,36 +200,28 @@ def _check_space(source: Path, directory: Path, needed: int) -> None:
         )
 
 
-def _remove_older(directory: Path, family: str, *, keep: Path) -> None:
-    """Remove versions of the same source that no run reads any more."""
-    for root in directory.iterdir():
-        if root.name.startswith(f"{family}-") and root != keep:
-            with _beside(root, "in-use").open("ab") as lock:
-                if try_lock(lock):
-                    shutil.rmtree(root, ignore_errors=True)
+def _remove_unused(root: Path) -> None:
+    """Remove a version, unless a run reads it."""
+    with _beside(root, "in-use").open("ab") as lock:
+        if try_lock(lock):
+            shutil.rmtree(root, ignore_errors=True)
 
 
 @contextmanager
 def _alone(root: Path, what: str | None) -> Iterator[None]:
-    """Hold the lock under which `root` is made. Says now and then that it waits for `what`."""
+    """Hold the lock under which `root` is made; say now and then that this process waits for `what`."""
     said = time.monotonic()
     with _beside(root, "copying").open("ab") as lock:
         while not try_lock(lock):
             time.sleep(0.2)
             if what is not None and time.monotonic() - said > WAITING_LINE_S:
                 said = time.monotonic()
-                finished = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
-                size = sum(path.stat().st_size for path in finished)
-                print(
-                    f"waiting for {what} by another process, {size / 1e9:,.1f} GB are there",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"waiting for {what} by another process", file=sys.stderr, flush=True)
         yield
 
 
 def _beside(root: Path, kind: str) -> Path:
-    """A file beside the copy's directory, not in it: locks must outlive the directory."""
+    """Return a file beside the copy's directory, not in it: locks must outlive the directory."""
     return root.with_name(f".{root.name}.{kind}")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.data.dataset.index import Split, allow_open_files, map_file
+from dali_train.data.dataset.index import MappedShards, Split, allow_open_files
 from dali_train.errors import ConfigError, DatasetError
 
 Range = tuple[int, int, int]
@@ -27,8 +27,8 @@ class Storage(Protocol):
     """One split's shards. Both methods are called from several threads at once."""
 
     def read(self, shard: int, offset: int, size: int) -> NDArray[np.uint8]:
-        """These bytes, (size,) uint8, possibly a read-only view. Called in the order of use, just before the bytes are
-        needed."""
+        """Return these bytes, (size,), possibly as a read-only view. Called in the order of use, just before the bytes
+        are needed."""
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         """Bring these ranges closer, so that a `read` of them some seconds from now does not wait. May take as long as
@@ -40,7 +40,7 @@ class Storage(Protocol):
         """
 
 
-class MappedFiles:
+class MappedFiles(MappedShards):
     """Files, mapped into memory: a read copies nothing, and what decodes is what waits for the disk.
 
     `prefetch` reads the same bytes into the page cache instead of advising the kernel (madvise or posix_fadvise with
@@ -50,18 +50,11 @@ class MappedFiles:
     """
 
     def __init__(self, split: Split) -> None:
-        self._paths = split.paths
-        self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
+        super().__init__(split)
         self._files: dict[int, int] = {}  # shard -> descriptor
         self._opening = threading.Lock()
         self._buffers = threading.local()
         weakref.finalize(self, _close_all, self._files)
-
-    def read(self, shard: int, offset: int, size: int) -> NDArray[np.uint8]:
-        content = self._maps[shard]
-        if content is None:
-            content = self._maps[shard] = np.frombuffer(map_file(self._paths[shard]), dtype=np.uint8)
-        return content[offset : offset + size]
 
     def prefetch(self, ranges: Iterable[Range]) -> None:
         buffer = self._buffers.__dict__.get("buffer")
@@ -105,8 +98,7 @@ STORAGES: dict[str, Callable[[Split], Storage]] = {"file": MappedFiles}
 
 
 def open_storage(split: Split, data: DataConfig) -> Storage:
-    """The storage that holds the shards of `split`: of data.root, or of the local copy of it that `split` was opened
-    from.
+    """Return the storage that holds the shards of `split`: of data.root, or of the local copy that `split` is of.
 
     Raises:
         ConfigError: the URL's scheme is unknown.
@@ -122,7 +114,7 @@ def open_storage(split: Split, data: DataConfig) -> Storage:
 
 
 def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-    """What is stored of each image: a file's bytes, (size,), or with raw records its pixels, (height, width, 3)."""
+    """Return what is stored of each image: a file's bytes, (size,), or with raw records pixels, (height, width, 3)."""
     rows = split.rows[images]
     # Plain integers at once: one element of a structured array costs a microsecond, and a micro-batch has hundreds.
     ranges = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)

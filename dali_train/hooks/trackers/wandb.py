@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dali_train.data.dataset.index import Split
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.observers import logger
-from dali_train.hooks.predictions import ClassTables, prediction_table, thumbnail
+from dali_train.hooks.predictions import ClassTables, prediction_table, thumbnails
 from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
 
 REACH_TIMEOUT_S = 30
@@ -35,11 +35,12 @@ class WandB(Tracker):
         if record.details is None:
             return
         names = self.class_names
-        split = Split(self.run.config.data.root, "validation")
+        data = self.run.config.data
+        shown = thumbnails(Split(data.root, "validation"), data, record.details.shown)
         columns, rows = prediction_table(record.details, names)
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *columns[3:]])
-        for number, truth, guess, *scores in rows:
-            table.add_data(number, self._wandb.Image(thumbnail(split, number)), guess, truth, *scores)
+        for image, (number, truth, guess, *scores) in zip(shown, rows, strict=True):
+            table.add_data(number, self._wandb.Image(image), guess, truth, *scores)
         pairs = self._wandb.Table(columns=["truth", "guess", "images"])
         for truth, guess, images in ClassTables.of(record.details, len(names)).most_confused():
             pairs.add_data(names[truth], names[guess], images)
