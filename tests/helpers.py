@@ -32,7 +32,7 @@ FAST_UNCOMPILED = (
     "true",
 )
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
-BF16_EXCHANGE = ("--parallel.exchange_dtype", "bf16")
+BF16_EXCHANGE = ("--parallel.grad_reduce_dtype", "bf16")
 
 # So long that no test sees its end unless it asks for it.
 LONG = ("--run.epochs", "400", "--run.checkpoint_every_steps", "100000", "--run.eval_every_epochs", "None")

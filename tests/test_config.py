@@ -242,8 +242,8 @@ FILE_MISTAKES = [
     ),
     (
         "config = Config(",
-        'config = Config(parallel=ParallelConfig(exchange_dtype="fp16"),',
-        "parallel.exchange_dtype is 'fp16': use bf16 (of fp32 or bf16)",
+        'config = Config(parallel=ParallelConfig(grad_reduce_dtype="fp16"),',
+        "parallel.grad_reduce_dtype is 'fp16': use bf16 (of fp32 or bf16)",
     ),
     (
         "config = Config(",

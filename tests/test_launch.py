@@ -207,16 +207,16 @@ def test_a_layout_divides_the_ranks() -> None:
         Launch(rank=r, world_size=16, local_rank=0, local_world_size=1, host="n", port=1, launcher="srun")
         for r in range(16)
     ]
-    assert [(layout.data_rank, layout.data_size) for layout in map(Layout.of, launches)] == [
+    assert [(layout.data_rank, layout.data_size) for layout in map(Layout.from_sizes, launches)] == [
         (rank, 16) for rank in range(16)
     ]
-    layouts = [Layout.of(launch, pipeline=2, shard=2, tensor=2) for launch in launches]
+    layouts = [Layout.from_sizes(launch, pipeline=2, shard=2, tensor=2) for launch in launches]
     assert {(layout.replicas, layout.data_size, layout.world_size) for layout in layouts} == {(2, 4, 16)}
     places = [(layout.pipeline_rank, layout.data_rank, layout.tensor_rank) for layout in layouts]
     assert places == [(pipeline, data, tensor) for pipeline in range(2) for data in range(4) for tensor in range(2)]
     with pytest.raises(
         ConfigError, match=r"16 ranks cannot be divided into pipeline 3 x shard 1 x tensor 2 = 6 ranks per copy"
     ):
-        Layout.of(launches[0], pipeline=3, tensor=2)
+        Layout.from_sizes(launches[0], pipeline=3, tensor=2)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 0: use at least 1"):
-        Layout.of(launches[0], tensor=0)
+        Layout.from_sizes(launches[0], tensor=0)

@@ -20,7 +20,7 @@ from .conftest import Train
 from .helpers import LONG
 
 HOPELESS = ("--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--run.max_nonfinite_steps", "1000000")
-LAYOUT = Layout.of(
+LAYOUT = Layout.from_sizes(
     Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", port=0, launcher="none")
 )
 

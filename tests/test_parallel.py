@@ -210,7 +210,7 @@ def measure_memory(rank: int, port: int, dataset: Path, path: Path) -> None:
     with process_group(launch, torch.device("cpu")) as launch:
         for name in MEMORY_LAYOUTS:
             config = memory_config(dataset, name)
-            layout = Layout.for_config(launch, config.parallel)
+            layout = Layout.from_config(launch, config.parallel)
             built = build_state(config, layout, 5, torch.device("cpu"), evaluates=False)
             for parameter in built.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -231,7 +231,7 @@ def test_each_rank_holds_what_plan_says(dataset: Path, tmp_path: Path) -> None:
     for name in MEMORY_LAYOUTS:
         config = memory_config(dataset, name)
         model = build_model(config, 5, torch.device("meta"))
-        plans = describe_ranks(model, config, Layout.for_config(launch, config.parallel), estimate_memory(config, 5))
+        plans = describe_ranks(model, config, Layout.from_config(launch, config.parallel), estimate_memory(config, 5))
         for place, weight_bytes, optimizer_bytes in (each[name] for each in found):
             memory = plans[place].memory
             assert weight_bytes == pytest.approx(memory.weight_bytes, rel=0.05), name

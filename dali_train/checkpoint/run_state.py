@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dali_train.checkpoint.directory import saved_top1
 from dali_train.checkpoint.load import Checkpoint, find_checkpoint
 from dali_train.checkpoint.recipe import check_recipe, recipe
-from dali_train.checkpoint.state import capture, from_timm_order, in_timm_order, restore
+from dali_train.checkpoint.state import capture, restore
 from dali_train.checkpoint.storage import Tensors
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
@@ -44,8 +44,7 @@ class Start:
     def restore_average(self, trainer: Trainer) -> None:
         """Put the moving average of the weights in place, if the checkpoint has one."""
         if trainer.ema is not None and self.checkpoint is not None and "ema" in self.checkpoint.state:
-            saved, order = self.checkpoint.state["ema"], trainer.parallel.order
-            trainer.ema.load({name: from_timm_order(name, tensor, order) for name, tensor in saved.items()})
+            trainer.ema.load(self.checkpoint.state["ema"])
 
     def release(self) -> None:
         """Free the checkpoint's memory: everything of it has been restored."""
@@ -75,9 +74,7 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
 
 def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict[str, Tensors], dict[str, Any]]:
     """Return (tensors by section and name, plain values), for a checkpoint. All ranks of `group` call this together."""
-    parallel = trainer.parallel
-    state, values = capture(trainer.model, trainer.optimizer, trainer.precision, parallel, group)
+    state, values = capture(trainer.model, trainer.optimizer, trainer.precision, trainer.parallel, group)
     if trainer.ema is not None:
-        averages = trainer.ema.state()
-        state["ema"] = {name: in_timm_order(name, tensor, parallel.order) for name, tensor in averages.items()}
+        state["ema"] = trainer.ema.state()
     return state, values | {"dropout": trainer.dropout}

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, Writer
 from dali_train.files import NO_SPACE, sync_directory
-from dali_train.parallel.mesh import local
+from dali_train.parallel.mesh import in_blocks, local
 
 # More writers than this do not make a file system faster, and each has to hold its share in host memory.
 _MAX_WRITERS = 8
@@ -82,7 +82,11 @@ class CheckpointWriter:
             CheckpointError: the save before this one failed.
         """
         self.wait()
-        flat = {f"{section}.{name}": tensor for section, tensors in state.items() for name, tensor in tensors.items()}
+        flat = {
+            f"{section}.{name}": in_blocks(tensor)
+            for section, tensors in state.items()
+            for name, tensor in tensors.items()
+        }
         self._num_bytes = self._num_stages * sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
         self._copy_to_host({name: flat[name] for name in self._share(flat)})
         # Not a daemon: what was begun is finished, also when the main thread ends with an error of its own.

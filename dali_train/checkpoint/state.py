@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.load import Checkpoint
@@ -23,20 +22,7 @@ from dali_train.checkpoint.storage import Tensors
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
-from dali_train.parallel.tensor import TimmOrder
 from dali_train.training.precision import Precision
-
-
-def in_timm_order(name: str, tensor: torch.Tensor, order: TimmOrder | None) -> torch.Tensor:
-    """`tensor`, which is the weight `name` or belongs to it, with rows as timm has them. All ranks call it together."""
-    if order is None or name not in order or not isinstance(tensor, DTensor):
-        return tensor
-    return laid_out_like(tensor, order.to_timm(name, tensor.full_tensor()))
-
-
-def from_timm_order(name: str, tensor: torch.Tensor, order: TimmOrder | None) -> torch.Tensor:
-    """The inverse for a complete tensor."""
-    return tensor if order is None else order.from_timm(name, tensor)
 
 
 def capture(
@@ -52,14 +38,13 @@ def capture(
         parallel: how the model is spread; None: not at all.
         group: of all ranks, for host memory; needed where it is spread.
     """
-    order = parallel.order if parallel is not None else None
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: Tensors = {}
     numbers: dict[str, float] = {}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"state.{names[parameter]}.{key}"] = in_timm_order(names[parameter], value, order)
+                tensors[f"state.{names[parameter]}.{key}"] = value
             elif value is not None:
                 numbers[f"state.{names[parameter]}.{key}"] = value
     if parallel is not None and parallel.stages:  # each has its own
@@ -78,10 +63,7 @@ def capture(
     saved = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
     weights: Tensors = get_model_state_dict(model)  # type: ignore[assignment]  # its other kinds of values are FSDP1's
     values = {"optimizer": saved, "scaler": precision.scaler.state_dict()}
-    return {
-        "model": {name: in_timm_order(name, tensor, order) for name, tensor in weights.items()},
-        "optimizer": tensors,
-    }, values
+    return {"model": weights, "optimizer": tensors}, values
 
 
 def restore(
@@ -104,7 +86,7 @@ def restore(
         ConfigError: the weights do not fit the model.
     """
     restore_weights(checkpoint, model, parallel=parallel)
-    warnings = _restore_optimizer(checkpoint, model, optimizer, parallel.order if parallel is not None else None)
+    warnings = _restore_optimizer(checkpoint, model, optimizer)
     scaler = checkpoint.values.get("scaler")
     if scaler and precision.scaler.is_enabled():
         precision.scaler.load_state_dict(scaler)
@@ -135,16 +117,11 @@ def restore_weights(
             f"the weights of {checkpoint.path} do not fit the model of this config: {'; '.join(misfits[:3])}{more}. "
             "Set model.name and model.kwargs as they were, or choose another run.dir to start anew"
         )
-    order = parallel.order if parallel is not None else None
-    weights: dict[str, Any] = {
-        name: laid_out_like(tensor, from_timm_order(name, saved[name], order)) for name, tensor in current.items()
-    }
+    weights: dict[str, Any] = {name: laid_out_like(tensor, saved[name]) for name, tensor in current.items()}
     set_model_state_dict(model, weights)
 
 
-def _restore_optimizer(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, order: TimmOrder | None
-) -> list[str]:
+def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> list[str]:
     saved = checkpoint.values.get("optimizer", {"class": "none", "groups": [], "numbers": {}})
     if saved["class"] != type(optimizer).__name__:
         return [f"{checkpoint.path} holds the state of {saved['class']}: {type(optimizer).__name__} starts without one"]
@@ -169,7 +146,7 @@ def _restore_optimizer(
             # As torch does: counts of steps stay on the host, unless the kernels read them on the device.
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
             if not on_host:
-                value = laid_out_like(parameter, from_timm_order(owner, value, order)).to(parameter.device)
+                value = laid_out_like(parameter, value).to(parameter.device)
         optimizer.state[parameter][key] = value
     return []
 

@@ -175,7 +175,7 @@ def communication(launch: Launch, device: torch.device, config: Config | None) -
     if config is None or not config.parallel.kind:
         return
     try:
-        layout = Layout.for_config(launch, config.parallel)
+        layout = Layout.from_config(launch, config.parallel)
     except ConfigError as error:
         yield Finding("layout", "fail", str(error), "see the message")
         return

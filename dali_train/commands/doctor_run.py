@@ -53,7 +53,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
     """
     findings, layout = [], None
     try:
-        layout = Layout.for_config(launch, config.parallel)
+        layout = Layout.from_config(launch, config.parallel)
         grad_accum_steps = config.batch.grad_accum_steps(layout.data_size)
         check_micro_batches(config.parallel, grad_accum_steps)
         batch = (

@@ -37,7 +37,7 @@ def evaluate_checkpoint(
         checkpoint = "best" if run_dir is not None and (run_dir / "checkpoints" / "best").exists() else "newest"
     path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
     with joined(options, config) as (launch, device):
-        layout = Layout.of(launch)
+        layout = Layout.from_sizes(launch)
         num_threads = configure_torch(config, launch, device)
         split = Split(config.data.root, "validation")
         loaded = load_checkpoint(path)

@@ -14,15 +14,15 @@ from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import (
     Stage,
-    Stream,
+    StageActivations,
+    VitStage,
     bubble,
     check_micro_batches,
-    cut,
     in_flight,
     make_stages,
     stages_of_rank,
 )
-from dali_train.parallel.tensor import check_model, grid_sizes, parameters_per_rank
+from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
@@ -117,12 +117,12 @@ def _layout(config: Config, world_size: int | None) -> Layout:
         port=1,
         launcher="plan",
     )
-    return Layout.for_config(launch, parallel)
+    return Layout.from_config(launch, parallel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """What the ranks of one place in the pipeline have."""
+    """The stages, parameters and memory of the ranks of one place in the pipeline."""
 
     stages: Sequence[Stage]
     parameters: tuple[int, ...]  # of each stage
@@ -130,42 +130,34 @@ class RankPlan:
 
 
 def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Memory) -> list[RankPlan]:
-    """For each place in the pipeline; one entry without a pipeline.
+    """Describe the ranks of each place in the pipeline; one entry without a pipeline.
 
     Raises:
-        ConfigError: the model cannot be divided so.
+        ConfigError: the model cannot be split so.
     """
     parallel = config.parallel
-    tensor, sizes = parallel.tensor, grid_sizes(parallel.tensor.mode, parallel.tensor.size, parallel.tensor.depth)
-
-    def count(part: nn.Module) -> int:
-        return (
-            parameters_per_rank(part, tensor.mode, sizes)
-            if tensor.size > 1
-            else sum(p.numel() for p in part.parameters())
-        )
-
-    if tensor.size > 1:
-        check_model(model, tensor.mode, sizes)
+    if layout.tensor > 1:
+        check_model(model, parallel.tensor)
     num_blocks = max(1, len(repeated_blocks(model)))
     if layout.pipeline == 1:
-        divided = memory.of_rank(
-            parameters=count(model),
+        parameters = parameters_per_rank(model, parallel.tensor)
+        own_memory = memory.of_rank(
+            parameters=parameters,
             block_share=1,
             in_flight=1,
             level=parallel.shard,
             shard=layout.shard,
             num_blocks=num_blocks,
         )
-        return [RankPlan(stages=(), parameters=(count(model),), memory=divided)]
+        return [RankPlan(stages=(), parameters=(parameters,), memory=own_memory)]
     stages = make_stages(model, parallel)
-    counts = [count(cut(model, stage, torch.float32)) for stage in stages]
+    counts = [parameters_per_rank(VitStage(model, stage, torch.float32), parallel.tensor) for stage in stages]
     plans = []
     for rank in range(layout.pipeline):
         own = stages_of_rank(stages, rank, parallel)
         blocks = sum(len(stage.blocks) for stage in own)
         flying = in_flight(parallel, rank, config.batch.grad_accum_steps(layout.data_size))
-        divided = memory.of_rank(
+        own_memory = memory.of_rank(
             parameters=sum(counts[stage.index] for stage in own),
             block_share=blocks / len(own) / num_blocks,
             in_flight=flying,
@@ -173,14 +165,14 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
             shard=layout.shard,
             num_blocks=blocks,
         )
-        plans.append(RankPlan(stages=own, parameters=tuple(counts[stage.index] for stage in own), memory=divided))
+        plans.append(RankPlan(stages=own, parameters=tuple(counts[stage.index] for stage in own), memory=own_memory))
     return plans
 
 
 def print_pipeline(model: nn.Module, config: Config, ranks: Sequence[RankPlan], grad_accum_steps: int) -> None:
-    stream, parallel = Stream.of(model, config), config.parallel
+    activations, parallel = StageActivations.from_model(model, config), config.parallel
     print(
-        f"pipeline       {parallel.schedule}, {parallel.num_stages} stages; ranks wait for each other during "
+        f"pipeline       {parallel.schedule}, {parallel.num_stages} stages; a bubble of "
         f"{bubble(parallel, grad_accum_steps):.1%} of a step at least"
     )
     each = " on each rank" if parallel.tensor.size > 1 else ""
@@ -188,9 +180,9 @@ def print_pipeline(model: nn.Module, config: Config, ranks: Sequence[RankPlan], 
         for stage, parameters in zip(rank.stages, rank.parameters, strict=True):
             print(f"  stage {stage.index:<6} {stage.describe()}: {parameters:,} parameters{each}")
         print(f"               {describe_memory(rank.memory)}")
-    shape = (config.batch.micro_batch, *stream.training)
-    megabytes = math.prod(shape) * stream.dtype.itemsize / 1e6
-    print(f"  between them {shape} {str(stream.dtype).removeprefix('torch.')}, {megabytes:.1f} MB per micro-batch")
+    shape = (config.batch.micro_batch, *activations.training)
+    megabytes = math.prod(shape) * activations.dtype.itemsize / 1e6
+    print(f"  between them {shape} {str(activations.dtype).removeprefix('torch.')}, {megabytes:.1f} MB per micro-batch")
 
 
 def describe_memory(memory: Memory) -> str:

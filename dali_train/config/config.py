@@ -128,22 +128,27 @@ class Config:
         )
 
     def _check_parallel(self) -> None:
-        """What does not go together with a model that no rank holds all of."""
+        """Check what does not go together with a model that no rank holds all of."""
         parallel = self.parallel
         require(
             not parallel.kind or self.model.compile in ("auto", "none"),
-            f"model.compile is {self.model.compile} with {parallel.kind}, which divides the model among ranks: what "
-            "then communicates is not compiled, set model.compile none",
+            f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: what then "
+            "communicates is not compiled, set model.compile none",
         )
-        parts, micro_batch = parallel.tensor.image_parts, self.batch.micro_batch
         require(
-            micro_batch % parts == 0,
-            f"parallel.tensor.size {parallel.tensor.size} with mode {parallel.tensor.mode} divides the images of a "
-            f"micro-batch into {parts} parts, but batch.micro_batch is {micro_batch}: use a multiple of {parts}",
+            parallel.shard == "none" or not self.model.channels_last,
+            f"model.channels_last is true with parallel.shard {parallel.shard}: FSDP takes weights in torch's usual "
+            "memory format only, set model.channels_last false",
+        )
+        shards, micro_batch = parallel.tensor.image_shards, self.batch.micro_batch
+        require(
+            micro_batch % shards == 0,
+            f"batch.micro_batch is {micro_batch}, and parallel.tensor.size {parallel.tensor.size} with mode "
+            f"{parallel.tensor.mode} splits its images into {shards} shards: use a multiple of {shards}",
         )
         require(
             not self.data.progressive or (parallel.pipeline == 1 and parallel.tensor.size == 1),
-            f"data.progressive with {parallel.kind}: what its ranks exchange has one size; leave one of them out",
+            f"data.progressive with {parallel.kind}: activations between ranks have one size; leave one of them out",
         )
         if parallel.pipeline == 1:
             return

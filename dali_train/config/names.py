@@ -70,6 +70,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "mlflow_experiment": ("hooks.trackers mlflow (its experiment: MLFLOW_EXPERIMENT_NAME in the environment)",),
     "tensor": ("parallel.tensor.size (and parallel.tensor.mode)",),
     "tp": ("parallel.tensor.size",),
+    "exchange_dtype": ("parallel.grad_reduce_dtype",),
     "pp": ("parallel.pipeline",),
     "zero": ("parallel.shard",),
     "fsdp": ("parallel.shard",),

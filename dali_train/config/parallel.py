@@ -1,4 +1,4 @@
-"""How the work is spread over ranks."""
+"""Parallelism: pipeline stages, tensor parallelism, sharded and replicated data parallelism."""
 
 from dataclasses import dataclass, field
 from math import isqrt, prod
@@ -9,35 +9,20 @@ from dali_train.config.check import OVER_0, Count, Range, require, section
 TensorMode = Literal["1d", "2d", "2.5d", "3d"]
 
 
-def grid_sizes(mode: TensorMode, size: int, depth: int | None = None) -> tuple[int, ...]:
-    """The sizes of the dimensions of the mesh that `size` ranks form."""
-    if mode == "1d":
-        return (size,)
-    if mode == "3d":
-        return (round(size ** (1 / 3)),) * 3
-    side = isqrt(size // (depth or 1))
-    return (depth, side, side) if mode == "2.5d" and depth else (side, side)
-
-
-def batch_shards(mode: TensorMode, sizes: tuple[int, ...]) -> int:
-    """The number of parts that the images of a micro-batch are divided into, by the sizes of the mesh."""
-    return {"1d": 1, "2d": sizes[0], "2.5d": prod(sizes[:2]), "3d": sizes[0] ** 2}[mode]
-
-
 @section("parallel.tensor")
 @dataclass(frozen=True, kw_only=True)
 class TensorConfig:
-    """Tensor parallelism: each linear layer's weights are divided among ranks that compute the same micro-batches."""
+    """Tensor parallelism: ranks that compute the same micro-batches share each linear layer."""
 
     mode: TensorMode = "1d"
-    """1d: attention by heads and the MLP by hidden units. 2d, 2.5d, 3d: weights and activations divided among a square,
-    several squares or a cube of ranks."""
+    """1d: attention sharded by heads and the MLP by hidden units. 2d, 2.5d, 3d: weights and activations sharded over a
+    square, several squares or a cube of ranks."""
     size: Count = 1
     """Ranks that share each layer. 1: no tensor parallelism."""
     depth: Count | None = None
     """Of mode 2.5d, the number of squares: size is depth x q x q."""
     sequence_parallel: bool = False
-    """With mode 1d, compute norms, dropout and residual additions on a part of the tokens: less memory."""
+    """With mode 1d, also shard norms, dropout and residual additions by tokens: less memory."""
 
     def __post_init__(self) -> None:
         mode, size, depth = self.mode, self.size, self.depth
@@ -48,8 +33,8 @@ class TensorConfig:
         )
         require(
             not self.sequence_parallel or mode == "1d",
-            f"parallel.tensor.sequence_parallel is true with mode {mode}: only mode 1d takes it, the others divide "
-            "the images of a micro-batch; set it to false",
+            f"parallel.tensor.sequence_parallel is true with mode {mode}: only mode 1d takes it, the others shard the "
+            "images of a micro-batch; set it to false",
         )
         if mode == "2d":
             require(isqrt(size) ** 2 == size, f"{name}, which needs q x q ranks: use {_near(size, 2)}")
@@ -66,9 +51,20 @@ class TensorConfig:
             )
 
     @property
-    def image_parts(self) -> int:
-        """Parts that the images of a micro-batch are divided into."""
-        return batch_shards(self.mode, grid_sizes(self.mode, self.size, self.depth))
+    def grid_sizes(self) -> tuple[int, ...]:
+        """The sizes of the dimensions of the mesh that the ranks form."""
+        if self.mode == "1d":
+            return (self.size,)
+        if self.mode == "3d":
+            return (round(self.size ** (1 / 3)),) * 3
+        side = isqrt(self.size // (self.depth or 1))
+        return (self.depth, side, side) if self.depth is not None else (side, side)
+
+    @property
+    def image_shards(self) -> int:
+        """The number of shards of a micro-batch's images."""
+        sizes = self.grid_sizes
+        return {"1d": 1, "2d": sizes[0], "2.5d": prod(sizes[:2]), "3d": sizes[0] ** 2}[self.mode]
 
 
 def _near(size: int, power: int) -> str:
@@ -81,45 +77,45 @@ def _near(size: int, power: int) -> str:
 @section("parallel")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Ranks = pipeline x tensor.size x data: how many ranks divide the micro-batches of a step among them follows from
-    it."""
+    """Ranks = pipeline x tensor.size x data; the number of data-parallel ranks follows."""
 
     pipeline: Count = 1
-    """Ranks that each hold a part of the model's blocks, and hand activations to the next: the stages of a pipeline.
-    The micro-batches of a step pass through it."""
+    """Ranks of the pipeline: each has one or more stages, blocks of the model, and the micro-batches of a step pass
+    through them."""
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """When a stage computes what. 1f1b: one forward, one backward in turn. interleaved: the same with num_chunks stages
-    per rank, which shortens the time in which ranks wait at the beginning and the end of a step."""
+    per rank, for a smaller pipeline bubble."""
     num_chunks: Count = 1
     """Stages per rank, with the schedule interleaved."""
     blocks_per_stage: tuple[Count, ...] = ()
     """Blocks of each stage, the first stage first. Empty: the same number everywhere, as far as it divides."""
     shard: Literal["none", "optimizer", "gradients", "full"] = "none"
-    """What is divided among data-parallel ranks instead of being kept by each. optimizer: its state, and the weights
-    between steps (ZeRO 1). gradients: those too (ZeRO 2). full: weights are gathered block by block, when they are
-    needed (ZeRO 3)."""
+    """What is sharded over data-parallel ranks instead of replicated. optimizer: its state, and the weights between
+    steps (ZeRO 1). gradients: those too (ZeRO 2). full: weights are gathered block by block, when they are needed
+    (ZeRO 3)."""
     shard_ranks: Count | None = None
-    """Ranks that one copy of the state is divided among. None: all data-parallel ranks."""
+    """Ranks that one copy of the state is sharded over. None: all data-parallel ranks."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
-    """How each layer is divided among ranks: parallel.tensor.mode, size and depth."""
+    """Tensor parallelism: parallel.tensor.mode, size and depth."""
     bucket_mb: Annotated[int, Range(1, 1 << 20, "at least 1, and at most 1,048,576 (1 TB)")] = 25
-    """Gradients are exchanged in buckets of this size, while the last backward pass of the step still runs."""
+    """DDP all-reduces gradients in buckets of this size, while the last backward pass of the step still runs."""
     static_graph: bool = False
     """Tell DDP that every step uses the same parameters in the same order, so that it need not look each time."""
-    exchange_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16 halves what the ranks send. Each still accumulates in float32, but the mean is off by its rounding (0.3 % on
-    2 ranks, 0.43 % on 4), which differs with the number of ranks; resuming on the same number stays bit-identical."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of DDP's all-reduce. bf16 halves what the ranks send. Each still accumulates in float32, but the mean is off by
+    its rounding (0.3 % on 2 ranks, 0.43 % on 4), which differs with the number of ranks; resuming on the same number
+    stays bit-identical."""
     timeout_s: Annotated[float, Range(OVER_0, 30 * 86_400, "a number of seconds over 0, at most 30 days")] = 600
-    """A rank that others wait for longer than this ends the run."""
+    """A collective that waits longer than this for a rank ends the run."""
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline, over all its ranks."""
+        """The number of stages, over all ranks of the pipeline."""
         return self.pipeline * self.num_chunks
 
     @property
     def kind(self) -> str:
-        """The first setting that divides the model among ranks, with its value; empty where none does."""
+        """The first setting that splits the model over ranks, with its value; empty where none does."""
         kinds = {"pipeline": (self.pipeline, 1), "tensor.size": (self.tensor.size, 1), "shard": (self.shard, "none")}
         return next((f"parallel.{name} {value}" for name, (value, off) in kinds.items() if value != off), "")
 
@@ -150,7 +146,7 @@ class ParallelConfig:
         require(
             self.shard_ranks is None or self.shard != "none",
             f"parallel.shard_ranks is {self.shard_ranks} with parallel.shard none: set parallel.shard to what is "
-            "divided, or leave it out",
+            "sharded, or leave it out",
         )
         require(
             self.shard == "none" or self.tensor.mode == "1d" or self.tensor.size == 1,
@@ -163,7 +159,7 @@ class ParallelConfig:
             "it to false",
         )
         require(
-            not self.kind or self.exchange_dtype == "fp32",
-            f"parallel.exchange_dtype is {self.exchange_dtype} with {self.kind}: it is for DDP, which is not used "
-            "there; set it to fp32",
+            not self.kind or self.grad_reduce_dtype == "fp32",
+            f"parallel.grad_reduce_dtype is {self.grad_reduce_dtype} with {self.kind}: it is for DDP, which is not "
+            "used there; set it to fp32",
         )

@@ -93,7 +93,7 @@ class Console(Hook):
 
     def _show_plan(self, record: RunPlan) -> None:
         config, batch = record.config, record.config.batch
-        layout = Layout.for_config(record.launch, record.config.parallel)
+        layout = Layout.from_config(record.launch, record.config.parallel)
         ranks = f"{plural(layout.data_size, 'rank')} ({record.launch.launcher})"
         if layout.splits_model:
             ranks = f"{layout.data_size} data-parallel of {layout.describe()} ({record.launch.launcher})"

@@ -1,7 +1,7 @@
-"""How the ranks are divided among the kinds of parallelism, and where this process stands in each.
+"""The layout of ranks: the sizes of the kinds of parallelism, and this process's coordinate in each.
 
-Who computes what depends on the data coordinate alone, never on the global rank: ranks that share a coordinate (the
-stages of a pipeline, the parts of a tensor) work on the same micro-batch.
+Which micro-batches a rank computes depends on its data coordinate alone, never on the global rank: ranks that share one
+(pipeline stages, tensor-parallel ranks) work on the same micro-batch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from dali_train.text import plural
 class Layout:
     """The sizes of the mesh, slowest dimension first, and this process's rank in it.
 
-    Neighbouring ranks are tensor peers, since those exchange most and neighbours share a host. `shard` ranks split one
-    copy of the model's state, and `replicas` are further copies; both compute different micro-batches.
+    Tensor-parallel ranks are neighbours, since they communicate most and neighbours share a host. `shard` ranks shard
+    one copy of the model's state, and `replicas` are further copies; both compute different micro-batches.
     """
 
     rank: int
@@ -28,8 +28,8 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def of(cls, launch: Launch, *, pipeline: int = 1, shard: int = 1, tensor: int = 1) -> "Layout":
-        """The layout of all ranks of `launch`; as many replicas as the other sizes leave room for.
+    def from_sizes(cls, launch: Launch, *, pipeline: int = 1, shard: int = 1, tensor: int = 1) -> "Layout":
+        """Return the layout of all ranks of `launch`, with as many replicas as the other sizes leave room for.
 
         Raises:
             ConfigError: the sizes do not divide the number of ranks.
@@ -42,19 +42,19 @@ class Layout:
         if launch.world_size % ranks_per_replica:
             factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
             raise ConfigError(
-                f"{plural(launch.world_size, 'rank')} cannot be divided into {factors} = {ranks_per_replica} ranks per "
+                f"{plural(launch.world_size, 'rank')} do not divide into {factors} = {ranks_per_replica} ranks per "
                 f"copy of the model: start a multiple of {ranks_per_replica} ranks, or use smaller sizes"
             )
         return cls(rank=launch.rank, replicas=launch.world_size // ranks_per_replica, **sizes)
 
     @classmethod
-    def for_config(cls, launch: Launch, parallel: ParallelConfig) -> "Layout":
-        """The layout that `parallel` asks for.
+    def from_config(cls, launch: Launch, parallel: ParallelConfig) -> "Layout":
+        """Return the layout that `parallel` asks for.
 
         Raises:
             ConfigError: its sizes do not divide the number of ranks.
         """
-        layout = cls.of(launch, pipeline=parallel.pipeline, tensor=parallel.tensor.size)
+        layout = cls.from_sizes(launch, pipeline=parallel.pipeline, tensor=parallel.tensor.size)
         if parallel.shard == "none":
             return layout
         shard = parallel.shard_ranks or layout.data_size
@@ -69,15 +69,15 @@ class Layout:
         assert 0 <= self.rank < self.world_size, self
 
     def describe(self) -> str:
-        """As in "8 ranks = pipeline 2 x data 2 x tensor 2, ..."."""
+        """Describe it, as in "8 ranks = pipeline 2 x data 2 x tensor 2, ..."."""
         sizes = {"pipeline": self.pipeline, "data": self.data_size, "tensor": self.tensor}
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
-        shard = f", state divided among {self.shard} data-parallel ranks" if self.shard > 1 else ""
+        shard = f", state sharded over {self.shard} data-parallel ranks" if self.shard > 1 else ""
         return f"{self.world_size} ranks = {factors}{shard}"
 
     @property
     def splits_model(self) -> bool:
-        """Whether no rank holds the complete model and its optimizer state."""
+        """True if no rank holds the complete model and its optimizer state."""
         return self.pipeline * self.shard * self.tensor > 1
 
     @property
@@ -91,7 +91,8 @@ class Layout:
 
     @property
     def data_rank(self) -> int:
-        """Which of them this process is: it computes micro-batches data_rank, data_rank + data_size, ..."""
+        """The data-parallel coordinate of this process: it computes micro-batches data_rank, data_rank + data_size,
+        ..."""
         return self.rank // self.tensor % self.data_size
 
     @property

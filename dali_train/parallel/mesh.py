@@ -1,7 +1,7 @@
-"""The one device mesh of a run whose model is divided among ranks, and arithmetic on tensors that lie on it.
+"""The one device mesh of a run whose model is split over ranks, and arithmetic on tensors that lie on it.
 
-A DTensor knows its mesh and which part of it this rank holds. Whatever can be computed part by part is computed on the
-parts (`local`), without torch's distributed operators: they refuse to mix meshes, and cost the host a lot.
+A DTensor knows its mesh and its placements. Whatever can be computed shard by shard is computed on the shards
+(`local`), without torch's distributed operators: they refuse to mix meshes, and cost the host a lot.
 """
 
 from collections import defaultdict
@@ -11,7 +11,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dali_train.parallel.layout import Layout
 
@@ -19,18 +20,18 @@ DIMENSIONS = ("pipeline", "replicas", "shard", "tensor")
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The ranks of `layout` with a process group for each dimension. All ranks call this together."""
+    """Return the ranks of `layout` with a process group for each dimension. All ranks call this together."""
     return init_device_mesh(device.type, tuple(getattr(layout, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `tensor`, in the same memory and without a history; a plain tensor is its own part."""
+    """Return this rank's shard of `tensor`, in the same memory and without a history; of a plain tensor, itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value`, complete on every rank, in the memory format, on the device and in the shards of `target`, if it has its
-    shape.
+    """Return `value`, complete on every rank, with the memory format, device and placements of `target`, or itself if
+    its shape is another.
 
     A norm's last bits depend on the order of its summands, and so on the memory format.
     """
@@ -41,28 +42,56 @@ def laid_out_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(target, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
+def in_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` with every rank's shard a contiguous block of rows, as DCP writes it. All ranks call this
+    together.
+
+    Of timm's fused queries, keys and values a rank holds rows of each (`_StridedShard`), and DCP would note the first
+    block alone. FSDP's own strided placements, of rows that another mesh dimension shards as well, are blocks.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if isinstance(placement, _StridedShard):
+            later = tensor.placements[mesh_dim + 1 :]
+            if not any(other.is_shard(placement.dim) for other in later):
+                placements[mesh_dim] = Shard(placement.dim)
+    return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+
+
 def total_norm(gradients: Sequence[torch.Tensor], layout: Layout, device: torch.device) -> torch.Tensor:
-    """The 2-norm of the gradients of all stages, wherever their parts are: 0-dimensional, on `device`, the same bits on
-    every rank. All ranks call this together."""
+    """Return the 2-norm of the gradients of all stages and shards: 0-dimensional, on `device`, the same bits on every
+    rank. All ranks call this together."""
     ranks_per_stage = layout.world_size // layout.pipeline
-    by_parts: dict[int, list[torch.Tensor]] = defaultdict(list)
+    by_shards: dict[int, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
-        parts = 1
+        shards = 1
         if isinstance(gradient, DTensor):
             sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-            parts = prod(size for size, placement in sizes if not placement.is_replicate())
-        by_parts[parts].append(local(gradient))
+            shards = prod(size for size, placement in sizes if not placement.is_replicate())
+        by_shards[shards].append(local(gradient))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for parts, tensors in by_parts.items():
+    for shards, tensors in by_shards.items():
         squares = torch.stack(torch._foreach_norm(tensors)).double().square()
-        # Every part lies on as many ranks as there are copies of all parts; the sum over all ranks counts it once.
-        total += squares.sum() * (parts / ranks_per_stage)
+        # Each shard is replicated on ranks_per_stage / shards ranks; the sum over all ranks counts it once.
+        total += squares.sum() * (shards / ranks_per_stage)
     dist.all_reduce(total)
     return total.sqrt().to(gradients[0].dtype if gradients else torch.float32)
 
 
+def reduce_partial_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Sum gradients of which each rank has a summand (Partial), in place. All ranks call this together."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
 def average_gradients(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Each gradient becomes the mean over the ranks of `group`, which all call this together."""
+    """Replace each gradient by its mean over the ranks of `group`, which all call this together."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
         assert work is not None

@@ -1,7 +1,7 @@
-"""How the model is spread over the ranks. The only place that knows; other kinds of parallelism slot in here.
+"""How the model is spread over the ranks: DDP, or pipeline stages, tensor parallelism and FSDP2 composed.
 
-What the trainer needs from it: a model to call, a data-parallel coordinate, gradients that are the mean over the
-step's micro-batches whoever computed them, and statistics that do not depend on the number of ranks.
+The trainer gets a model to call, a data-parallel coordinate, gradients that are the mean over the step's micro-batches
+on all ranks, and statistics that do not depend on the number of ranks.
 """
 
 import warnings
@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dali_train.config import ParallelConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.parallel.mesh import average_gradients, make_mesh
+from dali_train.parallel.mesh import average_gradients, make_mesh, reduce_partial_gradients
 from dali_train.parallel.shard import Level, prepare_backward, shard_model
-from dali_train.parallel.stages import Stage, Stream, cut, joined, make_stages, stages_of_rank
-from dali_train.parallel.tensor import TimmOrder, make_grid, tensor_parallel
+from dali_train.parallel.stages import StageActivations, VitStage, make_stages, merge_stages, stages_of_rank
+from dali_train.parallel.tensor import check_model, tensor_parallel
 
 Prepare = Callable[[nn.Module], None]
 
@@ -35,30 +35,31 @@ class Parallel:
     layout: Layout
     num_parameters: int  # of the complete model
     static_graph: bool = False  # DDP assumes that the graph never changes
-    mesh: DeviceMesh | None = None  # of a model that is divided among ranks
+    mesh: DeviceMesh | None = None  # where the model is split over ranks
     level: Level | None = None  # how far it is sharded
-    stages: Sequence[Stage] = ()  # of a pipeline, those of this rank
-    parts: Sequence[nn.Module] = ()  # what computes each of them; `model` has the weights of all
-    stream: Stream | None = None  # what they hand on
+    stages: Sequence[VitStage] = ()  # of a pipeline, those of this rank; `model` has the weights of all
+    activations: StageActivations | None = None  # sent between them
     shapes: dict[str, list[int]] | None = None  # of the complete model's weights and buffers, by name
-    order: TimmOrder | None = None  # of rows that tensor parallelism has moved
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward: gradients are exchanged only after the last micro-batch of a step."""
+        """Return the context of forward and backward: gradients are reduced only after a step's last micro-batch."""
         if isinstance(self.model, DistributedDataParallel) and not last:
             return self.model.no_sync()
         self.prepare_backward(self.model, last=last)
         return nullcontext()
 
-    def prepare_backward(self, part: nn.Module, *, last: bool) -> None:
-        """Before a backward pass through `part` of the model; `last`: of the step."""
+    def prepare_backward(self, module: nn.Module, *, last: bool) -> None:
+        """Prepare a backward pass through `module`, the model or a stage of it; `last`: of the step."""
         if self.level is not None:
-            prepare_backward(part, self.level, last=last)
+            prepare_backward(module, self.level, last=last)
 
     def finish_gradients(self) -> None:
-        """After the last backward pass of a step: gradients become the mean over the data-parallel ranks, if they are
-        not yet."""
-        if self.mesh is not None and self.level is None and self.layout.data_size > 1:
+        """Complete the gradients after the last backward pass of a step, where DDP or FSDP has not: sum those that
+        tensor parallelism left as summands, and take the mean over the data-parallel ranks."""
+        if self.mesh is None or self.level is not None:
+            return
+        reduce_partial_gradients(self.model.parameters())
+        if self.layout.data_size > 1:
             average_gradients(self.model.parameters(), self.mesh["replicas"].get_group())
 
 
@@ -68,22 +69,22 @@ def parallelize(
     config: ParallelConfig,
     device: torch.device,
     blocks: Sequence[nn.Module] = (),
-    stream: Stream | None = None,
+    activations: StageActivations | None = None,
     prepare: Prepare | None = None,
 ) -> Parallel:
-    """Spread `model` over the ranks. Data parallelism alone is DDP, or nothing for a single process.
+    """Spread `model` over the ranks: by DDP where data parallelism is all, and not at all for a single process.
 
     Args:
-        model: on `device`, or in host memory where the layout divides it.
+        model: on `device`, or in host memory where the layout splits it.
         blocks: of which the model consists; they are gathered one by one where it is sharded.
-        stream: what the stages of a pipeline hand on.
-        prepare: called for each part of the model, after modules were replaced and before it is wrapped.
+        activations: sent between the stages of a pipeline.
+        prepare: called for the model, or each of its stages, before it is wrapped.
 
     Raises:
-        ConfigError: the model cannot be divided so.
+        ConfigError: the model cannot be split so.
     """
     if layout.splits_model:
-        return _divide(model, layout, config, device, blocks, stream, prepare)
+        return _split(model, layout, config, device, blocks, activations, prepare)
     if prepare is not None:
         prepare(model)
     if layout.data_size > 1:
@@ -98,53 +99,50 @@ def parallelize(
                 bucket_cap_mb=config.bucket_mb,
                 static_graph=config.static_graph,
             )
-        if config.exchange_dtype == "bf16":
+        if config.grad_reduce_dtype == "bf16":
             model.register_comm_hook(None, bf16_compress_hook)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Parallel(model, layout, num_parameters, static_graph=config.static_graph and layout.data_size > 1)
 
 
-def _divide(
+def _split(
     model: nn.Module,
     layout: Layout,
     config: ParallelConfig,
     device: torch.device,
     blocks: Sequence[nn.Module],
-    stream: Stream | None,
+    activations: StageActivations | None,
     prepare: Prepare | None,
 ) -> Parallel:
     mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    stages: Sequence[Stage] = ()
-    parts: Sequence[nn.Module] = (model,)
-    if stream is not None:
-        stages = stages_of_rank(make_stages(model, config), layout.pipeline_rank, config)
-        parts = [cut(model, stage, stream.dtype) for stage in stages]
     if layout.tensor > 1:
-        grid = make_grid(mesh["tensor"], config.tensor.mode, config.tensor.depth)
-        for part in parts:
-            tensor_parallel(part, grid, config.tensor.mode, sequence_parallel=config.tensor.sequence_parallel)
+        check_model(model, config.tensor)
+    stages: Sequence[VitStage] = ()
+    if activations is not None:
+        own = stages_of_rank(make_stages(model, config), layout.pipeline_rank, config)
+        stages = [VitStage(model, stage, activations.dtype) for stage in own]
+    modules: Sequence[nn.Module] = stages or (model,)
+    if layout.tensor > 1:
+        tensor_parallel(modules, mesh["tensor"], config.tensor)
     level = config.shard if layout.shard > 1 and config.shard != "none" else None
-    for part in parts:
+    for module in modules:
         if prepare is not None:
-            prepare(part)
+            prepare(module)
         if level is not None:
-            own = set(part.modules())
-            shard_model(part, [block for block in blocks if block in own], mesh, level)
+            inside = set(module.modules())
+            shard_model(module, [block for block in blocks if block in inside], mesh, level)
         else:
-            part.to(device)
-    whole = joined(parts)
+            module.to(device)
     return Parallel(
-        whole,
+        merge_stages(stages) if stages else model,
         layout,
         num_parameters,
         mesh=mesh,
         level=level,
         stages=stages,
-        parts=parts,
-        stream=stream,
+        activations=activations,
         shapes=shapes,
-        order=TimmOrder(whole) if layout.tensor > 1 else None,
     )
 
 

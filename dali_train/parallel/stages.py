@@ -1,12 +1,13 @@
-"""Which part of a vision transformer each stage of a pipeline computes.
+"""The stages of a pipeline: which blocks of a vision transformer each has, and what they cost.
 
-A stage is the timm model itself without the parts of other stages, so its weights keep their names: checkpoints, hooks
-and optimizers need not know of stages. The first stage also has the embedding of patches, the last one the head.
+Weights keep timm's names, so checkpoints, hooks and optimizers need not know of stages. The first stage also has the
+patch embedding, the last one the head.
 """
 
-import copy
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ _HEAD = ("norm", "attn_pool", "fc_norm", "head_drop", "head", "head_dist")
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Number `index` of `num_stages`, with the blocks of these numbers."""
+    """Stage number `index` of `num_stages`, with the blocks of these numbers."""
 
     index: int
     num_stages: int
@@ -44,10 +45,11 @@ class Stage:
 
 
 def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
-    """All stages of `model`, in order.
+    """Return all stages of `model`, in order.
 
     Raises:
-        ConfigError: the model is no vision transformer that can be cut, or has other blocks than `parallel` says.
+        ConfigError: the model is no vision transformer that can be split into stages, or has other blocks than
+            `parallel` says.
     """
     if (
         not isinstance(model, VisionTransformer)
@@ -55,7 +57,7 @@ def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
     ):
         raise ConfigError(
             f"parallel.pipeline is {parallel.pipeline}, but the model is timm's {type(model).__name__}, which cannot "
-            "be cut between blocks here: choose a VisionTransformer, such as vit_base_patch16_224, or set "
+            "be split into stages: choose a VisionTransformer, such as vit_base_patch16_224, or set "
             "parallel.pipeline 1"
         )
     num_blocks, num_stages = len(model.blocks), parallel.num_stages
@@ -80,12 +82,13 @@ def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
 
 
 def stages_of_rank(stages: Sequence[Stage], pipeline_rank: int, parallel: ParallelConfig) -> list[Stage]:
-    """Rank r of P has the stages r, r + P, ..."""
+    """Return the stages of a rank: rank r of P has r, r + P, ..."""
     return list(stages[pipeline_rank :: parallel.pipeline])
 
 
 def check_micro_batches(parallel: ParallelConfig, grad_accum_steps: int) -> None:
-    """
+    """Check that a step has as many micro-batches as the pipeline needs.
+
     Raises:
         ConfigError: too few micro-batches per rank and step for the pipeline, or a number that its schedule cannot
             divide.
@@ -107,103 +110,103 @@ def check_micro_batches(parallel: ParallelConfig, grad_accum_steps: int) -> None
 
 
 def bubble(parallel: ParallelConfig, grad_accum_steps: int) -> float:
-    """The share of a step in which a rank waits for others, if all stages take equally long and sending takes no
-    time."""
-    waiting = parallel.pipeline - 1
-    return waiting / (grad_accum_steps * parallel.num_chunks + waiting)
+    """Return the pipeline bubble: the share of a step in which a rank is idle, if all stages take equally long and
+    sending takes no time."""
+    idle = parallel.pipeline - 1
+    return idle / (grad_accum_steps * parallel.num_chunks + idle)
 
 
 def in_flight(parallel: ParallelConfig, pipeline_rank: int, grad_accum_steps: int) -> int:
-    """The most micro-batches that are on their way through the stages of a rank, counted once for each stage."""
+    """Return the most micro-batches whose activations the stages of a rank hold, counted once for each stage."""
     later = parallel.pipeline - 1 - pipeline_rank
     if parallel.schedule == "1f1b":
         return min(grad_accum_steps, later + 1)
     return min(grad_accum_steps * parallel.num_chunks, (parallel.num_chunks - 1) * parallel.pipeline + 2 * later + 1)
 
 
-def cut(model: nn.Module, stage: Stage, dtype: torch.dtype) -> nn.Module:
-    """A model that shares its parts with `model`, has only those of `stage`, and computes only them.
+class VitStage(nn.Module):
+    """One stage of a VisionTransformer, sharing its layers, which keep timm's names.
 
     It maps images, or the tokens (n, tokens, width) of the stage before, to tokens of `dtype`, or in the last stage to
     logits.
+
+    Raises:
+        ConfigError: it has nothing to train.
     """
-    part: Any = _copy(model)
-    for store in ("_modules", "_parameters", "_buffers"):
-        kept = {
-            name: value if (stage.is_last if name in _HEAD else stage.is_first) else None
-            for name, value in getattr(model, store).items()
-        }
-        object.__setattr__(part, store, kept)
-    part.blocks = nn.Sequential()
-    for number, (name, block) in enumerate(model.get_submodule("blocks").named_children()):
-        if number in stage.blocks:
-            part.blocks.add_module(name, block)
-    part.__class__ = type(f"{type(model).__name__}Part", (_Part, type(model)), {"stage": stage, "stream_dtype": dtype})
-    if not any(parameter.requires_grad for parameter in part.parameters()):
-        raise ConfigError(
-            f"model.freeze leaves nothing to train in stage {stage.index} of {stage.num_stages} "
-            f"({stage.describe()}): freeze fewer weights, or use fewer stages"
-        )
-    result: nn.Module = part
-    return result
 
+    blocks: nn.Sequential
+    norm: nn.Module
+    forward_head: Callable[[torch.Tensor], torch.Tensor]
 
-def _copy(model: nn.Module) -> Any:
-    """The same parts and settings, with its own place for hooks."""
-    copied = copy.copy(model)
-    for name, value in vars(model).items():
-        if isinstance(value, dict):
-            copied.__dict__[name] = value.copy()
-    return copied
+    def __init__(self, model: nn.Module, stage: Stage, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stage, self.dtype = stage, dtype
+        # Settings and methods, which embedding and head use.
+        for name, value in vars(model).items():
+            if not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+        for name in ("_pos_embed", "pool", "forward_head"):
+            setattr(self, name, MethodType(getattr(type(model), name), self))
 
+        def own(name: str, value: Any) -> Any:
+            return value if (stage.is_last if name in _HEAD else stage.is_first) else None
 
-class _Part:
-    """The forward pass of a part of a VisionTransformer."""
+        for name, layer in model._modules.items():
+            self.register_module(name, own(name, layer))
+        for name, parameter in model._parameters.items():
+            self.register_parameter(name, own(name, parameter))
+        blocks: dict[str, Any] = dict(model.get_submodule("blocks").named_children())
+        self.blocks = nn.Sequential(OrderedDict((str(number), blocks[str(number)]) for number in stage.blocks))
+        self.train(model.training)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ConfigError(
+                f"model.freeze leaves nothing to train in stage {stage.index} of {stage.num_stages} "
+                f"({stage.describe()}): freeze fewer weights, or use fewer stages"
+            )
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.stage.is_first:
             x = embed(self, x)
         x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing else self.blocks(x)
-        return self.forward_head(self.norm(x)) if self.stage.is_last else x.to(self.stream_dtype)
+        if not self.stage.is_last:
+            return x.to(self.dtype)
+        return self.forward_head(self.norm(x))
 
 
 def embed(model: Any, images: torch.Tensor) -> torch.Tensor:
-    """(n, tokens, width) of the first block, as in the model's own forward pass."""
+    """Return the tokens (n, tokens, width) of the first block, as in the model's own forward pass."""
     tokens: torch.Tensor = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
     return tokens
 
 
-def joined(parts: Sequence[nn.Module]) -> nn.Module:
-    """All `parts` of a rank as one model, for whoever asks for names and weights: it shares them and is never
-    called."""
-    if len(parts) == 1:
-        return parts[0]
-    whole: Any = _copy(parts[0])
-    for store in ("_modules", "_parameters", "_buffers"):
-        names = getattr(parts[0], store)
-        kept = {
-            name: next((v for part in parts if (v := getattr(part, store)[name]) is not None), None) for name in names
-        }
-        object.__setattr__(whole, store, kept)
-    whole.blocks = nn.Sequential()
-    for part in parts:
-        for name, block in part.get_submodule("blocks").named_children():
-            whole.blocks.add_module(name, block)
-    result: nn.Module = whole
-    return result
+def merge_stages(stages: Sequence[VitStage]) -> nn.Module:
+    """Return all `stages` of a rank as one module, for names and weights. It shares them and is never called."""
+    if len(stages) == 1:
+        return stages[0]
+    merged = nn.Module()
+    merged.blocks = nn.Sequential()
+    for stage in stages:
+        for name, parameter in stage.named_parameters(recurse=False):
+            merged.register_parameter(name, parameter)
+        for name, layer in stage.named_children():
+            if name != "blocks":
+                merged.add_module(name, layer)
+        for name, block in stage.blocks.named_children():
+            merged.blocks.add_module(name, block)
+    return merged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream:
-    """What the stages hand on for each image: (tokens, width), of one dtype."""
+class StageActivations:
+    """Shape (tokens, width) per image and dtype of the activations sent between stages."""
 
     training: tuple[int, int]  # fewer tokens where some are dropped
     evaluation: tuple[int, int]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: nn.Module, config: Config) -> "Stream":
-        """Of a complete model.
+    def from_model(cls, model: nn.Module, config: Config) -> "StageActivations":
+        """Return those of a complete model.
 
         Raises:
             ConfigError: see `make_stages`.
@@ -212,7 +215,7 @@ class Stream:
         training = _token_shape(model.train(), config.data.train_size)
         evaluation = _token_shape(model.eval(), config.data.eval_size)
         model.train()
-        return cls(training=training, evaluation=evaluation, dtype=_stream_dtype(config))
+        return cls(training=training, evaluation=evaluation, dtype=_dtype(config))
 
 
 @torch.no_grad()
@@ -224,8 +227,8 @@ def _token_shape(model: nn.Module, image_size: int) -> tuple[int, int]:
     return tokens, width
 
 
-def _stream_dtype(config: Config) -> torch.dtype:
-    """Of the tokens between stages: autocast leaves them in float32 unless model.fast_norm says otherwise."""
+def _dtype(config: Config) -> torch.dtype:
+    """Return the residual stream's dtype: autocast leaves it in float32 unless model.fast_norm says otherwise."""
     if config.precision.dtype == "fp64":
         return torch.float64
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}

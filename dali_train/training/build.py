@@ -16,7 +16,7 @@ from dali_train.data.loading.local_copy import DatasetRoot, find_dataset
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
-from dali_train.parallel.stages import Stream, check_micro_batches
+from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.training.dropout import choose_seeding, drops, seed_each_block
 from dali_train.training.ema import Ema
@@ -59,7 +59,7 @@ def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
         DatasetError: there is no such dataset, or it is damaged.
     """
     num_threads = configure_torch(config, launch, device)
-    layout = Layout.for_config(launch, config.parallel)
+    layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
     dataset = find_dataset(config, launch)
     split = Split(dataset.path, "train")
@@ -135,9 +135,9 @@ def build_state(
     if evaluates or layout.pipeline > 1:  # stages agree at the start on the shapes of their activations
         check_evaluation_size(model, config)  # now, and not after an epoch
     precision = Precision(config.precision, device)
-    stream = Stream.of(model, config) if layout.pipeline > 1 else None
+    activations = StageActivations.from_model(model, config) if layout.pipeline > 1 else None
     halve = partial(compute_in, dtype=precision.pure_dtype) if precision.pure_dtype is not None else None
-    parallel = parallelize(model, layout, config.parallel, device, repeated_blocks(model), stream, halve)
+    parallel = parallelize(model, layout, config.parallel, device, repeated_blocks(model), activations, halve)
     if layout.splits_model:
         model = parallel.model
     optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters

@@ -1,8 +1,8 @@
 """Optimizer steps and evaluation through a pipeline.
 
 The micro-batches of the accumulation are the pipeline's. torch's schedules decide which stage computes what when, and
-hand activations and gradients on. Here stands what a micro-batch needs around that: its images, which only the first
-stage decodes, its labels and lambdas, which the index and the draws know, the seed of its dropout, and where time goes.
+send activations and gradients. What a micro-batch needs around that is here: its images, which only the first stage
+decodes, its labels and lambdas, which the index and the draws know, the seed of its dropout, and the clock.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from dali_train.config import Config
 from dali_train.data.loading.loader import Loader, blank_images, pixel_format
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel
-from dali_train.parallel.stages import Stage
+from dali_train.parallel.stages import VitStage
 from dali_train.training.dropout import seed_micro_batch
 from dali_train.training.loss import first_target_correct
 from dali_train.training.trainer import Trainer
@@ -28,12 +29,15 @@ from dali_train.training.trainer import Trainer
 _LOGITS = {"bf16": torch.bfloat16, "fp16": torch.float16}  # autocast's
 
 
+_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}  # torch's names
+
+
 class Pipeline:
     """torch's schedule over the stages of this rank."""
 
     def __init__(self, parallel: Parallel, config: Config, num_classes: int, grad_accum_steps: int) -> None:
-        assert parallel.mesh is not None and parallel.stream is not None
-        self._has_last = any(stage.is_last for stage in parallel.stages)
+        assert parallel.mesh is not None and parallel.activations is not None
+        self._has_last = any(module.stage.is_last for module in parallel.stages)
         self._num_micro_batches = grad_accum_steps
         self._passes: _Passes | None = None
         self._group = parallel.mesh["pipeline"].get_group()
@@ -43,22 +47,21 @@ class Pipeline:
         images = blank_images(config, pixels, torch.device("meta"))
         if config.precision.dtype == "fp64":
             images = images.double()
-        stream = torch.empty(
-            batch, *parallel.stream.training, dtype=parallel.stream.dtype, device="meta", requires_grad=True
-        )
+        shape, dtype = parallel.activations.training, parallel.activations.dtype
+        tokens = torch.empty(batch, *shape, dtype=dtype, device="meta", requires_grad=True)
+        logits_dtype = dtype if config.precision.pure else _LOGITS.get(config.precision.dtype, dtype)
+        logits = torch.empty(batch, num_classes, dtype=logits_dtype, device="meta")
         stages = []
-        for stage, part in zip(parallel.stages, parallel.parts, strict=True):
-            dtype = stream.dtype if config.precision.pure else _LOGITS.get(config.precision.dtype, stream.dtype)
-            logits = torch.empty(batch, num_classes, dtype=dtype, device="meta")
-            inputs, outputs = images if stage.is_first else stream, logits if stage.is_last else stream
-            stages.append(_Stage(self, stage, part, device, self._group, inputs, outputs))
-        self._schedule: Schedule1F1B | ScheduleInterleaved1F1B
-        if config.parallel.schedule == "1f1b":
-            self._schedule = Schedule1F1B(stages[0], grad_accum_steps, loss_fn=self._loss, scale_grads=False)
-        else:
-            self._schedule = ScheduleInterleaved1F1B(
-                list(stages), grad_accum_steps, loss_fn=self._loss, scale_grads=False
-            )
+        for module in parallel.stages:
+            inputs, outputs = images if module.stage.is_first else tokens, logits if module.stage.is_last else tokens
+            stages.append(_PipelineStage(self, module, device, self._group, inputs, outputs))
+        schedule: Any = get_schedule_class(_SCHEDULES[config.parallel.schedule])
+        self._schedule = schedule(
+            stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
+            grad_accum_steps,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
 
     def run(self, passes: "_Passes") -> None:
         """All forward and backward passes of a step, on all stages together."""
@@ -77,42 +80,42 @@ class Pipeline:
         return self.passes.loss(output, int(number))
 
 
-class _Stage(PipelineStage):
+class _PipelineStage(PipelineStage):
     """A stage that prepares each micro-batch before it is computed."""
 
     def __init__(
         self,
         pipeline: Pipeline,
-        stage: Stage,
-        part: nn.Module,
+        module: VitStage,
         device: torch.device,
         group: dist.ProcessGroup,
         inputs: torch.Tensor,
         outputs: torch.Tensor,
     ) -> None:
-        # Wrapped, so that torch does not recognise a sharded module: `Parallel` decides when its gradients are
-        # exchanged.
+        stage = module.stage
         super().__init__(
-            _Unsharded(part), stage.index, stage.num_stages, device, input_args=inputs, output_args=outputs, group=group
+            _Wrapped(module), stage.index, stage.num_stages, device, input_args=inputs, output_args=outputs, group=group
         )
-        self._pipeline, self._part = pipeline, part
+        self._pipeline, self._module = pipeline, module
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Any, ...], *more: Any, **named: Any) -> Any:
         with self._pipeline.passes.forward(fwd_chunk_id) as images:
             return super().forward_one_chunk(fwd_chunk_id, (images,) if self.is_first else args, *more, **named)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *more: Any, **named: Any) -> Any:
-        with self._pipeline.passes.backward(bwd_chunk_id, self._part):
+        with self._pipeline.passes.backward(bwd_chunk_id, self._module):
             return super().backward_one_chunk(bwd_chunk_id, *more, **named)
 
 
-class _Unsharded(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
+class _Wrapped(nn.Module):
+    """Hides a sharded module from torch's schedules: `Parallel` decides when gradients are reduced."""
+
+    def __init__(self, module: VitStage) -> None:
         super().__init__()
-        self.part = part
+        self.module = module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.part(x)
+        output: torch.Tensor = self.module(x)
         return output
 
 
@@ -134,7 +137,7 @@ class PipelineTrainer(Trainer):
 
 
 class _Passes:
-    """The passes of one step on this rank; what its micro-batches are is read when the first of them needs it."""
+    """The passes of one step on this rank; a micro-batch is read when its first pass needs it."""
 
     def __init__(self, trainer: PipelineTrainer, step: int, loader: Loader) -> None:
         self._trainer, self._step, self._loader = trainer, step, loader
@@ -142,7 +145,7 @@ class _Passes:
 
     @contextmanager
     def forward(self, number: int) -> Iterator[torch.Tensor]:
-        """Around the forward pass of micro-batch `number` in one stage; gives its images."""
+        """Wrap the forward pass of micro-batch `number` in one stage; gives its images."""
         trainer = self._trainer
         if number == len(self.batches):
             trainer.clock.enter("data")
@@ -158,16 +161,16 @@ class _Passes:
         trainer.clock.enter("exchange")
 
     @contextmanager
-    def backward(self, number: int, part: nn.Module) -> Iterator[None]:
-        """Around its backward pass in the stage that computes `part`."""
+    def backward(self, number: int, module: VitStage) -> Iterator[None]:
+        """Wrap its backward pass in the stage `module`."""
         trainer = self._trainer
         trainer.clock.enter("backward")
-        trainer.parallel.prepare_backward(part, last=number == trainer.grad_accum_steps - 1)
+        trainer.parallel.prepare_backward(module, last=number == trainer.grad_accum_steps - 1)
         yield
         trainer.clock.enter("exchange")
 
     def loss(self, output: torch.Tensor, number: int) -> torch.Tensor:
-        """Of micro-batch `number`, scaled as its backward pass takes it."""
+        """Return the loss of micro-batch `number`, scaled for its backward pass."""
         trainer, batch = self._trainer, self.batches[number]
         with trainer.precision.autocast():
             loss, logits = trainer.objective(output, batch.images, batch.targets, batch.lambdas)
@@ -178,14 +181,15 @@ class _Passes:
 
 
 class PipelineForward(nn.Module):
-    """The forward pass of all stages together, for evaluation: a stage begins the next batch while later ones have this
-    one."""
+    """The forward pass of all stages together, for evaluation: a stage starts the next batch while later ones compute
+    this one."""
 
     def __init__(self, parallel: Parallel) -> None:
         super().__init__()
-        assert parallel.mesh is not None and parallel.stream is not None
-        self.parts = nn.ModuleList(parallel.parts)
-        self._stages, self._stream = parallel.stages, parallel.stream
+        assert parallel.mesh is not None and parallel.activations is not None
+        self._stages = [module.stage for module in parallel.stages]
+        self.stages = nn.ModuleList(parallel.stages)
+        self._activations = parallel.activations
         self._group = parallel.mesh["pipeline"].get_group()
         self._sending: list[tuple[Any, torch.Tensor]] = []
 
@@ -197,12 +201,13 @@ class PipelineForward(nn.Module):
         """
         ranks = dist.get_world_size(self._group)
         result = None
-        for stage, part in zip(self._stages, self.parts, strict=True):
+        for stage, module in zip(self._stages, self.stages, strict=True):
             x = images
             if not stage.is_first:
-                x = torch.empty(len(images), *self._stream.evaluation, dtype=self._stream.dtype, device=images.device)
+                shape, dtype = self._activations.evaluation, self._activations.dtype
+                x = torch.empty(len(images), *shape, dtype=dtype, device=images.device)
                 dist.recv(x, group=self._group, group_src=(stage.index - 1) % ranks)
-            x = part(x)
+            x = module(x)
             if stage.is_last:
                 result = x
             else:

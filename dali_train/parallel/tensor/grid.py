@@ -1,0 +1,222 @@
+"""2D, 2.5D and 3D tensor parallelism: weights and activations sharded over one or several squares, or a cube of ranks.
+
+| mode | mesh | residual stream | inside attention and MLP | weight (out, in) |
+|---|---|---|---|---|
+| 2d | (row, column) | images by row, features by column | the same | out by column, in stored by row |
+| 2.5d | (depth, row, column) | images by depth and row, features by column | the same | as 2d, replicated by depth |
+| 3d | (a, b, c) | images by a and c, features by b | images by b and c, features by a | out by a, in by b, c |
+
+In 3d's second layers, which lead back to the residual stream, a and b change places. "Stored by" means that columns are
+sharded further, and gathered before the layer multiplies; in 3d they are stored by c. Features inside attention are
+heads. Communicated per layer are activations and weights of 1/q of their size (2d), activations of 1/(depth q) (2.5d),
+or gathers along two dimensions and a sum over the third (3d).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from dali_train.config import TensorConfig
+from dali_train.parallel.tensor.styles import (
+    FEATURES,
+    IMAGES,
+    IN,
+    OUT,
+    LocalParallel,
+    OneProcessMasks,
+    fused_placements,
+    fused_rows,
+    gather,
+    scatter,
+)
+
+_Along = tuple[int, int]  # a dimension of an activation, and one of the mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLayout:
+    """How one linear layer is sharded."""
+
+    weight: tuple[Placement, ...]
+    stored_by: int  # the mesh dimension along which columns are gathered before the layer multiplies
+    gather_input: _Along | None = None
+    scatter_output: _Along | None = None
+
+    @property
+    def bias(self) -> tuple[Placement, ...]:
+        return tuple(placement if placement.is_shard(OUT) else Replicate() for placement in self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridLayout:
+    """How a block's activations are sharded, and its linear layers: `first` lead inside attention and MLP, `second`
+    back to the residual stream."""
+
+    names: tuple[str, ...]  # of the mesh's dimensions
+    residual: tuple[Placement, ...]
+    inside: tuple[Placement, ...]
+    first: LinearLayout
+    second: LinearLayout
+
+
+_SQUARE = LinearLayout(weight=(Shard(IN), Shard(OUT)), stored_by=0)
+_SQUARES = LinearLayout(weight=(Replicate(), Shard(IN), Shard(OUT)), stored_by=1)
+
+LAYOUTS = {
+    "2d": GridLayout(
+        names=("row", "column"),
+        residual=(Shard(IMAGES), Shard(FEATURES)),
+        inside=(Shard(IMAGES), Shard(FEATURES)),
+        first=_SQUARE,
+        second=replace(_SQUARE, gather_input=(FEATURES, 1)),
+    ),
+    "2.5d": GridLayout(
+        names=("depth", "row", "column"),
+        residual=(Shard(IMAGES), Shard(IMAGES), Shard(FEATURES)),
+        inside=(Shard(IMAGES), Shard(IMAGES), Shard(FEATURES)),
+        first=_SQUARES,
+        second=replace(_SQUARES, gather_input=(FEATURES, 2)),
+    ),
+    "3d": GridLayout(
+        names=("a", "b", "c"),
+        residual=(Shard(IMAGES), Shard(FEATURES), Shard(IMAGES)),
+        inside=(Shard(FEATURES), Shard(IMAGES), Shard(IMAGES)),
+        first=LinearLayout(
+            weight=(Shard(OUT), Shard(IN), Shard(IN)),
+            stored_by=2,
+            gather_input=(IMAGES, 0),
+            scatter_output=(IMAGES, 1),
+        ),
+        second=LinearLayout(
+            weight=(Shard(IN), Shard(OUT), Shard(IN)),
+            stored_by=2,
+            gather_input=(IMAGES, 1),
+            scatter_output=(IMAGES, 0),
+        ),
+    ),
+}
+
+
+def make_grid(mesh: DeviceMesh, tensor: TensorConfig) -> DeviceMesh:
+    """Return the grid of the ranks of `mesh`, which has one dimension. All ranks call it together."""
+    assert math.prod(tensor.grid_sizes) == mesh.size(), (tensor, mesh)
+    prefix = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tensor"
+    names = tuple(f"{prefix}_{name}" for name in LAYOUTS[tensor.mode].names)
+    grid = mesh._unflatten(0, tensor.grid_sizes, names)
+    # DTensor sums over several dimensions in one collective where they are a mesh of their own.
+    for dims in chain.from_iterable(combinations(names, length) for length in range(2, len(names) + 1)):
+        grid[dims]._flatten()
+    return grid
+
+
+def parallelize_block(block: Any, grid: DeviceMesh, layout: GridLayout) -> None:
+    """Spread timm's `block` over the ranks of `grid`, in place. Its weights are the same on all of them.
+
+    It then takes and gives DTensors placed as `layout.residual` says.
+    """
+    replicated = {name: [Replicate()] * grid.ndim for name in ("weight", "bias", "gamma")}
+    features = _axis(grid, layout.residual.index(Shard(FEATURES)))
+    heads = _axis(grid, layout.inside.index(Shard(FEATURES)))
+
+    def sharded_inside(x: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(x, grid, layout.inside, run_check=False)
+
+    def sharded_residual(x: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(x, grid, layout.residual, run_check=False)
+
+    def complete_features(x: DTensor) -> torch.Tensor:
+        return gather(x.to_local(), FEATURES, features)
+
+    def own_features(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(features.size(), dim=-1)[features.get_local_rank()]
+
+    norm = LocalParallel(
+        replicated,
+        prepare_input=complete_features,
+        prepare_output=own_features if layout.inside != layout.residual else None,
+    )
+    scale = LocalParallel(
+        replicated,
+        prepare_parameter=lambda name, gamma: own_features(gamma),
+        prepare_input=DTensor.to_local,
+        prepare_output=sharded_residual,
+    )
+    plan: dict[str, ParallelStyle] = {
+        "norm1": norm,
+        "attn.qkv": _linear(grid, layout.first, None, heads),
+        "attn.q_norm": LocalParallel(replicated),
+        "attn.k_norm": LocalParallel(replicated),
+        "attn.proj": _linear(grid, layout.second, sharded_residual),
+        "attn.proj_drop": OneProcessMasks(),
+        "ls1": scale,
+        "drop_path1": OneProcessMasks(),
+        "norm2": norm,
+        "mlp.fc1": _linear(grid, layout.first, sharded_inside),
+        "mlp.drop1": OneProcessMasks(),
+        "mlp.fc2": _linear(grid, layout.second, sharded_residual),
+        "mlp.drop2": OneProcessMasks(),
+        "ls2": scale,
+        "drop_path2": OneProcessMasks(),
+    }
+    for name, style in plan.items():
+        layer = block.get_submodule(name)
+        if not isinstance(layer, nn.Identity):
+            style._apply(layer, grid)
+
+
+def _linear(
+    grid: DeviceMesh,
+    layout: LinearLayout,
+    prepare_output: Callable[[torch.Tensor], torch.Tensor] | None,
+    fused_by: DeviceMesh | None = None,
+) -> ParallelStyle:
+    """Return the style of a linear layer.
+
+    Args:
+        prepare_output: maps its output, a plain tensor.
+        fused_by: of attn.qkv, the axis of the grid that shards heads.
+    """
+    placements = {"weight": layout.weight, "bias": layout.bias}
+
+    def parameter(name: str, shard: torch.Tensor) -> torch.Tensor:
+        if name == "weight":
+            return gather(shard, IN, _axis(grid, layout.stored_by))
+        if fused_by is not None:
+            shard = fused_rows(shard, fused_by)
+        if layout.scatter_output is not None and _axis(grid, layout.scatter_output[1]).get_local_rank() > 0:
+            shard = shard * 0  # one of the summands has the bias
+        return shard
+
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        x = x.to_local() if isinstance(x, DTensor) else x
+        if layout.gather_input is None:
+            return x
+        dim, mesh_dim = layout.gather_input
+        return gather(x, dim, _axis(grid, mesh_dim))
+
+    def output(x: torch.Tensor) -> torch.Tensor:
+        if layout.scatter_output is not None:
+            dim, mesh_dim = layout.scatter_output
+            x = scatter(x, dim, _axis(grid, mesh_dim))
+        return x if prepare_output is None else prepare_output(x)
+
+    return LocalParallel(
+        placements if fused_by is None else fused_placements(layout.weight),
+        prepare_parameter=parameter,
+        prepare_input=activation,
+        prepare_output=output,
+    )
+
+
+def _axis(grid: DeviceMesh, dim: int) -> DeviceMesh:
+    """Return dimension `dim` of `grid` as a mesh of its own."""
+    assert grid.mesh_dim_names is not None
+    return grid[grid.mesh_dim_names[dim]]
