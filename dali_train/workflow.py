@@ -1,12 +1,12 @@
 """A dataset and a training as Flyte tasks: on this machine, or with ``--remote`` on a cluster.
 
-    python -m dali_train.workflow                                            the MNIST tutorial: 10 epochs, 128 images
-    per process python -m dali_train.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value
-    ...]
+    python -m dali_train.workflow        the MNIST tutorial: 10 epochs, 128 images per process
+    python -m dali_train.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value ...]
 
-What was trained before is not trained again: the cache's key is the recipe, its length and evaluation, the dataset's
-fingerprint and this package's version. A training that was killed resumes: locally from its run directory, and on a
-cluster, where a retry begins on an empty disk, from Flyte's task checkpoint. Only this module needs Flyte.
+What was trained before is not trained again: the cache's key is the recipe, its length and evaluation, this package's
+version, and the content of the dataset, of weights and of a checkpoint to begin with. A training that was killed
+resumes: locally from its run directory, and on a cluster, where a retry begins on an empty disk, from Flyte's task
+checkpoint. Only this module needs Flyte.
 """
 
 import argparse
@@ -22,12 +22,11 @@ import shutil
 import sys
 import tarfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 try:
     import flyte
@@ -48,14 +47,16 @@ from dali_train.commands.train import run
 from dali_train.config import Config
 from dali_train.config.load import config_from_json
 from dali_train.config.override import config_with
+from dali_train.data.convert import datasets
 from dali_train.errors import ConfigError, DatasetError
+from dali_train.files import sha256
 from dali_train.report import write_report
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
 UPLOAD_S = 30.0
 """Between two looks whether there is a new checkpoint to upload."""
-DATASETS = {"mnist": ["--download"], "fashion-mnist": ["--download"], "cifar10": ["--download"], "digits": []}
-"""Small datasets by name, with the options of ``dali-train data convert``."""
+DATASETS = {name: row.unattended for name, row in datasets.DATASETS.items() if row.unattended is not None}
+"""Datasets that are made without files from the user, with the options of ``dali-train data convert``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,40 +95,31 @@ class TrainingOutputs:
 
 
 def _requirements() -> list[str]:
-    """What the image needs: the package's own dependencies. Its code comes with the run, so a task finds nothing
-    installed."""
+    """Return what the image needs: the package's own dependencies. Its code comes with the run."""
     try:
         wanted = importlib.metadata.requires("dali-train") or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    extras = ("extra == 'wandb'", "extra == 'quickstart'")
-    chosen = [
-        text.partition(";") for text in wanted if "extra ==" not in text or text.replace('"', "'").endswith(extras)
-    ]
-    return [name.strip() for name, _, _ in chosen]
+    split = [text.partition(";") for text in wanted]
+    extras = ("", "extra == 'wandb'", "extra == 'quickstart'")
+    return [name.strip() for name, _, marker in split if marker.strip().replace('"', "'") in extras]
 
 
-DATA_CACHE = flyte.Cache(behavior="auto", version_override=__version__, ignored_inputs=("machine",))
 CACHE = flyte.Cache(behavior="auto", version_override=__version__, ignored_inputs=("config", "files", "machine"))
 ENVIRONMENT = flyte.TaskEnvironment(
     name="dali_train",
     image=flyte.Image.from_debian_base(name="dali-train").with_pip_packages(*_requirements()),
     resources=Machine().resources(),
 )
-TRACKER_VARIABLES = (
-    "WANDB_MODE",
-    "WANDB_PROJECT",
-    "WANDB_ENTITY",
-    "MLFLOW_TRACKING_URI",
-    "MLFLOW_EXPERIMENT_NAME",
-)
+TRACKER_VARIABLES = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
 """What a cluster's tasks get of this machine's environment; keys are secrets, and do not belong here."""
 WANDB_KEY = flyte.Secret(key="wandb-api-key", as_env_var="WANDB_API_KEY")
 
 
-@ENVIRONMENT.task(cache=DATA_CACHE, retries=2)
+@ENVIRONMENT.task(retries=2)
 def data_task(dataset: str, machine: Machine) -> Dataset:
-    """Download, convert and verify a dataset once, before any rank starts; or verify the one in a directory."""
+    """Download and convert a dataset, unless that is done, and verify it, or the one in a directory, before any rank
+    starts. Not cached: what is trained on is read at each start."""
     directory = Path(dataset)
     if dataset in DATASETS:
         directory = Path(machine.work).absolute() / "datasets" / dataset
@@ -138,7 +130,7 @@ def data_task(dataset: str, machine: Machine) -> Dataset:
         )
     _data("verify", str(directory))
     files = Dir(path=str(directory.absolute())) if _is_local() else Dir.from_local_sync(directory)
-    return Dataset(files=files, fingerprint=hashlib.sha256((directory / "dataset.json").read_bytes()).hexdigest()[:16])
+    return Dataset(files=files, fingerprint=sha256(directory / "dataset.json")[:16])
 
 
 @ENVIRONMENT.task(cache=CACHE, retries=2, report=True, interruptible=True)
@@ -176,19 +168,37 @@ def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, 
 
 @ENVIRONMENT.task
 def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutputs:
-    """The dataset, then the training on it."""
+    """Prepare the dataset, then train on it, unless the cache has what the same content gave."""
     settings = config_from_json(config, "the task's config")
-    prepared = _cached(
-        data_task if dataset in DATASETS else data_task.override(cache="disable"), _dataset_path, dataset, machine
-    )
+    prepared = data_task(dataset, machine)
     online = "wandb" in settings.hooks.trackers and os.environ.get("WANDB_MODE", "online") == "online"
     secrets = [WANDB_KEY] if online and not _is_local() else None
     training = train_task.override(resources=machine.resources(), interruptible=machine.interruptible, secrets=secrets)
-    data, length = settings.data, settings.run
-    # Besides the recipe: when a training ends, and how its accuracies are measured.
+    arguments = (hyperparameters(settings), prepared.fingerprint, config, prepared.files, machine)
+    outputs: TrainingOutputs = training(*arguments)
+    if _is_local() and not Path(outputs.model_state.path).exists():  # from the cache, and deleted since
+        outputs = training.override(cache=replace(CACHE, behavior="override"))(*arguments)
+    return outputs
+
+
+def hyperparameters(config: Config) -> str:
+    """Return what decides a training's outputs beside the dataset, as JSON: settings, and digests of their files."""
+    data, length, loss = config.data, config.run, config.loss
+    # Besides the recipe: where a training begins and ends, and how its accuracies are measured.
     more = [length.max_steps, length.eval_every_epochs, data.eval_size, data.eval_resize, data.eval_resize_to]
-    hyperparameters = json.dumps([recipe_settings(settings), more], sort_keys=True)
-    return _cached(training, _model_path, hyperparameters, prepared.fingerprint, config, prepared.files, machine)
+    files = [config.model.weights, loss.teacher_weights, length.resume]
+    contents = [_digest(Path(file)) if file else None for file in files]
+    return json.dumps(
+        [recipe_settings(config), more, length.resume, length.accept_changed_recipe, contents], sort_keys=True
+    )
+
+
+def _digest(path: Path) -> str | None:
+    """Return the SHA-256 of a file, or of all files below a directory; None where it is neither, as a hub's name."""
+    if path.is_file():
+        return sha256(path)
+    found = {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,12 +228,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind = error.code if isinstance(error, flyte.errors.BaseRuntimeError) else type(error).__name__
         return MISTAKE if kind in (ConfigError.__name__, DatasetError.__name__) else 1
     except KeyboardInterrupt:
-        for (
-            process
-        ) in multiprocessing.active_children():  # Flyte's thread waits for them, and they agree to save and stop
-            process.terminate()
-        for process in multiprocessing.active_children():
-            process.join()
+        ranks = multiprocessing.active_children()
+        for rank in ranks:  # Flyte's thread waits for them, and they agree to save and stop
+            rank.terminate()
+        for rank in ranks:
+            rank.join()
         print("dali_train.workflow: stopped; start it again to resume", file=sys.stderr, flush=True)
         os._exit(START_AGAIN)  # Flyte would take the stop for a failure and retry
     print(
@@ -275,22 +284,6 @@ def _never_again(error: Exception) -> flyte.errors.NonRecoverableError:
 def _is_local() -> bool:
     context = flyte.ctx()
     return context is None or context.mode == "local"
-
-
-def _cached(task: Any, path: Callable[[Any], str], *arguments: Any) -> Any:
-    """What `task` gives; once more where that comes from the cache and its file was deleted since."""
-    outputs = task(*arguments)
-    if _is_local() and not Path(path(outputs)).exists():
-        outputs = task.override(cache=replace(task.cache, behavior="override"))(*arguments)
-    return outputs
-
-
-def _dataset_path(dataset: Dataset) -> str:
-    return dataset.files.path
-
-
-def _model_path(outputs: TrainingOutputs) -> str:
-    return outputs.model_state.path
 
 
 @contextmanager
@@ -364,19 +357,10 @@ def _show(directory: Path) -> None:
         with tables[-1].open(newline="") as file:
             columns, *rows = csv.reader(file)
         images = directory / "predictions" / "images"
-        flyte.report.get_tab("predictions").replace(
-            _table(["", *columns], [[_picture(images / f"{row[0]}.png"), *row] for row in rows])
-        )
+        rows = [[_picture(images / f"{int(row[0])}.png"), *map(html.escape, row)] for row in rows]
+        lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in [["", *map(html.escape, columns)], *rows]]
+        flyte.report.get_tab("predictions").replace(f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>")
     flyte.report.flush()
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """`rows` begin with a picture as HTML."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join(
-        f"<tr><td>{row[0]}</td>{''.join(f'<td>{html.escape(value)}</td>' for value in row[1:])}</tr>" for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _picture(path: Path) -> str:

@@ -4,15 +4,11 @@ registered."""
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from dali_train.cli import main as dali_train
 from dali_train.training.events import read_events
@@ -39,17 +35,16 @@ config = Config(
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a config, two datasets of the same digits in another order, and a home for Flyte's cache."""
+    """With a config, a dataset of the digits in another order, and a home for Flyte's cache."""
     place = tmp_path_factory.mktemp("workflow")
     (place / "config.py").write_text(CONFIG)
-    for seed in ("0", "1"):
-        assert dali_train(["data", "convert", "digits", "--seed", seed, "--out", str(place / f"digits-{seed}")]) == 0
+    assert dali_train(["data", "convert", "digits", "--seed", "1", "--out", str(place / "digits-1")]) == 0
     os.environ["HOME"] = str(place)
     return place
 
 
-def words(place: Path, *more: str, dataset: str = "digits-0", work: str = "work") -> list[str]:
-    return ["--config", str(place / "config.py"), "--dataset", str(place / dataset), "--work", str(place / work), *more]
+def words(place: Path, *more: str, dataset: str = "digits", work: str = "work") -> list[str]:
+    return ["--config", str(place / "config.py"), "--dataset", dataset, "--work", str(place / work), *more]
 
 
 def starts(run: Path) -> list[int]:
@@ -62,72 +57,52 @@ def trainings(work: Path) -> list[int]:
     return sorted(len(starts(run)) for run in (work / "runs").iterdir())
 
 
-def test_what_was_trained_is_not_trained_again(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_what_was_trained_is_not_trained_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A named dataset is made once, and read at each start: what is not what it says is not believed."""
     two, work = ("--num-processes", "2"), place / "work"
     assert workflow.main(words(place, *two)) == 0
     *_, run, accuracies, weights = capsys.readouterr().out.splitlines()
     first = [accuracies, weights]
     assert re.fullmatch(r"accuracies 0\.\d{4} 0\.\d{4}", first[0])
     model = Path(first[1].removeprefix("model "))
-    assert (
-        model.name == "model.safetensors"
-        and json.loads((model.parent / "config.json").read_text())["run"]["epochs"] == 2
-    )
+    assert json.loads((model.parent / "config.json").read_text())["run"]["epochs"] == 2
     assert "2 ranks" in (model.parent / "logs" / "rank0.log").read_text()
     # Neither the machine nor what only watches a run decides.
     assert workflow.main(words(place, "--num-processes", "1", "--hooks.log_every_steps", "5")) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == first and trainings(work) == [1]
-    assert workflow.main(words(place, "--optimizer.lr", "0.02", "--hooks.trackers", "wandb")) == 0
-    assert trainings(work) == [1, 1]
-    tables = list(work.glob("runs/*/wandb/offline-run-*/files/media/table/predictions_*.json"))
-    table = json.loads(tables[0].read_text())
-    assert table["columns"] == ["id", "image", "guess", "truth", *(f"score {number}" for number in range(10))]
-    assert len(tables) == 2 and len(table["data"]) == 320
-    assert workflow.main(words(place, dataset="digits-1")) == 0
-    assert trainings(work) == [1, 1, 1]
     # A file that is gone is made again, from the run's last checkpoint.
     model.unlink()
     assert workflow.main(words(place, *two)) == 0
-    assert model.is_file() and trainings(work) == [1, 1, 2]
-
+    assert model.is_file() and trainings(work) == [2]
     page = next(Path(run.removeprefix("run ")).glob("*/report.html")).read_text()
     assert page.count("<tr><td><img src=") == 320 and "srcdoc=" in page and "score 9" in page
 
+    assert workflow.main(words(place, dataset=str(place / "digits-1"))) == 0
+    assert trainings(work) == [1, 2]
+    shard = next((work / "datasets" / "digits" / "train").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+    assert workflow.main(words(place, *two)) == 1
+    assert "data verify" in capsys.readouterr().err and trainings(work) == [1, 2]
 
-def test_killed_and_called_again(place: Path) -> None:
-    """The same weights, bit for bit, as undisturbed."""
-    more = (
-        "--num-processes",
-        "2",
-        "--run.epochs",
-        "6",
-        "--run.checkpoint_every_steps",
-        "1",
-        "--run.eval_every_epochs",
-        "None",
-    )
-    command = [sys.executable, "-m", "dali_train.workflow"]
-    doomed = subprocess.Popen(
-        [*command, *words(place, *more, work="killed")], cwd=REPOSITORY, stdout=subprocess.DEVNULL
-    )
-    while not list((place / "killed").glob("runs/*/checkpoints/step-00000004")):
-        assert doomed.poll() is None
-        time.sleep(0.01)
-    doomed.send_signal(signal.SIGKILL)
-    doomed.wait()
-    assert not list((place / "killed").glob("runs/*/model.safetensors"))
-    assert workflow.main(words(place, *more, work="killed")) == 0
-    os.environ["HOME"] = str(place / "another-cache")
-    script = [*command, *words(place, *more, work="undisturbed")]
-    assert subprocess.run(script, cwd=REPOSITORY, check=False, stdout=subprocess.DEVNULL).returncode == 0
-    assert (trainings(place / "killed"), trainings(place / "undisturbed")) == ([2], [1])
-    ours, theirs = (
-        load_file(next((place / work).glob("runs/*/model.safetensors"))) for work in ("killed", "undisturbed")
-    )
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+def test_each_file_that_decides_is_in_the_key(place: Path, tmp_path: Path) -> None:
+    """By its content: the same path with something else in it is another training."""
+    weights, checkpoint = tmp_path / "weights.safetensors", tmp_path / "step-00000003"
+    checkpoint.mkdir()
+    changes = [
+        ("model.weights", str(weights), weights),
+        ("loss.teacher_weights", str(weights), weights),
+        ("run.resume", str(checkpoint), checkpoint / "model.safetensors"),
+    ]
+    base = workflow.config_with(place / "config.py", ["--loss.distillation", "hard", "--loss.teacher", "x"], "test")
+    keys = {workflow.hyperparameters(base.replace({"run.accept_changed_recipe": accept})) for accept in (False, True)}
+    for name, value, file in changes:
+        for content in (b"1", b"2", b"1"):
+            file.write_bytes(content)
+            keys.add(workflow.hyperparameters(base.replace({name: value})))
+    assert len(keys) == 8
 
 
 def test_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,12 +117,12 @@ def test_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines()[-1].startswith("dali_train.workflow: data.eval_size is 24")
     assert not list((place / "mistake").glob("runs/*/metrics.jsonl"))
     assert workflow.main(words(place, dataset="nowhere")) == 2
-    assert "nowhere: neither a dataset's directory nor one of mnist, " in capsys.readouterr().err
+    assert "nowhere: neither a dataset's directory nor one of cifar10, " in capsys.readouterr().err
 
 
 def test_a_retry_on_an_empty_disk_continues(place: Path, tmp_path: Path) -> None:
     """The task's checkpoint holds what the run needs; here it is a file that the next attempt finds."""
-    config = workflow.config_with(place / "config.py", ["--data.root", str(place / "digits-0")], "test")
+    config = workflow.config_with(place / "config.py", ["--data.root", str(place / "digits-1")], "test")
     config = config.replace({"run.checkpoint_every_steps": 3, "run.max_steps": 7})
     changes = {"run.dir": str(tmp_path / "first"), "run.max_steps": 4}
     with workflow._kept(tmp_path / "first", flyte.Checkpoint(str(tmp_path / "saved"))):
@@ -157,10 +132,6 @@ def test_a_retry_on_an_empty_disk_continues(place: Path, tmp_path: Path) -> None
         assert sorted(path.name for path in (retry / "checkpoints").iterdir()) == ["best", "newest", "step-00000004"]
         result = workflow.run(config.replace({"run.dir": str(retry)}))
     assert result.step == 7 and starts(retry) == [0, 4] and len(result.epoch_accuracies) == 2
-    undisturbed = workflow.run(config.replace({"run.dir": str(tmp_path / "undisturbed")}))
-    assert result.model_file is not None and undisturbed.model_file is not None
-    ours, theirs = load_file(result.model_file), load_file(undisturbed.model_file)
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_what_a_cluster_is_told() -> None:
