@@ -4,7 +4,7 @@
 # make test-oldest  what depends on versions, with the oldest Python and libraries that pyproject.toml allows
 # make check        format, lint, types and the rule which room may import which
 # make check-ratios whether something has become much slower, in a minute and a half: ratios, no times
-# make bench-gpu    everything that is to be measured on a GPU, into docs/measurements; see below
+# make bench-gpu    everything that is to be measured on a GPU, into docs/measurements; OPTIONS=--help lists its options
 #
 # Each target sets up what it needs: an environment in .venv, from PYTHON (3.11 or later). test-oldest has its own.
 
@@ -18,11 +18,14 @@ RUN := $(VENV)/bin/python
 quickstart: $(VENV)/.installed
 	$(RUN) tools/quickstart.py
 
+# Most of the time is spent waiting for processes to start, stop or be missed, so three files run side by side.
+SIDE_BY_SIDE := -m pytest --numprocesses 3
+
 test: $(VENV)/.installed
-	$(RUN) -m pytest
+	$(RUN) $(SIDE_BY_SIDE)
 
 test-fast: $(VENV)/.installed
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) $(SIDE_BY_SIDE) -m "not slow"
 
 # Debian 12's own Python is 3.11.2, which differs from later ones in what it pickles; without it, PYTHON.
 OLDEST := .venv-oldest
@@ -31,7 +34,7 @@ OLDEST_PYTHON ?= $(shell /usr/bin/python3.11 -c 'import ensurepip; print("/usr/b
 OLDEST_TESTS := $(addprefix tests/test_,checkpoint.py optimizers.py pipeline.py dali_reader.py augment.py training.py export.py)
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS)
+	$(OLDEST)/bin/python $(SIDE_BY_SIDE) $(OLDEST_TESTS)
 
 # Each lower bound of a dependency becomes the version.
 $(OLDEST)/.installed: pyproject.toml
@@ -49,20 +52,12 @@ check: $(VENV)/.installed
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 
-# Also where python3 has torch, timm and DALI but no package index can be reached: then nothing is installed.
-#   make bench-gpu DATA_ARCHIVE=ILSVRC2012.tar            make bench-gpu DATA_ORIGINAL=DATASET DATA_256=DATASET
-# REPORT: where the report goes. WORK: where datasets are kept for the next call. PARTS: only these. MINUTES: begin nothing that
-# would not end in this time; the same command continues. On a CPU, as a rehearsal: BENCH_OPTIONS='--device cpu --quick'.
-REPORT := docs/measurements
-BENCH_GPU := -m tools.bench.gpu --out $(REPORT) $(if $(DATA_ARCHIVE),--archive $(DATA_ARCHIVE)) \
-	$(if $(DATA_ORIGINAL),--original $(DATA_ORIGINAL)) \
-	$(if $(DATA_256),--stored-256 $(DATA_256)) $(if $(DATA_RAW),--raw-256 $(DATA_RAW)) $(if $(PARTS),--parts $(PARTS)) \
-	$(if $(MINUTES),--minutes $(MINUTES)) $(if $(WORK),--work $(WORK)) $(BENCH_OPTIONS)
-
+# Also where PYTHON has torch, timm and DALI but no package index can be reached: then nothing is installed.
+# OPTIONS: those of `python -m tools.bench.gpu --help`, such as OPTIONS='--archive ILSVRC2012.tar --minutes 30'.
 bench-gpu:
 	@if $(PYTHON) -c 'import torch, timm, nvidia.dali, tyro, crc32c, tqdm, psutil, pytest' 2>/dev/null; \
-	then PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) $(BENCH_GPU); \
-	else $(MAKE) $(VENV)/.installed && $(RUN) $(BENCH_GPU); fi
+	then PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tools.bench.gpu $(OPTIONS); \
+	else $(MAKE) $(VENV)/.installed && $(RUN) -m tools.bench.gpu $(OPTIONS); fi
 
 check-ratios: $(VENV)/.installed
 	$(RUN) -m tools.bench.check_ratios

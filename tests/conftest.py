@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from xdist.scheduler import LoadScopeScheduling
 
 from dali_train.checkpoint.load import load_newest
 from dali_train.data.dataset.build_index import build_index
@@ -45,7 +44,7 @@ config = Config(
 """
 
 
-_STARTS_RUNS = {"start_training", "run_command", "cluster", "finished"}  # fixtures that start trainers
+_STARTS_RUNS = {"train", "start_training", "run_command", "cluster", "finished"}  # fixtures that start trainers
 # Files whose tests start trainers or benchmarks on their own.
 _SLOW_FILES = {
     "test_api.py",
@@ -58,7 +57,6 @@ _SLOW_FILES = {
     "test_local_launch.py",
     "test_no_waiting.py",
     "test_notebook.py",
-    "test_own_loop.py",
     "test_quickstart.py",
     "test_run_lock.py",
     "test_torture.py",
@@ -71,17 +69,24 @@ _SLOW_FILES = {
 _CROWDED_FILES = {"test_parallel.py", "test_tensor_parallel.py", "test_hang.py"}
 
 
-class _ByFile(LoadScopeScheduling):
-    """A file's tests run in one process, which builds its module's fixtures once. xdist's own groups do not: pytest 9.2
-    ignores the names that xdist 3.8 gives to tests."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests of a file to one process, which builds its module's fixtures once. xdist's own groups do not:
+    pytest 9.2 ignores the names that xdist 3.8 gives to tests.
 
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.split("::")[0]
-        return "crowded" if Path(path).name in _CROWDED_FILES else path
+    One process alone has xdist's scheduler: after a crash that one goes on with the tests behind.
+    """
+    if config.option.numprocesses == 1:
+        return None
+    from xdist.scheduler import LoadScopeScheduling
 
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return "crowded" if Path(path).name in _CROWDED_FILES else path
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    return _ByFile(config, log)
+    config.option.loadscopereorder = False  # files begin in the order below, not by their number of tests
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

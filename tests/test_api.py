@@ -182,6 +182,6 @@ def test_a_dataset_without_validation_is_mentioned(tmp_path: Path) -> None:
     assert "has no validation split: nothing is evaluated" in (tmp_path / "run" / "logs" / "rank0.log").read_text()
 
 
-def test_status_of_a_run_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "/nowhere"]) == 2
+def test_status_of_a_run_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
     assert "/nowhere: no such directory; name the run.dir of a run" in capsys.readouterr().err

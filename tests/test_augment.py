@@ -527,9 +527,9 @@ def test_a_new_storage_is_one_row(config: Config, monkeypatch: pytest.MonkeyPatc
         return made[-1]
 
     monkeypatch.setitem(storages.STORAGES, "memory", make)
-    elsewhere = replace(config, data=replace(config.data, root="memory://bucket"))
+    elsewhere = replace(config, data=replace(config.data, root=f"memory://{config.data.root}"))
     loader = make_loader(
-        Split(config.data.root, "train"), elsewhere, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
+        Split(elsewhere.data.root, "train"), elsewhere, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
     )
     assert all(torch.equal(batch.images, loader.next().images) for batch in batches(config))
     assert made[0].prefetched

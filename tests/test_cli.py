@@ -123,8 +123,8 @@ def test_eval_needs_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_dataset_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--config", B16, "--data.root", "/nowhere"]) == 2
+def test_dataset_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", B16, "--data.root", str(tmp_path / "nowhere")]) == 2
     assert "/nowhere: this directory does not exist; data.root names a dataset's directory" in capsys.readouterr().err
 
 

@@ -152,7 +152,7 @@ def test_both_decoders_are_compared_on_the_validation_split(finished: Path, caps
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["/nowhere"], "/nowhere is not a run directory"),
+        (["NOWHERE"], "nowhere is not a run directory"),
         (["RUN", "/nowhere.jpg"], "/nowhere.jpg: file not found"),
         (["RUN", "--picture", "x.png"], "--picture needs images"),
         (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image in a known format"),
@@ -164,7 +164,7 @@ def test_predict_names_mistakes(
     finished: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "TEXT").write_text("no image")
-    places = {"RUN": str(finished), "TEXT": str(tmp_path / "TEXT")}
+    places = {"RUN": str(finished), "TEXT": str(tmp_path / "TEXT"), "NOWHERE": str(tmp_path / "nowhere")}
     assert main(["predict", *(places.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
 

@@ -1,81 +1,56 @@
-"""docs/extending.md, tried: an operator, an optimizer and a tracker of one's own, each added in its one place."""
+"""docs/extending.md, followed row by row: tests/own_parts.py has one part of every kind, and the command line trains
+with them."""
 
 import json
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
 
-import dali_train
 from dali_train.checkpoint.load import load_newest
-from dali_train.data.loading.augment import OPERATORS, Operator, none
-from dali_train.hooks.trackers import TRACKERS, Tracker
 
-from .conftest import REPOSITORY, TINY_CONFIG
+from .conftest import REPOSITORY
+from .helpers import FLOAT64_BOUND, losses, samples, state_difference
+from .ranks import Ranks
 
-
-class SignDescent(torch.optim.Optimizer):
-    """Steps of one length along the gradient's sign, with a count of them."""
-
-    def __init__(self, params: object, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
-                    self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+OWN_PARTS = REPOSITORY / "tests" / "own_parts.py"
 
 
-class Collected(Tracker):
-    scalars: dict[str, list[float]] = {}
+@pytest.fixture(scope="module")
+def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset that only a converter of our own knows."""
+    root = tmp_path_factory.mktemp("own") / "stripes"
+    command = [sys.executable, str(OWN_PARTS), "data", "convert", "stripes", "--images", "40", "--out", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root
 
-    def log_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self.scalars.setdefault(name, []).append(value)
 
-    def log_image(self, step: int, name: str, pixels: NDArray[np.uint8]) -> None:
-        pass
+def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
+    for ranks in (1, 2):  # on two through a kind of parallelism of our own
+        directory = ["--run.dir", str(tmp_path / f"{ranks}"), "--data.root", f"counted://{stripes}"]
+        words = ["train", "--config", str(OWN_PARTS), *directory, "--precision.dtype", "fp64"]
+        run = Ranks(words, ranks, tmp_path / "log")
+        assert run.wait() == [0] * ranks, run.log.read_text()
+    one, two = tmp_path / "1", tmp_path / "2"
 
-
-def test_an_operator_an_optimizer_and_a_tracker(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.Size] = []
-
-    def upside_down(image: torch.Tensor, _: float) -> torch.Tensor:
-        seen.append(image.shape)
-        return image.flip(-2)
-
-    monkeypatch.setitem(OPERATORS, "UpsideDown", Operator(none, upside_down, lambda images, _: images))
-    dali_train.register_optimizer("signdescent", SignDescent)
-    monkeypatch.setattr(Collected, "scalars", {})
-    monkeypatch.setitem(TRACKERS, "collected", Collected)
-
-    path = tmp_path / "config.py"
-    path.write_text(TINY_CONFIG.format(root=str(dataset)))
-    config = dali_train.load_config(path).replace(
-        {
-            "run.dir": str(tmp_path / "run"),
-            "run.max_steps": 2,
-            "data.augment": "rand-n1-p1-tUpsideDown",
-            "optimizer.name": "signdescent",
-            "optimizer.lr": 1e-3,
-            "hooks.trackers": ("collected",),
-        }
-    )
-    dali_train.run(config)
-
-    assert len(seen) >= 2 * 32 and set(seen) == {torch.Size([3, 32, 32])}
-    newest, _ = load_newest(tmp_path / "run" / "checkpoints")
-    assert newest is not None and newest.values["optimizer"]["class"] == "SignDescent"
-    assert set(newest.values["optimizer"]["numbers"].values()) == {2}
-    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert Collected.scalars["train/loss"] == [event["loss"] for event in events if event["event"] == "train"]
+    events = [json.loads(line) for line in (one / "metrics.jsonl").read_text().splitlines()]
+    train = [event for event in events if event["event"] == "train"]
+    assert [event["lr"] for event in train] == [0.005] * 3, "the schedule: half of the peak"
+    assert 8 < train[0]["loss"] < 10 and train[-1]["loss"] < train[0]["loss"], "the loss: logits move from 0 to 3"
+    assert train[-1]["num_flipped"] >= 3 * 32, "the operator, counted by the hook"
+    tracked = json.loads((one / "tracked.json").read_text())
+    assert tracked["train/loss"] == losses(one), "the tracker"
+    newest, _ = load_newest(one / "checkpoints")
+    assert newest is not None and newest.values["optimizer"]["class"] == "Descent"
+    assert set(newest.values["optimizer"]["numbers"].values()) == {3}, "the optimizer's own count of its steps"
+    assert {"train", "validation"} >= set((stripes / "counted.txt").read_text().split()) >= {"train"}, "the storage"
+    assert json.loads((one / "config.json").read_text())["data"]["root"] == f"counted://{stripes}"
+    assert "gradients are averaged by hand" in run.log.read_text(), "the kind of parallelism, which keeps the invariant"
+    assert samples(one) == samples(two) and losses(two) == pytest.approx(losses(one), rel=1e-12)
+    assert state_difference(one, two) < FLOAT64_BOUND
 
 
 def test_the_documents_name_files_that_exist() -> None:

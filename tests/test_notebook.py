@@ -1,16 +1,19 @@
 """A real notebook in a real kernel: training on one and two processes, errors and interrupts in the cell, README's
-cells."""
+cells; and the loop in docs/running.md, for those who write their own."""
 
 import json
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from .conftest import REPOSITORY, Train
-from .helpers import FLOAT32_BOUND, largest_difference, losses, samples
+from .helpers import FLOAT32_BOUND, in_ranks, largest_difference, losses, samples
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -117,3 +120,32 @@ def test_the_cells_in_the_readme(tmp_path: Path) -> None:
         (tmp_path / "runs" / "notebook" / "epoch_accuracies.json").read_text()
     )
     assert results[4][0] == "'VisionTransformer'"
+
+
+SAVE = """
+if launch.rank == 0:
+    from pathlib import Path
+    from safetensors.torch import save_file
+
+    save_file(trainer.model.state_dict(), "loop.safetensors")
+    Path("loop.txt").write_text(f"{accuracy:.2%}")
+"""
+
+
+def run_script(rank: int, script: Path) -> None:
+    os.chdir(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def test_the_loop_in_the_documentation(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    """It trains as the trainer does."""
+    text = (REPOSITORY / "docs" / "running.md").read_text()
+    loop = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "trainer.step" in block)
+    assert len(loop.splitlines()) <= 30
+    (tmp_path / "loop.py").write_text(loop.replace("configs/digits.py", str(tiny_config)) + SAVE)
+    in_ranks(2, run_script, tmp_path / "loop.py")
+    train("trainer", ranks=2)
+    ours, theirs = (load_file(tmp_path / name) for name in ("loop.safetensors", "trainer/model.safetensors"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    top1 = json.loads((tmp_path / "trainer" / "epoch_accuracies.json").read_text())[-1]
+    assert (tmp_path / "loop.txt").read_text() == f"{top1:.2%}"

@@ -69,7 +69,7 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     if checkpoint is None:
         checkpoint = "best" if (run_dir / "checkpoints" / "best").exists() else "newest"
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
-    names = tuple(loaded.values.get("class_names") or Manifest.read(Path(config.data.root)).class_names)
+    names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
     chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
     plain = replace(
         config.model, compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dali_train.config import Config
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import (
@@ -200,8 +200,8 @@ def _images(config: Config, num_images: int | None) -> tuple[int, int, str, floa
         if num_images < 1:
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
         return num_images, IMAGENET_CLASSES, "--num-images", IMAGENET_IMAGE_BYTES
-    if (Path(config.data.root) / "dataset.json").exists():
-        manifest = Manifest.read(Path(config.data.root))
+    if (metadata_directory(config.data.root) / "dataset.json").exists():
+        manifest = Manifest.read(config.data.root)
         split = manifest.splits["train"]
         image_bytes = sum(shard.num_bytes for shard in split.shards) / split.num_records
         return split.num_records, manifest.num_classes, config.data.root, image_bytes

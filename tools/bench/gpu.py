@@ -1,8 +1,8 @@
 """Everything that is to be measured on a GPU, in parts that survive one another: what `make bench-gpu` runs.
 
     python -m tools.bench.gpu --archive ILSVRC2012-sample.tar --out docs/measurements
-    python -m tools.bench.gpu --minutes 9            # and again, and again: each call continues where the last one
-    ended python -m tools.bench.gpu --device cpu --quick   # a rehearsal without a GPU: does every part reach its table?
+    python -m tools.bench.gpu --minutes 9            # and again: each call continues where the last one ended
+    python -m tools.bench.gpu --device cpu --quick   # a rehearsal without a GPU: does every part reach its table?
 
 Each part is a command of its own under its own limit, at most 8 minutes. One that fails or crashes is reported, and the
 next begins. Every round is written when it is done, so a part that is cut short keeps what it measured. Datasets are

@@ -15,7 +15,15 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.dataset.manifest import Manifest, Shard, SplitManifest, SplitName, index_path, text_index_path
+from dali_train.data.dataset.manifest import (
+    Manifest,
+    Shard,
+    SplitManifest,
+    SplitName,
+    index_path,
+    metadata_directory,
+    text_index_path,
+)
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular, read_limited
@@ -33,6 +41,8 @@ class Split:
     `rows` is the memory-mapped index (``INDEX_DTYPE``), `paths` are the shards' files, numbered as in the rows.
 
     Args:
+        root: the dataset's directory; as a URL, ``SCHEME://DIRECTORY``, the one that has its index, while the storage
+            of that scheme has its shards.
         local: whether the shards lie below `root`. If not, only the index can be read.
         strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
 
@@ -42,7 +52,8 @@ class Split:
     """
 
     def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
-        self.root = Path(root)
+        self.root = metadata_directory(root)
+        local = local and "://" not in str(root)
         self.name = name
         self.manifest = Manifest.read(self.root)
         split = self.manifest.splits.get(name)

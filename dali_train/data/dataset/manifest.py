@@ -22,6 +22,11 @@ SPLITS: tuple[SplitName, ...] = get_args(SplitName)
 Encoding = Literal["image", "raw"]
 
 
+def metadata_directory(root: Path | str) -> Path:
+    """Return the directory of ``dataset.json`` and the index: `root`, or what follows a storage's ``SCHEME://``."""
+    return Path(str(root).rpartition("://")[2])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     name: str  # a plain file name: no directory
@@ -52,14 +57,17 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def read(cls, root: Path) -> "Manifest":
-        """Nothing in the file is trusted: every value is checked against its type and range, and names are plain file
+    def read(cls, root: Path | str) -> "Manifest":
+        """Read the manifest of `root`, see `metadata_directory`.
+
+        Nothing in the file is trusted: every value is checked against its type and range, and names are plain file
         names.
 
         Raises:
             DatasetError: no manifest, not a regular file, not JSON, of another format version, or with a value that
                 cannot be.
         """
+        root = metadata_directory(root)
         path = root / "dataset.json"
         remedy = f"run `dali-train data index {root}`"
         try:

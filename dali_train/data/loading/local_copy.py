@@ -32,6 +32,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.build_index import map_shards
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, index_path, text_index_path
+from dali_train.data.loading.storage import storage_class
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.files import NO_SPACE, try_lock
@@ -48,7 +49,7 @@ _NO_LIMIT = timedelta(days=30)  # a host's copy takes as long as it takes, and t
 class DatasetRoot:
     """Where to read the dataset from. A copy is not removed while this lives."""
 
-    path: Path
+    path: Path | str  # as data.root, of a copy its directory
     in_use: BinaryIO | None
 
 
@@ -56,10 +57,12 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
     """Return data.root, or the copy of it that data.local_copy asks for. All ranks call this together.
 
     Raises:
+        ConfigError: data.root is a URL whose scheme is unknown.
         DatasetError: on all ranks, if any host cannot have its copy.
     """
+    storage_class(config.data)  # a wrong scheme is named before its directory is looked for
     if config.data.local_copy is None:
-        return DatasetRoot(Path(config.data.root), None)
+        return DatasetRoot(config.data.root, None)
     group = host_group(launch, config, timeout=_NO_LIMIT)
     copy, failure = None, ""
     try:

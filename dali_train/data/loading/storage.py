@@ -101,6 +101,15 @@ def open_storage(split: Split, data: DataConfig) -> Storage:
     """Return the storage that holds the shards of `split`: of data.root, or of the local copy that `split` is of.
 
     Raises:
+        ConfigError: as `storage_class`.
+    """
+    return storage_class(data)(split)
+
+
+def storage_class(data: DataConfig) -> Callable[[Split], Storage]:
+    """Return the row of `STORAGES` that data.root names.
+
+    Raises:
         ConfigError: the URL's scheme is unknown.
     """
     scheme, separator, _ = data.root.partition("://")
@@ -110,7 +119,7 @@ def open_storage(split: Split, data: DataConfig) -> Storage:
         raise ConfigError(
             f"data.root is {data.root}: there is no storage for {scheme}://, only for {', '.join(STORAGES)}"
         )
-    return STORAGES[scheme](split)
+    return STORAGES[scheme]
 
 
 def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
