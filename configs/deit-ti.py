@@ -4,18 +4,11 @@
         --batch.micro_batch 128
 
 Published: top-1 72.2 % (facebookresearch/deit, the defaults of main.py).
-Nobody has run this file to the end.
 """
-
-from pathlib import Path
 
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("deit-s.py"))
-config = base.replace(
-    {
-        "model.name": "deit_tiny_patch16_224",
-        "run.dir": "runs/deit-ti",
-        "run.published_top1": 0.722,
-    }
+config = load_config("deit-s.py").replace(
+    model=dict(name="deit_tiny_patch16_224"),
+    run=dict(dir="runs/deit-ti", published_top1=0.722),
 )

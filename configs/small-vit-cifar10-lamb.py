@@ -7,18 +7,10 @@ Measured: 68.60 %, 1.4 points less in an eighth of the steps. No accuracy was pu
 docs/measurements/2026-11-22-large-batch.md has the curves and how the settings were found.
 """
 
-from pathlib import Path
-
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("small-vit-cifar10-adamw.py"))
-config = base.replace(
-    {
-        "optimizer.name": "lamb",
-        "optimizer.lr": 1e-2,
-        "optimizer.betas": (0.9, 0.95),
-        "optimizer.eps": 1e-6,
-        "batch.global_batch": 4096,
-        "run.dir": "runs/small-vit-cifar10-lamb",
-    }
+config = load_config("small-vit-cifar10-adamw.py").replace(
+    optimizer=dict(name="lamb", lr=1e-2, betas=(0.9, 0.95), eps=1e-6),
+    batch=dict(global_batch=4096),
+    run=dict(dir="runs/small-vit-cifar10-lamb"),
 )

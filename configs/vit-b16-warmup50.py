@@ -6,9 +6,9 @@ The published loss curve peaks at epoch 150, so the published run is vit-b16.py.
 published for this reading.
 """
 
-from pathlib import Path
-
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("vit-b16.py"))
-config = base.replace({"schedule.warmup_epochs": 50, "run.dir": "runs/vit-b16-warmup50", "run.published_top1": None})
+config = load_config("vit-b16.py").replace(
+    schedule=dict(warmup_epochs=50),
+    run=dict(dir="runs/vit-b16-warmup50", published_top1=None),
+)

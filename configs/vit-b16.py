@@ -12,29 +12,12 @@ every step. "Dropout 0.1" is timm's pos_drop_rate and proj_drop_rate today (drop
 and is the head's alone now).
 """
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    MixupConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config
 
 config = Config(
-    data=DataConfig(
-        root="data/imagenet",
-        train_size=224,
-        crop_area=(0.08, 1.0),
-        crop_aspect=(3 / 4, 4 / 3),
-        horizontal_flip=0.5,
-        normalise="inception",
-    ),
-    model=ModelConfig(name="vit_base_patch16_224", kwargs={"pos_drop_rate": 0.1, "proj_drop_rate": 0.1}),
-    optimizer=OptimizerConfig(
+    data=dict(root="data/imagenet", normalise="inception"),
+    model=dict(name="vit_base_patch16_224", kwargs=dict(pos_drop_rate=0.1, proj_drop_rate=0.1)),
+    optimizer=dict(
         lr=1.8e-2,
         weight_decay=0.1,
         betas=(0.9, 0.999),
@@ -43,9 +26,9 @@ config = Config(
         exclude_vectors=False,
         clip_grad_norm=1.0,
     ),
-    schedule=ScheduleConfig(warmup_epochs=150, step_every="epoch"),
-    batch=BatchConfig(global_batch=32_768, micro_batch=256),
-    mixup=MixupConfig(alpha=0.2),
-    precision=PrecisionConfig(dtype="fp16"),
-    run=RunConfig(dir="runs/vit-b16", epochs=300, published_top1=0.727),
+    schedule=dict(warmup_epochs=150, step_every="epoch"),
+    batch=dict(global_batch=32_768, micro_batch=256),
+    mixup=dict(alpha=0.2),
+    precision=dict(dtype="fp16"),
+    run=dict(dir="runs/vit-b16", epochs=300, published_top1=0.727),
 )

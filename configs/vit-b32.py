@@ -5,9 +5,9 @@
 Published: 14.58 h on 4 A100 (1,831 images/s per GPU). No top-1 was published for this model.
 """
 
-from pathlib import Path
-
 from dali_train.config import load_config
 
-base = load_config(Path(__file__).with_name("vit-b16.py"))
-config = base.replace({"model.name": "vit_base_patch32_224", "run.dir": "runs/vit-b32", "run.published_top1": None})
+config = load_config("vit-b16.py").replace(
+    model=dict(name="vit_base_patch32_224"),
+    run=dict(dir="runs/vit-b32", published_top1=None),
+)

@@ -5,10 +5,11 @@ Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
@@ -29,23 +30,29 @@ from dali_train.runtime.status import (
 from dali_train.runtime.stop import StopReason, StopRequests
 
 Command = Callable[[argparse.Namespace, list[str]], int]
+Commands = Any  # what argparse's add_subparsers returns, whose class is private
+SUMMARY = "Train image classifiers at large batch sizes, with the same samples on any number of GPUs."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # torch.distributed.launch puts --local-rank before the command, ColossalAI's scripts put such options behind it.
     launch, argv = _launch_parser().parse_known_args(argv)
     words, settings = _split_settings(argv)
     options, unknown = _parser().parse_known_args(words)
     options.launch = vars(launch)
-    overrides = [*unknown, *settings]
     try:
-        return int(options.run(options, overrides))
+        status = int(options.run(options, [*unknown, *settings]))
+        sys.stdout.flush()
+        return status
     except (ConfigError, DatasetError) as error:
         message, status = str(error), MISTAKE
     except RunError as error:
         message, status = str(error), 1
+    except BrokenPipeError:  # as in `dali-train plan ... | head`: nobody reads on, and there is nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
+        return 1
     except OSError as error:
         if error.filename is None:
             raise
@@ -58,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(other words, ``--section.field`` with the values that follow): argparse would take such a value for RUN."""
+    """Return other words, and ``--section.field`` with the values that follow: argparse would take those for RUN."""
     words: list[str] = []
     settings: list[str] = []
     current = words
@@ -70,18 +77,26 @@ def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dali-train", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(prog="dali-train", description=SUMMARY)
     parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_commands_with_config(commands)
+    _add_commands_on_runs(commands)
+    add_data_command(commands)
+    return parser
+
+
+def _add_commands_with_config(commands: Commands) -> None:
+    """Add the commands that read a config, which ``--section.field value`` overrides."""
 
     def add(name: str, run: Command, summary: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
+        command: argparse.ArgumentParser = commands.add_parser(
             name,
             parents=[_launch_parser()],
             help=summary,
             description=summary,
             allow_abbrev=False,
-            add_help=False,
+            add_help=False,  # with --config it lists the settings, see `_config`
             epilog="Every setting of the config can be overridden: --section.field value. "
             f"`dali-train {name} --config FILE --help` lists them all.",
         )
@@ -99,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N|auto",
         help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
     )
-
     evaluate = add("eval", _evaluate, "Evaluate a checkpoint on the validation split.")
     evaluate.add_argument("directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own config is used")
     evaluate.add_argument(
@@ -107,27 +121,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="best|newest|PATH",
         help="which one of RUN (default: best, or newest where nothing was evaluated)",
     )
-
-    status = add(
-        "status",
-        _status,
-        "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on.",
-    )
+    summary = "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on."
+    status = add("status", _status, summary)
     status.add_argument(
         "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir; or name the config that has it"
     )
-
-    add(
-        "doctor",
-        _doctor,
-        "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run.",
-    )
-
-    plan = add(
-        "plan",
-        _plan,
-        "Show what a run would do: steps, accumulation, learning rate, memory. Needs no GPU and reads no data.",
-    )
+    summary = "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run."
+    add("doctor", _doctor, summary)
+    summary = "Show what a run would do: settings, steps, learning rate, memory. Needs no GPU and reads no data."
+    plan = add("plan", _plan, summary)
     plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
     plan.add_argument(
         "--gpu-memory",
@@ -139,15 +141,21 @@ def _parser() -> argparse.ArgumentParser:
         "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
     )
 
+
+def _add_commands_on_runs(commands: Commands) -> None:
+    """Add the commands that take a run's own settings as they are."""
+
+    def add(name: str, run: Command, summary: str, runs: int | str | None = None) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+        command.set_defaults(run=run)
+        command.add_argument("run_dir", nargs=runs, type=Path, metavar="RUN", help="a run.dir")
+        return command
+
     export = add("export", _export, "Write a run's model for other programs, and check what was written.")
-    export.add_argument("directory", type=Path, metavar="RUN", help="a run.dir")
     export.add_argument("--format", choices=("timm", "onnx", "torch-export"), default="timm")
     export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/export/FORMAT)")
-
-    predict = add(
-        "predict", _predict, "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
-    )
-    predict.add_argument("directory", type=Path, metavar="RUN", help="a run.dir")
+    summary = "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
+    predict = add("predict", _predict, summary)
     predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file")
     predict.add_argument(
         "--decoder", choices=("dali", "pil"), default="dali", help="what decodes and resizes (default: dali)"
@@ -162,30 +170,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one"
         )
-
-    diff = add(
-        "diff",
-        _diff,
-        "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do.",
-    )
-    diff.add_argument("directories", nargs=2, type=Path, metavar="RUN", help="a run.dir")
+    summary = "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
+    diff = add("diff", _diff, summary, runs=2)
     diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
-
-    report = commands.add_parser(
-        "report",
-        help="Draw runs into one HTML page.",
-        description="Draw runs into one HTML page, several runs over one another.",
-    )
-    report.set_defaults(run=_report)
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run.dir")
+    report = add("report", _report, "Draw runs into one HTML page, several over one another.", runs="+")
     report.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="where to write the page and PNGs (default: report/ in the first RUN)",
+        "--output", type=Path, metavar="DIR", help="where to write page and PNGs (default: report/ in the first RUN)"
     )
-    add_data_command(commands)
-    return parser
 
 
 def _launch_parser() -> argparse.ArgumentParser:
@@ -262,8 +253,8 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
     launch = discover(LaunchOptions(**options.launch))
     device = choose_device(config.run.device if config is not None else "auto", launch)
-    settings = (config.run.backend, config.parallel.timeout_s) if config is not None else ()
-    with process_group(launch, device, *settings) as launch:
+    timeout = (config.parallel.timeout_s,) if config is not None else ()
+    with process_group(launch, device, *timeout) as launch:
         return FINISHED if examine(launch, device, config) else 1
 
 
@@ -285,7 +276,7 @@ def _export(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     from dali_train.commands.export import export
 
-    export(options.directory, options.format, options.output, options.checkpoint, options.weights)
+    export(options.run_dir, options.format, options.output, options.checkpoint, options.weights)
     return FINISHED
 
 
@@ -294,7 +285,7 @@ def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     from dali_train.commands.predict import print_predictions
 
     print_predictions(
-        options.directory,
+        options.run_dir,
         options.images,
         decoder=options.decoder,
         picture=options.picture,
@@ -308,30 +299,27 @@ def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     from dali_train.commands.diff import diff
 
-    return FINISHED if diff(*options.directories, steps=options.steps) else 1
-
-
-def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
-    """For commands that take the settings of a run as they are."""
-    if {"-h", "--help"} & set(overrides):
-        options.help()
-        raise SystemExit(0)
-    if overrides or options.config is not None:
-        words = overrides or ["--config"]
-        raise ConfigError(f"{' '.join(words)}: {options.command} takes a run's own settings and no others; see --help")
+    return FINISHED if diff(*options.run_dir, steps=options.steps) else 1
 
 
 def _report(options: argparse.Namespace, overrides: list[str]) -> int:
-    if overrides:
-        raise ConfigError(f"{' '.join(overrides)}: report takes only --output; `dali-train report --help` explains")
+    _refuse_settings(options, overrides)
     from dali_train.report import write_report
 
-    print(write_report(options.runs, options.output or options.runs[0] / "report"))
+    print(write_report(options.run_dir, options.output or options.run_dir[0] / "report"))
     return FINISHED
 
 
+def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
+    if overrides:
+        raise ConfigError(
+            f"{' '.join(overrides)}: {options.command} takes a run's own settings and no others; "
+            f"see `dali-train {options.command} --help`"
+        )
+
+
 def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
-    """The config that the command line names.
+    """Return the config that the command line names.
 
     Raises:
         ConfigError: no file, or a value that does not fit.

@@ -292,7 +292,7 @@ def test_both_pipelines_give_the_same_images(config: Config, augment: str, dtype
     config = replace(
         config,
         precision=replace(config.precision, dtype=dtype),
-        mixup=MixupConfig(alpha=0.4, cutmix_alpha=1.0, per_image=True),
+        mixup=MixupConfig(alpha=0.4, cutmix_alpha=1.0),
     )  # type: ignore[arg-type]
     cpu, dali = (source_of(kind, config) for kind in (CpuPipeline, DaliPipeline))
     for _ in range(6):
@@ -324,7 +324,7 @@ def test_erasing_fills_with_the_mean(config: Config) -> None:
 @pytest.mark.parametrize("cutmix_alpha", [0.0, 1.0])
 def test_mixing_while_normalising_is_mixing(config: Config, cutmix_alpha: float) -> None:
     plain = replace(config, mixup=MixupConfig(alpha=0))
-    config = replace(config, mixup=MixupConfig(alpha=0.4, cutmix_alpha=cutmix_alpha, per_image=True))
+    config = replace(config, mixup=MixupConfig(alpha=0.4, cutmix_alpha=cutmix_alpha))
     for mixed, unmixed in zip(batches(config, 8), batches(plain, 8), strict=True):
         draws = mixed.micro_batch
         expected = mix(unmixed.images, torch.from_numpy(draws.partners), mixed.lambdas, torch.from_numpy(draws.cuts))
@@ -350,34 +350,24 @@ class FedNumpy:
     tuple(int(n) for n in timm.__version__.split(".")[:3]) < (1, 0, 31),
     reason="timm 1.0.26 cuts boxes a pixel differently",
 )
-@pytest.mark.parametrize("per_image", [False, True])
-def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch, per_image: bool) -> None:
+def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fed with the same draws; timm's partner is always the image at the same place from the other end."""
     images, labels, side, size = torch.randn(8, 3, 31, 31), torch.arange(8) % 5, 31, 8
-    settings = MixupConfig(alpha=0.8, cutmix_alpha=1.0, prob=0.8, switch_prob=0.5, per_image=per_image)
-    theirs = Mixup(
-        0.8, 1.0, prob=0.8, switch_prob=0.5, mode="elem" if per_image else "batch", label_smoothing=0, num_classes=5
-    )
+    settings, theirs = MixupConfig(alpha=0.8, cutmix_alpha=1.0), Mixup(0.8, 1.0, label_smoothing=0, num_classes=5)
     seen = set()
     for step in range(20):
         drawn = draw_mixing(settings, 3, step=step, k=0, size=size, side=side)
-        count = size if per_image else 1
         generator = philox_generator(3, Purpose.MIXUP, low=0, high=step)
         shuffled(generator, size)
-        mixup = np.random.Generator(generator).beta(0.8, 0.8, size=count)
+        mixup = np.random.Generator(generator).beta(0.8, 0.8)
         more = np.random.Generator(philox_generator(3, Purpose.CUTMIX, low=0, high=step))
-        whether, switch, y, x = more.random((4, count))
-        cutmix = more.beta(1.0, 1.0, size=count)
-        if per_image:
-            boxed = (whether < 0.8) & (switch < 0.5)
-            centers = [int(value * side) for pair in zip(y[boxed], x[boxed], strict=True) for value in pair]
-            fed = FedNumpy(rand=[switch, whether], beta=[cutmix, mixup], randint=centers)
-        else:
-            fed = FedNumpy(
-                rand=[whether[0], switch[0]],
-                beta=[(cutmix if switch[0] < 0.5 else mixup)[0]],
-                randint=[int(y[0] * side), int(x[0] * side)],
-            )
+        switch, y, x = more.random(3)
+        cutmix = more.beta(1.0, 1.0)
+        fed = FedNumpy(
+            rand=[0.0, switch],  # the first: whether to mix at all
+            beta=[cutmix if switch < 0.5 else mixup],
+            randint=[int(y * side), int(x * side)],
+        )
         monkeypatch.setattr("timm.data.mixup.np", fed)
         expected, targets = theirs(images.clone(), labels)
         lambdas, cuts = torch.from_numpy(drawn.lambdas), torch.from_numpy(drawn.cuts)
@@ -390,7 +380,7 @@ def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch, per_image: 
         one_hot = torch.eye(5)[labels]
         torch.testing.assert_close(lambdas[:, None] * one_hot + (1 - lambdas[:, None]) * one_hot.flip(0), targets)
         seen |= {(bool(cut[2]), bool(weight < 1)) for cut, weight in zip(cuts, lambdas, strict=True)}
-    assert seen == {(False, False), (False, True), (True, True)}
+    assert seen == {(False, True), (True, True)}
 
 
 def test_padded_crops_are_torchvisions(config: Config) -> None:

@@ -37,8 +37,8 @@ from .helpers import FLOAT32_BOUND, in_ranks, samples
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
 
-def make_writer(directory: Path, *, keep: int = 100, keep_best: int = 1, start_step: int = 0) -> CheckpointWriter:
-    writer = CheckpointWriter(directory, None, keep=keep, keep_best=keep_best)
+def make_writer(directory: Path, *, keep: int = 100, start_step: int = 0) -> CheckpointWriter:
+    writer = CheckpointWriter(directory, None, keep=keep)
     writer.prepare(start_step)
     return writer
 
@@ -96,7 +96,7 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         save(writer, step, top1=top1)
     assert names(tmp_path) == ["best", "newest", "step-00000002", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").resolve().name == "step-00000002"
-    assert CheckpointWriter(tmp_path, None, keep=2, keep_best=1).prepare(6) == 0.7
+    assert CheckpointWriter(tmp_path, None, keep=2).prepare(6) == 0.7
 
 
 def test_saving_waits_only_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_a_crafted_manifest_is_one_sentence(tmp_path: Path, fields: dict[str, An
 def test_a_crafted_score_is_none(tmp_path: Path, score: str) -> None:
     save(make_writer(tmp_path), 1, top1=0.5)
     (tmp_path / "step-00000001" / "evaluation.json").write_text(score)
-    assert CheckpointWriter(tmp_path, None, keep=2, keep_best=1).prepare(1) == -1.0
+    assert CheckpointWriter(tmp_path, None, keep=2).prepare(1) == -1.0
 
 
 def test_tensor_files_of_others_are_not_read(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def save_shards(rank: int, directory: Path) -> None:
         "columns": distribute_tensor(whole, mesh, [Shard(1)]),
         "all": whole,
     }
-    writer = CheckpointWriter(directory / "checkpoints", dist.group.WORLD, keep=2, keep_best=1)
+    writer = CheckpointWriter(directory / "checkpoints", dist.group.WORLD, keep=2)
     writer.prepare(0)
     writer.save(1, {"model": tensors}, {})
     writer.wait()
@@ -374,8 +374,6 @@ def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> 
     assert "resuming with the change" in output and "resuming from step 2" in output
     # What is computed is the same, whoever computes it and wherever it is kept.
     free = (
-        "--parallel.bucket_mb",
-        "1",
         "--data.num_threads",
         "2",
         "--data.read_ahead_mb",

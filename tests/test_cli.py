@@ -86,7 +86,10 @@ def test_mistyped_words(arguments: list[str], message: str, capsys: pytest.Captu
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        (["--help"], "train"),
+        (["--help"], "Train image classifiers at large batch sizes"),
+        (["predict", "--help"], "Classify images"),
+        (["export", "--help"], "Write a run's model"),
+        (["diff", "--help"], "Why two runs differ"),
         (["train", "--help"], "Every setting of the config can be overridden"),
         (["train", "--config", B16, "--help"], "Images per optimizer step, over all ranks"),
         (["eval", "--help"], "Evaluate a checkpoint"),

@@ -6,6 +6,8 @@ import inspect
 import json
 import operator
 import shlex
+import warnings
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,19 +18,7 @@ import torch
 
 from dali_train.checkpoint.recipe import changes_between, recipe
 from dali_train.cli import main
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    HooksConfig,
-    MixupConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    ScheduleConfig,
-    load_config,
-)
+from dali_train.config import BatchConfig, Config, DataConfig, ModelConfig, load_config
 from dali_train.config.config import SETTINGS
 from dali_train.config.override import read_overrides
 from dali_train.data.dataset.index import Split
@@ -50,218 +40,154 @@ config = Config(
     run=RunConfig(dir="run", epochs=3),
 )
 """
-
-
-@pytest.mark.parametrize(
-    ("section", "values", "message"),
-    [
-        (DataConfig, {"root": "data", "seed": -1}, "data.seed is -1: use a number from 0"),
-        (DataConfig, {"root": "data", "train_size": 0}, "data.train_size is 0: use a positive"),
-        (DataConfig, {"root": "data", "crop_area": (0, 1)}, r"data.crop_area is \(0, 1\): use two fractions"),
-        (DataConfig, {"root": "data", "crop_aspect": (2, 1)}, r"data.crop_aspect is \(2, 1\): use two ratios"),
-        (DataConfig, {"root": "data", "horizontal_flip": 1.5}, "data.horizontal_flip is 1.5: use a probability"),
-        (
-            DataConfig,
-            {"root": "data", "normalise": ((0, 0, 0), (9, 0, 9))},
-            r"data.normalise is .*\(9, 0, 9\)\): mean and",
-        ),
-        (
-            DataConfig,
-            {"root": "data", "normalise": ((0.5,) * 3, (0.5,) * 3)},
-            "pixel values from 0 to 255, so multiply .* by 255",
-        ),
-        (
-            DataConfig,
-            {"root": "data", "eval_size": 300},
-            "data.eval_size 300 does not fit into data.eval_resize_to 256: enlarge",
-        ),
-        (DataConfig, {"root": "data", "prefetch": 0}, "data.prefetch is 0: use at least 1"),
-        (DataConfig, {"root": "data", "block_images": 0}, "data.block_images is 0: use at least 1"),
-        (DataConfig, {"root": "data", "window_blocks": 0}, "data.window_blocks is 0: use at least 1"),
-        (
-            DataConfig,
-            {"root": "data", "block_images": 1 << 40},
-            "block_images is 1099511627776: use at least 1 and at most 16,777",
-        ),
-        (
-            DataConfig,
-            {"root": "data", "window_blocks": 1 << 40},
-            "window_blocks is 1099511627776: use at least 1 and at most",
-        ),
-        (
-            DataConfig,
-            {"root": "data", "read_ahead_mb": -1},
-            "data.read_ahead_mb is -1: use 0 for no read-ahead, or more",
-        ),
-        (DataConfig, {"root": "data", "local_copy": ""}, "data.local_copy is empty: name a directory, or leave it out"),
-        (DataConfig, {"root": "data", "num_threads": 0}, "data.num_threads is 0: use at least 1"),
-        (OptimizerConfig, {"lr": 0}, "optimizer.lr is 0: use a number over 0"),
-        (OptimizerConfig, {"lr": 1, "weight_decay": -1}, "optimizer.weight_decay is -1: use 0 or more"),
-        (OptimizerConfig, {"lr": 1, "betas": (0.9, 1)}, r"optimizer.betas is \(0.9, 1\): each must be"),
-        (OptimizerConfig, {"lr": 1, "clip_grad_norm": 0}, "optimizer.clip_grad_norm is 0: use a norm over 0, or None"),
-        (ScheduleConfig, {"warmup_epochs": -1}, "schedule.warmup_epochs is -1: use 0 or more"),
-        (
-            ScheduleConfig,
-            {"warmup_epochs": 0.5, "step_every": "epoch"},
-            "with schedule.step_every epoch it must be a whole number",
-        ),
-        (BatchConfig, {"global_batch": 8, "micro_batch": 0}, "batch.micro_batch is 0: use at least 1"),
-        (
-            BatchConfig,
-            {"global_batch": 100, "micro_batch": 32},
-            "batch.global_batch 100 is not a multiple of .* 32; use 96",
-        ),
-        (MixupConfig, {"alpha": -0.1}, "mixup.alpha is -0.1: use 0 or more"),
-        (ModelConfig, {"name": "vit", "compile": True}, "model.compile is True: use auto, none, model"),
-        (ModelConfig, {"name": "vit", "cuda_graphs": True}, "with model.compile auto: .* set model.compile model"),
-        (ParallelConfig, {"bucket_mb": 0}, "parallel.bucket_mb is 0: use at least 1"),
-        (ParallelConfig, {"timeout_s": 0}, "parallel.timeout_s is 0: use a number of seconds"),
-        (RunConfig, {"dir": "run", "epochs": 0}, "run.epochs is 0: use a number over 0"),
-        (RunConfig, {"dir": "run", "epochs": 1, "max_steps": 0}, "run.max_steps is 0: use at least 1, or None"),
-        (
-            RunConfig,
-            {"dir": "run", "epochs": 1, "eval_every_epochs": 0},
-            "run.eval_every_epochs is 0: use a number over 0",
-        ),
-        (
-            RunConfig,
-            {"dir": "run", "epochs": 1, "checkpoint_every_steps": 0},
-            "run.checkpoint_every_steps is 0: use at least 1",
-        ),
-        (RunConfig, {"dir": "run", "epochs": 1, "keep_checkpoints": 0}, "run.keep_checkpoints is 0: use at least 1"),
-        (
-            RunConfig,
-            {"dir": "run", "epochs": 1, "max_nonfinite_steps": 0},
-            "run.max_nonfinite_steps is 0: use at least 1",
-        ),
-        (HooksConfig, {"log_every_steps": 0}, "hooks.log_every_steps is 0: use at least 1"),
-        (HooksConfig, {"log_every_steps": True}, "hooks.log_every_steps is True: use a whole number: at least 1"),
-        (HooksConfig, {"log_every_steps": 10.0}, "hooks.log_every_steps is 10.0: use a whole number: at least 1"),
-        (HooksConfig, {"trace_samples": 1}, "hooks.trace_samples is 1: use true or false"),
-        (
-            HooksConfig,
-            {"user": MixupConfig},
-            r"hooks.user is <class .*: use a tuple, with a comma .*: \(MixupConfig,\)",
-        ),
-        (
-            ModelConfig,
-            {"name": "vit", "kwargs": [1]},
-            r"model.kwargs is \[1\]: use a dict, e.g. {'drop_path_rate': 0.1}",
-        ),
-        (OptimizerConfig, {"lr": 10**400}, "optimizer.lr is 10+...: use a number over 0"),
-        (OptimizerConfig, {"lr": None}, "optimizer.lr is None: use a number over 0"),
-        (OptimizerConfig, {"lr": 1, "betas": 0.9}, "optimizer.betas is 0.9: use 2 values, e.g. 0.9,0.999"),
-        (RunConfig, {"dir": "run", "epoch": 3}, "run.epoch is not a setting: use run.epochs"),
-        (RunConfig, {"dir": "run"}, "run.epochs is missing: RunConfig has no default for it"),
-    ],
+PLAIN = Config(
+    data=dict(root="data"),  # type: ignore[arg-type]
+    model=dict(name="vit_tiny_patch16_224"),  # type: ignore[arg-type]
+    optimizer=dict(lr=1e-3),  # type: ignore[arg-type]
+    schedule=dict(warmup_epochs=1),  # type: ignore[arg-type]
+    batch=dict(global_batch=8, micro_batch=2),  # type: ignore[arg-type]
+    run=dict(dir="run", epochs=3),  # type: ignore[arg-type]
 )
-def test_fields_check_themselves(section: Any, values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        section(**values)
 
 
 def config(**sections: Any) -> Config:
-    defaults: dict[str, Any] = {
-        "data": DataConfig(root="data"),
-        "model": ModelConfig(name="vit_tiny_patch16_224"),
-        "optimizer": OptimizerConfig(lr=1e-3),
-        "schedule": ScheduleConfig(warmup_epochs=1),
-        "batch": BatchConfig(global_batch=8, micro_batch=2),
-        "run": RunConfig(dir="run", epochs=3),
-    }
-    return Config(**{**defaults, **sections})
+    return replace(PLAIN, **sections)
 
 
-def test_fields_that_do_not_fit_together() -> None:
-    with pytest.raises(ConfigError, match=r"schedule.warmup_epochs 5 exceeds run.epochs 3: shorten"):
-        config(schedule=ScheduleConfig(warmup_epochs=5))
-    with pytest.raises(
-        ConfigError,
-        match=r"mixup.alpha is 0.2 and mixup.cutmix_alpha 0.0 with batch.micro_batch 1: partners are found within",
-    ):
-        config(batch=BatchConfig(global_batch=8, micro_batch=1), mixup=MixupConfig(alpha=0.2))
+WRONG = [
+    ("data.seed", -1, "a whole number from 0 to 2"),
+    ("data.train_size", 0, "a number of pixels from 1 to 65,500"),
+    ("data.crop_area", (0, 1), "two fractions"),
+    ("data.crop_aspect", (2, 1), "two ratios"),
+    ("data.horizontal_flip", 1.5, "a probability"),
+    ("data.normalise", ((0, 0, 0), (9, 0, 9)), "mean and standard deviation are for"),
+    ("data.normalise", ((0.5,) * 3, (0.5,) * 3), "multiply .* by 255"),
+    ("data.block_images", 1 << 40, "from 1 to 16,777,216"),
+    ("data.window_blocks", 0, "from 1 to 16,777,216"),
+    ("data.read_ahead_mb", -1, "from 0 to 1,048,576"),
+    ("data.local_copy", "", "the name of a directory"),
+    ("data.num_threads", 0, "a number of threads from 1"),
+    ("data.progressive", ((6.0, 16), (3.0, 24)), "growing epochs"),
+    ("data.crop_padding", 4, "set data.crop_side, such as 224"),
+    ("data.augment", "rand-q3", "has no setting 'q3'"),
+    ("optimizer.lr", 0, "a finite number over 0"),
+    ("optimizer.lr", float("nan"), "a finite number over 0"),
+    ("optimizer.lr", 10**400, "a finite number over 0"),
+    ("optimizer.lr", None, "a finite number over 0"),
+    ("optimizer.weight_decay", -1, "from 0 on"),
+    ("optimizer.betas", (0.9, 1), "2 values, each a number from 0 to under 1"),
+    ("optimizer.betas", 0.9, "e.g. 0.9,0.999"),
+    ("optimizer.clip_grad_norm", 0, "a norm over 0, or None"),
+    ("optimizer.layer_decay", 0.0, "a factor over 0"),
+    ("schedule.warmup_epochs", -1, "from 0 on"),
+    ("batch.micro_batch", 0, "from 1 to"),
+    ("mixup.alpha", -0.1, "from 0 on"),
+    ("ema.decay", 1.0, "a share between 0 and 1"),
+    ("model.compile", True, "auto, none, model or blocks"),
+    ("model.kwargs", [1], "a dict, e.g. {'drop_path_rate': 0.1}"),
+    ("model.name", 3, "text"),
+    ("parallel.timeout_s", 0, "a number of seconds"),
+    ("run.epochs", 0, "from 0.0001"),
+    ("run.max_steps", 0, "from 1 to .*, or None"),
+    ("run.eval_every_epochs", 0, "over 0"),
+    ("hooks.log_every_steps", True, "a whole number from 1"),
+    ("hooks.log_every_steps", 10.0, "a whole number from 1"),
+    ("hooks.trace_samples", 1, "true or false"),
+    ("hooks.user", DataConfig, r"\(HOOK,\)"),
+]
 
 
-def test_cuda_graphs_need_a_gpu() -> None:
-    model = ModelConfig(name="vit_tiny_patch16_224", compile="model", cuda_graphs=True)
-    with pytest.raises(ConfigError, match=r"cuda_graphs is true with run.device cpu: CUDA graphs need a GPU"):
-        config(model=model, run=RunConfig(dir="run", epochs=3, device="cpu"))
-    with pytest.raises(ConfigError, match=r"cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU"):
-        build_model(config(model=model), 5, torch.device("cpu"))
+@pytest.mark.parametrize(("name", "value", "remedy"), WRONG, ids=[f"{name}={value!s:.20}" for name, value, _ in WRONG])
+def test_a_wrong_value_is_named_with_its_remedy(name: str, value: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)^{name} is .*: .*{remedy}") as error:
+        PLAIN.replace({name: value})
+    assert str(value)[:20] in str(error.value) or value == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule.warmup_epochs": 5}, "schedule.warmup_epochs 5 exceeds run.epochs 3: shorten"),
+        ({"mixup.alpha": 0.2, "batch.micro_batch": 1}, "mixup.alpha is 0.2 .* batch.micro_batch 1: .* at least 2"),
+        ({"batch.micro_batch": 3}, "batch.global_batch 8 is not a multiple of batch.micro_batch 3; use 9"),
+        ({"data.eval_size": 300, "data.eval_resize_to": 256}, "data.eval_size 300 .* data.eval_resize_to 256: enlarge"),
+        ({"model.cuda_graphs": True}, "model.compile auto: .* set model.compile model"),
+        (
+            {"model.cuda_graphs": True, "model.compile": "model", "run.device": "cpu"},
+            "cuda_graphs is true with run.device cpu",
+        ),
+        ({"schedule.warmup_epochs": 0.5, "schedule.step_every": "epoch"}, "step_every epoch it must be a whole number"),
+        ({"data.shuffle": "block", "data.repeats": 3}, "data.repeats 3 .* batch.micro_batch 2.* a multiple of 3"),
+        ({"data.crop_side": 32, "data.crop_padding": 32}, "data.crop_padding is 32 .*: use less than data.crop_side"),
+        ({"data.crop": "inception", "data.crop_side": 32}, "data.crop is inception .*data.crop_side 32"),
+        ({"loss.target_threshold": 0.2}, "loss.target_threshold is 0.2 with loss.name cross-entropy"),
+        ({"ema.warmup": True}, "ema.warmup is true, .* set ema.decay"),
+        ({"data.progressive": ((6, 128),), "run.epochs": 6}, "until epoch 6, but run.epochs is 6"),
+        ({"data.progressive": ((1, 256),)}, "sizes up to data.train_size 224"),
+        ({"data.progressive": ((1, 128),), "parallel.pipeline": 2}, "data.progressive with parallel.pipeline 2"),
+        ({"run.epoch": 3}, "^run.epoch is not a setting: use run.epochs$"),
+    ],
+)
+def test_values_that_do_not_fit_together(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PLAIN.replace(changes)
 
 
 def test_models_that_cannot_do_what_is_asked() -> None:
-    """vgg11 is one nn.Sequential of single layers; convit refuses checkpointing."""
+    """vgg11 is one nn.Sequential of single layers; convit refuses checkpointing; a CPU has no CUDA graphs."""
     for fields, message in (
         ({"name": "vgg11", "compile": "blocks"}, r"vgg11 is not made of blocks that repeat: set model.compile model"),
         ({"name": "convit_tiny", "activation_checkpointing": True}, r"timm's convit_tiny has none: set it to false"),
+        ({"compile": "model", "cuda_graphs": True}, r"cuda_graphs is true, but the model runs on a CPU"),
     ):
         with pytest.raises(ConfigError, match=message):
-            build_model(config(model=ModelConfig(**fields)), 5, torch.device("cpu"))
+            build_model(PLAIN.replace(model=fields), 5, torch.device("cpu"))
 
 
-def test_accumulation_is_derived() -> None:
+def test_evaluation_images_are_resized_in_proportion() -> None:
+    def resized(**fields: Any) -> int:
+        return PLAIN.replace(data=fields).data.eval_resized
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert (resized(), resized(eval_size=192), resized(eval_size=64)) == (256, 219, 73)
+        assert resized(eval_size=224, eval_resize_to=280) == 280
+    with pytest.warns(UserWarning, match=r"data.eval_size 64 of data.eval_resize_to 256: only the central 6% of each"):
+        resized(eval_size=64, eval_resize_to=256)
+
+
+def test_accumulation_and_steps_are_derived() -> None:
     batch = BatchConfig(global_batch=32_768, micro_batch=256)
     assert [batch.grad_accum_steps(ranks) for ranks in (1, 4, 8, 128)] == [128, 32, 16, 1]
-    with pytest.raises(
-        ConfigError,
-        match=r"batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536; "
-        "use a multiple of 1536",
-    ):
+    with pytest.raises(ConfigError, match=r"global_batch 32768 .*micro_batch 256 x 6 ranks = 1536; use a multiple of"):
         batch.grad_accum_steps(6)
-
-
-def test_epochs_become_steps_once_and_whole() -> None:
-    assert config().steps(3, 16) == 6
-    assert config().steps(3, 17) == 7, "rounded up: the last epoch is whole"
-    assert config().steps(0.1 * 3, 80) == 3, "no extra step for what is rounding: 0.1 * 3 > 0.3"
+    assert PLAIN.steps(3, 16) == 6
+    assert PLAIN.steps(3, 17) == 7, "rounded up: the last epoch is whole"
+    assert PLAIN.steps(0.1 * 3, 80) == 3, "no extra step for what is rounding: 0.1 * 3 > 0.3"
 
 
 # What a user writes into a config file: (text in FILE, what stands there instead, the message).
 FILE_MISTAKES = [
-    ("epochs=3", 'epochs="90"', "line 9: run.epochs is '90': use a number over 0"),
+    ("epochs=3", 'epochs="90"', "line 9: run.epochs is '90': use a number"),
     ("epochs=3", "epoch=3", "line 9: run.epoch is not a setting: use run.epochs"),
     ("epochs=3", "epochs=3, seed=1", "line 9: run.seed is not a setting: use data.seed"),
     (", epochs=3", "", "line 9: run.epochs is missing: RunConfig has no default for it"),
     ("lr=1e-3", "learning_rate=1", "line 6: optimizer.learning_rate is not a setting: use optimizer.lr"),
     ('root="data"', 'root="data", shuffle="yes"', "line 4: data.shuffle is 'yes': use full, block or none"),
+    ('root="data"', 'root="data", reader="idx"', "line 4: data.reader is 'idx': use index (of index, dali"),
+    ('root="data"', 'root="data", mean=(0.5, 0.5, 0.5)', "line 4: data.mean is not a setting: use data.normalise"),
+    ("=1)", '=1, step_every="batch")', "line 7: schedule.step_every is 'batch': use step or epoch"),
+    ("=1)", '=1, name="cosin")', "schedule.name is 'cosin': use cosine (of linear, cosine, "),
     (
-        'root="data"',
-        'root="data", reader="idx"',
-        "line 4: data.reader is 'idx': use index (of index, dali or synthetic)",
+        "Config(",
+        'Config(loss=LossConfig(name="cross-entropi"),',
+        "loss.name is 'cross-entropi': use cross-entropy (of cross-entropy, ",
     ),
-    (
-        'root="data"',
-        'root="data", mean=(0.485, 0.456, 0.406)',
-        "line 4: data.mean is not a setting: use data.normalise",
-    ),
-    (
-        "warmup_epochs=1",
-        'warmup_epochs=1, step_every="batch"',
-        "line 7: schedule.step_every is 'batch': use step or epoch",
-    ),
-    (
-        "config = Config(",
-        'config = Config(parallel=ParallelConfig(grad_reduce_dtype="fp16"),',
-        "parallel.grad_reduce_dtype is 'fp16': use bf16 (of fp32 or bf16)",
-    ),
-    (
-        "config = Config(",
-        'config = Config(precision=PrecisionConfig(dtype="float16"),',
-        "precision.dtype is 'float16': use fp16 (of fp32,",
-    ),
-    (
-        "config = Config(",
-        "config = Config(hooks=HooksConfig(user=Hook),",
-        "hooks.user is <class 'dali_train.hooks.base.Hook'>: use a tuple",
-    ),
-    ("config = Config(", "config = Config(hook=HooksConfig(),", "line 3: hook is not a setting: use hooks"),
-    (
-        "    batch=BatchConfig(global_batch=8, micro_batch=2),\n",
-        "",
-        "line 3: batch is missing: Config has no default for it",
-    ),
-    ("config = Config(", "config = Config(mixup=0.2,", "line 3: mixup is 0.2: use MixupConfig"),
+    ("Config(", 'Config(precision=PrecisionConfig(dtype="float16"),', "precision.dtype is 'float16': use fp16 (of "),
+    ("Config(", "Config(hooks=HooksConfig(user=Hook),", "hooks.user is <class 'dali_train.hooks.base.Hook'>: use "),
+    ("Config(", "Config(hook=HooksConfig(),", "line 3: hook is not a setting: use hooks"),
+    ("    batch=BatchConfig(global_batch=8, micro_batch=2),\n", "", "line 3: batch is missing: Config has no default"),
+    ("Config(", "Config(mixup=0.2,", "line 3: mixup is 0.2: use MixupConfig"),
     ("config = Config(", "confg = Config(", "the file must define `config = Config(...)`, found None"),
     ("epochs=3)", "epochs=3", "line 3: '(' was never closed"),
     ("epochs=3", "epochs=1 / 0", "line 9: ZeroDivisionError: division by zero"),
@@ -280,21 +206,18 @@ def test_mistakes_in_a_file(
     path.write_text(FILE.replace(written, mistake, 1))
     assert main(["plan", "--config", str(path)]) == 2
     printed = capsys.readouterr().err
-    assert message in printed and str(path) in printed and printed.count("\n") == 1
+    assert message in printed and printed.count("\n") == 1
+    assert str(path) in printed or ".name is" in message  # names are checked once the file has added its own
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--run.epoch 3", "--run.epoch is not a setting: use --run.epochs"),
-        ("--hooks.wandb offline", "--hooks.wandb is not a setting: use --hooks.trackers wandb (offline: WANDB_MODE=o"),
-        ("--run.seed 3", "--run.seed is not a setting: use --data.seed"),
-        ("--seed 3", "use --data.seed"),
-        ("--lr 0.1", "--lr is not a setting: use --optimizer.lr"),
+        ("--hooks.wandb offline", "--hooks.wandb is not a setting: use --hooks.trackers wandb (more by WANDB_MODE"),
+        ("--seed 3", "--seed is not a setting: use --data.seed"),
         ("--learning-rate 0.1", "--learning-rate is not a setting: use --optimizer.lr"),
         ("--batch-size 256", "use --batch.global_batch (images per optimizer step) or --batch.micro_batch (images"),
-        ("--workers 8", "use --data.num_threads"),
-        ("--output out", "use --run.dir"),
         ("--epochs 90", "use --run.epochs"),
         ("--model resnet50", "use --model.name"),
         ("--drop-path 0.1", "use --model.kwargs.drop_path_rate"),
@@ -303,46 +226,19 @@ def test_mistakes_in_a_file(
         ("--data.antialias", "--data.antialias has no value: write --data.antialias true"),
         ("--data.root my data", "--data.root takes one value, found 2: 'my data'; quote"),
         ("--hooks.trace_samples maybe", "hooks.trace_samples is 'maybe': use true or false"),
-        ("--optimizer.betas 0.9", "optimizer.betas is '0.9': use 2 values, e.g. 0.9,0.999"),
-        ("--optimizer.betas 0.9,x", "optimizer.betas is '0.9,x': use 2 values, e.g. 0.9,0.999"),
+        ("--optimizer.betas 0.9,x", "optimizer.betas is '0.9,x': use 2 values"),
         ("--hooks.profile 3", "that is not before it, e.g. 20,25, or None"),
         ("--data.normalise 0.485,0.456,0.406 0.229,0.224,0.225", "so multiply those for values from 0 to 1 by 255"),
+        ("--data.normalise imagnet", "data.normalise is 'imagnet': use imagenet (of imagenet, inception, "),
         ("--precision.dtype bfloat16", "precision.dtype is 'bfloat16': use bf16 (of fp32, bf16, fp16 or fp64)"),
         ("--run.device gpu", "run.device is 'gpu': use cuda (of auto, cpu or cuda)"),
-        (
-            "--data.progressive 6,128,12",
-            "data.progressive is '6,128,12': use pairs of an epoch and a size in pixels, such",
-        ),
-        ("--data.progressive 6,16 3,24", "data.progressive is ((6.0, 16), (3.0, 24)): use growing epochs"),
-        ("--data.progressive 6,128", "use sizes up to data.train_size 32, which follows them"),
-        ("--data.progressive 6,16 --data.reader dali", "data.reader is dali with data.progressive"),
-        (
-            "--data.progressive 90,16",
-            "smaller images until epoch 90, but run.epochs is 90: let them end before the run does",
-        ),
-        (
-            "--data.progressive 6,16 --parallel.pipeline 2",
-            "data.progressive with parallel.pipeline 2: what its ranks exchange",
-        ),
-        (
-            "--data.progressive 6,16",
-            "a size in data.progressive is 16, but model.name vit_tiny_patch16_224 takes images of 32 p",
-        ),
-        ("--run.dir ''", "run.dir is empty: name a directory"),
-        ("--run.epochs -1", "run.epochs is -1.0: use a number over 0"),
-        ("--run.epochs abc", "run.epochs is 'abc': use a number over 0"),
-        ("--run.epochs inf", "run.epochs is inf: use a finite number over 0"),
-        ("--run.epochs 1e-12", "run.epochs is 1e-12: use a number over 0, from 0.0001"),
-        ("--optimizer.lr nan", "optimizer.lr is nan: use a finite number over 0"),
-        ("--data.num_threads 100000", "data.num_threads is 100000: use at least 1 and at most 1024"),
-        (
-            "--data.prefetch 1000000",
-            "data.prefetch is 1000000: use at least 1 and at most 64, since each takes the memory",
-        ),
-        ("--data.seed 18446744073709551616", "data.seed is 18446744073709551616: use a number from 0 to 2**64 - 1"),
-        ("--data.seed 1e3", "data.seed is '1e3': use a whole number from 0 to 2**64 - 1"),
-        ("--batch.micro_batch 99999999999999999999", "use at least 1, and at most 9,223,372,036,854,775,807"),
-        ("--batch.global_batch 100", "batch.global_batch 100 is not a multiple of batch.micro_batch 32; use 96"),
+        ("--data.progressive 6,128,12", "use pairs of an epoch and a size in pixels, such"),
+        ("--data.progressive 6,16", "16, but model.name vit_tiny_patch16_224 takes images of 32 p"),
+        ("--run.dir ''", "run.dir is empty: use the name of a directory"),
+        ("--run.epochs abc", "run.epochs is 'abc': use a number from"),
+        ("--run.epochs inf", "run.epochs is 'inf': use a number from"),
+        ("--data.seed 1e3", "data.seed is 1000.0: use a whole number"),
+        ("--batch.micro_batch 99999999999999999999", "use a whole number from 1 to 10**15"),
         ("--model.kwargs.num_classes 10", "model.kwargs has num_classes 10: leave it out, the dataset decides it"),
         ("--model.kwargs {[]:1}", "model.kwargs is '{[]:1}': use a dict, e.g. {'drop_path_rate': 0.1}"),
         ("--model.kwargs.drop_rate", "--model.kwargs.drop_rate has no value: write --model.kwargs.drop_rate VALUE"),
@@ -354,78 +250,82 @@ def test_mistakes_on_the_command_line(words: str, message: str, capsys: pytest.C
     assert message in printed and printed.count("\n") == 1
 
 
-def test_values_as_people_type_them() -> None:
-    for words, value in (
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
         ("--data.progressive 6,128 12,160", ((6, 128), (12, 160))),
+        ("--data.progressive 6,128", ((6, 128),)),
+        ("--parallel.blocks_per_stage 1 3", (1, 3)),
+        ("--parallel.blocks_per_stage 12", (12,)),
         ("--optimizer.betas 0.9,0.98", (0.9, 0.98)),
         ("--optimizer.betas 0.9 0.98", (0.9, 0.98)),
         ("--optimizer.betas '(0.9, 0.98)'", (0.9, 0.98)),
         ("--optimizer.betas=0.9,0.98", (0.9, 0.98)),
         ("--hooks.profile 3 5", (3, 5)),
         ("--hooks.profile none", None),
+        ("--hooks.trackers wandb,mlflow", ("wandb", "mlflow")),
+        ("--hooks.trackers wandb mlflow", ("wandb", "mlflow")),
         ("--run.max_steps None", None),
         ("--run.max-steps 1_000", 1000),
         ("--data.local_copy none", None),
+        ("--data.shuffle none", "none"),
         ("--data.antialias 0", False),
-        ("--data.antialias Yes", True),
         ("--data.antialias TRUE", True),
-        ("--model.name none", "none"),
+        ("--model.activation_checkpointing selective", "selective"),
         ("--run.dir 1", "1"),
-        ("--run.epochs 3 --run.epochs 4", 4.0),
+        ("--run.epochs 3 --run.epochs 4.5", 4.5),
         ("--data.seed 18446744073709551615", 2**64 - 1),
         ("--data.normalise imagenet", "imagenet"),
-        ("--data.normalise 120,110,100 60,59,58", ((120.0, 110.0, 100.0), (60.0, 59.0, 58.0))),
-        ("--data.normalise '((120,110,100),(60,59,58))'", ((120.0, 110.0, 100.0), (60.0, 59.0, 58.0))),
+        ("--data.normalise 120,110,100 60,59,58", ((120, 110, 100), (60, 59, 58))),
+        ("--data.normalise '((120,110,100),(60,59,58))'", ((120, 110, 100), (60, 59, 58))),
+        ("--model.freeze patch_embed.* blocks.0.*", ("patch_embed.*", "blocks.0.*")),
         ("--model.kwargs.drop_path_rate 0.1", 0.1),
         ("--model.kwargs.act_layer silu", "silu"),
         ("--model.kwargs.x_y none", None),
         ("--model.kwargs.img_size 96 128", (96, 128)),
-        ("--model.kwargs.img_size '(96, 128)'", (96, 128)),
         ("--model.kwargs.qk_norm true", True),
         ("--model.kwargs \"{'depth': 2}\"", {"depth": 2}),
-    ):
-        (read,) = read_overrides(shlex.split(words)).values()
-        assert (read, type(read)) == (value, type(value)), words
+    ],
+)
+def test_values_as_people_type_them(words: str, value: Any) -> None:
+    (read,) = read_overrides(shlex.split(words)).values()
+    assert (read, type(read)) == (value, type(value))
 
 
-def test_keyword_arguments_of_the_model_are_added_and_removed() -> None:
-    base = config(model=ModelConfig(name="vit_tiny_patch16_224", kwargs={"depth": 2, "drop_rate": 0.1}))
-    changed = base.replace(read_overrides(["--model.kwargs.drop_path_rate", "0.2", "--model.kwargs.drop_rate", "none"]))
-    assert changed.model.kwargs == {"depth": 2, "drop_path_rate": 0.2}
-    assert base.replace({"model.kwargs": {"depth": 3}, "model.kwargs.drop_rate": 0}).model.kwargs == {
-        "depth": 3,
-        "drop_rate": 0,
-    }
-
-
-def test_settings_that_depend_on_each_other_change_together() -> None:
-    changed = config().replace(
-        {"batch.micro_batch": 3, "batch.global_batch": 6, "run.epochs": 1, "schedule.warmup_epochs": 0}
+def test_settings_change_together_by_name_or_by_section() -> None:
+    changed = PLAIN.replace(
+        {"batch.micro_batch": 3, "batch.global_batch": 6}, run=dict(epochs=1), schedule=dict(warmup_epochs=0)
     )
     assert (changed.batch.global_batch, changed.batch.micro_batch, changed.run.epochs) == (6, 3, 1)
-    with pytest.raises(ConfigError, match=r"batch.global_batch 8 is not a multiple of batch.micro_batch 3"):
-        config().replace({"batch.micro_batch": 3})
-    with pytest.raises(ConfigError, match=r"^run.epoch is not a setting: use run.epochs$"):
-        config().replace({"run.epoch": 3})
+    base = PLAIN.replace(model=dict(kwargs=dict(depth=2, drop_rate=0.1)))
+    words = ["--model.kwargs.drop_path_rate", "0.2", "--model.kwargs.drop_rate", "none"]
+    for one in (
+        base.replace(read_overrides(words)),
+        base.replace(model=dict(kwargs=dict(drop_path_rate=0.2, drop_rate=None))),
+    ):
+        assert one.model.kwargs == {"depth": 2, "drop_path_rate": 0.2}
+    whole = base.replace({"model.kwargs": {"depth": 3}, "model.kwargs.drop_rate": 0})
+    assert whole.model.kwargs == {"depth": 3, "drop_rate": 0}
 
 
-def test_lists_paths_and_names_are_understood(tmp_path: Path) -> None:
+def test_lists_and_paths_are_understood(tmp_path: Path) -> None:
     data = DataConfig(root=tmp_path, crop_area=[0.5, 1], normalise="imagenet")  # type: ignore[arg-type]
     assert (data.root, data.crop_area) == (str(tmp_path), (0.5, 1))
     assert (data.mean, data.std) == ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
 
 
 def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    values = json.loads(config().to_json())
+    assert len(SETTINGS) <= 118
+    values = json.loads(PLAIN.to_json())
     for name in SETTINGS:
         value = functools.reduce(operator.getitem, name.split("."), values)
-        config().replace({name: value})
+        PLAIN.replace({name: value})
     with pytest.raises(SystemExit):
         main(["plan", "--config", str(DIGITS), "--help"])
     printed = capsys.readouterr().out
     # A dict has one option per key, and tyro shows no option for a tuple of functions.
     unlisted = {name for name in SETTINGS if f"--{name} " not in printed}
-    assert unlisted == {"model.kwargs", "optimizer.kwargs", "loss.teacher_kwargs", "hooks.user"}
+    assert unlisted == {"model.kwargs", "optimizer.kwargs", "hooks.user"}
     for cls in get_type_hints(Config).values():
         (definition,) = ast.parse(inspect.getsource(cls)).body
         assert isinstance(definition, ast.ClassDef)
@@ -437,7 +337,7 @@ def test_a_seed_is_an_exact_integer(tmp_path: Path) -> None:
     """Of 64 bits: neither JSON nor NumPy takes it for a float on its way."""
     seed = 2**64 - 1
     saved = tmp_path / "config.json"
-    saved.write_text(config(data=DataConfig(root="data", seed=seed)).to_json())
+    saved.write_text(PLAIN.replace(data=dict(seed=seed)).to_json())
     assert load_config(saved).data.seed == seed
     one = np.ones(1, dtype=np.uint64)
     draws = [
@@ -453,36 +353,26 @@ class TestHook:
 
 def test_the_config_of_a_run_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
-    whole = config(
-        optimizer=OptimizerConfig(lr=1, betas=(0.8, 0.9)), data=DataConfig(root="data", normalise=((9,) * 3, (8,) * 3))
-    )
+    whole = PLAIN.replace(optimizer=dict(betas=(0.8, 0.9)), data=dict(normalise=((9,) * 3, (8,) * 3)))
     path.write_text(whole.to_json())
     assert load_config(path) == whole
-    path.write_text(config(hooks=HooksConfig(user=(TestHook,))).to_json())
-    with pytest.warns(
-        UserWarning, match=r"config.json: hooks.user \['TestHook'\] are left out, since only a config file in Python"
-    ):
-        assert load_config(path) == config()
+    path.write_text(PLAIN.replace(hooks=dict(user=(TestHook,))).to_json())
+    with pytest.warns(UserWarning, match=r"config.json: hooks.user \['TestHook'\] are left out"):
+        assert load_config(path) == PLAIN
 
-    values = json.loads(config().to_json())
+    values = json.loads(PLAIN.to_json())
     for text, message in (
-        ("{", "config.json cannot be read as a run's config.json: Expecting property name"),
-        ("[" * 100_000, "config.json cannot be read as a run's config.json: "),
-        ("[1]", "config.json: expected an object of sections"),
-        ('{"data": 3}', "config.json: expected an object of sections"),
-        (json.dumps({**values, "date": {}}), "config.json: date is not a setting: use data"),
-        (
-            json.dumps({**values, "run": {"dir": "run", "epochs": "90"}}),
-            "config.json: run.epochs is '90': use a number over 0",
-        ),
-        (
-            json.dumps({**values, "run": {"dir": "run", "epochs": float("nan")}}),
-            "config.json: run.epochs is nan: use a finite number",
-        ),
+        ("{", "cannot be read as a run's config.json: Expecting property name"),
+        ("[" * 100_000, "cannot be read as a run's config.json: "),
+        ("[1]", "expected an object of sections"),
+        ('{"data": 3}', "expected an object of sections"),
+        (json.dumps({**values, "date": {}}), "date is not a setting: use data"),
+        (json.dumps({**values, "run": {"dir": "run", "epochs": "90"}}), "run.epochs is '90': use a number"),
+        (json.dumps({**values, "run": {"dir": "run", "epochs": float("nan")}}), "run.epochs is nan: use a number"),
     ):
         path.write_text(text)
         assert main(["plan", "--config", str(path)]) == 2
-        assert message in capsys.readouterr().err
+        assert f"config.json: {message}" in capsys.readouterr().err.replace("config.json cannot", "config.json: cannot")
 
 
 def test_loading_by_path(tmp_path: Path) -> None:
@@ -500,48 +390,58 @@ def test_loading_by_path(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_a_config_file_may_register_a_model(tmp_path: Path) -> None:
+def test_a_config_file_finds_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base.py").write_text(FILE)
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from dali_train.config import load_config\nconfig = load_config('base.py').replace(run=dict(epochs=7))\n"
+    )
+    monkeypatch.chdir("/")
+    assert (load_config(mine).run.epochs, load_config(mine).batch.global_batch) == (7, 8)
+
+
+def test_a_config_file_may_add_a_model_a_loss_and_a_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """timm looks up the module that a function comes from."""
     path = tmp_path / "own-model.py"
     path.write_text(
         "import timm\n"
         "from timm.models import register_model\n"
+        "from dali_train.training.loss import LOSSES\n"
+        "from dali_train.training.schedule import SCHEDULES\n"
         "@register_model\n"
         "def config_files_own_vit(pretrained=False, **kwargs):\n"
         "    return timm.create_model('vit_tiny_patch16_224', depth=1, **kwargs)\n"
-        + FILE.replace("vit_tiny_patch16_224", "config_files_own_vit")
+        "LOSSES['config-files-own'] = LOSSES['cross-entropy']\n"
+        "SCHEDULES['config-files-own'] = lambda settings, peak, span: 0.5 * peak\n"
+        + FILE.replace("vit_tiny_patch16_224", "config_files_own_vit").replace(
+            "=1)", "=1, name='config-files-own'), loss=LossConfig(name='config-files-own')"
+        )
     )
-    model = build_model(load_config(path), 5, torch.device("meta"))
-    assert len(model.blocks) == 1  # type: ignore[arg-type]
+    assert len(build_model(load_config(path), 5, torch.device("meta")).blocks) == 1  # type: ignore[arg-type]
+    assert main(["plan", "--config", str(path), "--num-images", "800"]) == 0
+    assert "0.0005" in capsys.readouterr().out
 
 
 def test_what_belongs_to_the_recipe(dataset: Path) -> None:
-    """A setting that is not marked as the machine's does; one that a checkpoint lacks has its default."""
+    """Every setting that is not marked NotInRecipe; one that a checkpoint lacks has its default."""
     split = Split(dataset, "train")
-    current = json.loads(
-        json.dumps(recipe(config(model=ModelConfig(name="vit", kwargs={"img_size": (32, 32)})), split))
-    )
-    assert current == recipe(config(model=ModelConfig(name="vit", kwargs={"img_size": (32, 32)})), split)
+    model = ModelConfig(name="vit", kwargs={"img_size": (32, 32)})
+    current = json.loads(json.dumps(recipe(replace(PLAIN, model=model), split)))
+    assert current == recipe(replace(PLAIN, model=model), split)
     assert {"data.seed", "data.mean", "optimizer.lr", "batch.micro_batch", "run.epochs", "mixup.alpha"} <= set(current)
-    machine = {"data.root", "run.dir", "run.device", "run.published_top1", "hooks.trackers", "parallel.bucket_mb"}
-    assert not machine & set(current)
+    assert not {"data.root", "run.dir", "run.device", "run.published_top1", "hooks.trackers"} & set(current)
 
-    older = {
-        name: value
-        for name, value in current.items()
-        if name not in ("data.antialias", "optimizer.betas", "mixup.per_image")
-    }
+    older = {name: value for name, value in current.items() if name not in ("data.antialias", "optimizer.betas")}
     assert changes_between({**older, "run.published_top1": 0.7}, current) == []
-    changed = recipe(config(optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.98))), split)
-    assert changes_between(
-        {**older, "model.name": "other"}, {**changed, "mixup.per_image": True, "dataset": "another"}
-    ) == [
+    changed = recipe(PLAIN.replace(optimizer=dict(betas=(0.9, 0.98))), split)
+    assert changes_between({**older, "model.name": "other"}, {**changed, "dataset": "another"}) == [
         f"dataset {current['dataset']} -> another",
-        "mixup.per_image False -> True",
         "model.kwargs {'img_size': [32, 32]} -> {}",
         "model.name other -> vit_tiny_patch16_224",
         "optimizer.betas [0.9, 0.999] -> [0.9, 0.98]",
     ]
-    imagenet = recipe(config().replace({"data.normalise": "imagenet"}), split)
-    numbers = recipe(config().replace({"data.normalise": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))}), split)
+    imagenet = recipe(PLAIN.replace({"data.normalise": "imagenet"}), split)
+    numbers = recipe(PLAIN.replace({"data.normalise": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))}), split)
     assert changes_between(imagenet, numbers) == []

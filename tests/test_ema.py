@@ -16,7 +16,7 @@ from dali_train.training.ema import Ema, ema_decay
 from .conftest import StartTraining, Train, relative_differences
 from .helpers import kill_after_step_4
 
-ON = ("--ema.decay", "0.9", "--ema.after_steps", "2")
+ON = ("--ema.decay", "0.9")
 
 
 def network() -> nn.Module:
@@ -28,12 +28,7 @@ def network() -> nn.Module:
     ("ours", "theirs"),
     [
         ({"decay": 0.9}, {"decay": 0.9}),
-        ({"decay": 0.9, "after_steps": 3}, {"decay": 0.9, "update_after_step": 3}),
         ({"decay": 0.8, "warmup": True}, {"decay": 0.8, "use_warmup": True}),
-        (
-            {"decay": 0.99, "warmup": True, "warmup_gamma": 2.0, "warmup_power": 0.75, "after_steps": 2},
-            {"decay": 0.99, "use_warmup": True, "warmup_gamma": 2.0, "warmup_power": 0.75, "update_after_step": 2},
-        ),
     ],
 )
 def test_the_average_is_timms(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -93,10 +88,7 @@ def test_a_run_evaluates_it_and_resumes_it_exactly(
     [
         ({"decay": 1.0}, "ema.decay is 1.0: use a share between 0 and 1"),
         ({"decay": 0.0}, "ema.decay is 0.0: use a share between 0 and 1"),
-        ({"decay": 0.9, "after_steps": -1}, "ema.after_steps is -1: use a number from 0 on"),
         ({"warmup": True}, "ema.warmup is true, but there is no average: set ema.decay"),
-        ({"decay": 0.9, "warmup_gamma": 0.0}, "ema.warmup_gamma is 0.0"),
-        ({"decay": 0.9, "warmup_power": 0.0}, "ema.warmup_power is 0.0"),
     ],
 )
 def test_averages_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

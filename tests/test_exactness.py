@@ -135,7 +135,7 @@ def test_so_does_one_whose_ranks_were_killed(
 # Options of the recipe, those that have nothing to do with each other in one run.
 AUGMENTED = words(
     "--data.augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.3 --data.random_erasing 0.5 "
-    "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 --mixup.prob 0.9 --mixup.per_image true "
+    "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 "
     "--loss.label_smoothing 0.1 --optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9"
 )
 REPEATED = words(

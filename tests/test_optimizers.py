@@ -79,7 +79,7 @@ def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict
         before = training.parameters()
         training.step(0, scale=overflow)
         assert all(map(torch.equal, before, training.parameters()))
-    writer = CheckpointWriter(tmp_path, None, keep=1, keep_best=1)
+    writer = CheckpointWriter(tmp_path, None, keep=1)
     writer.prepare(0)
     writer.save(2, *capture(training.model, training.optimizer, training.precision))
     writer.wait()

@@ -224,7 +224,6 @@ def test_mixup_draws() -> None:
     assert (
         sorted(one.partners.tolist()) == list(range(64)) and len(set(one.lambdas.tolist())) == 1 and not one.cuts.any()
     )
-    assert len(set(mixing(step=3, k=1, alpha=0.2, per_image=True).lambdas.tolist())) == 64
     many = np.array([mixing(step=step, size=2, alpha=0.2).lambdas[0] for step in range(4000)])
     # Beta(a, a): mean 1/2, variance 1 / (4 (2 a + 1))
     assert abs(many.mean() - 0.5) < 0.03 and abs(many.var() - 1 / (4 * 1.4)) < 0.01
@@ -234,23 +233,21 @@ def test_mixup_draws() -> None:
 
 def test_mixup_draws_are_those_of_earlier_versions() -> None:
     """Literal values: a run that began with an earlier version continues with the same mixtures."""
-    drawn = mixing(step=7, k=2, size=4, alpha=0.2, per_image=True)
+    drawn = mixing(step=7, k=2, size=4, alpha=0.2)
     assert drawn.partners.tolist() == [1, 3, 2, 0]
-    expected = [0.006625903304666281, 0.0003357390232849866, 0.2663339376449585, 2.6091282052220777e-05]
-    np.testing.assert_array_equal(drawn.lambdas, np.array(expected, dtype=np.float32))
+    np.testing.assert_array_equal(drawn.lambdas, np.full(4, 0.006625903304666281, dtype=np.float32))
 
 
 def test_cutmix_draws() -> None:
-    drawn = mixing(size=4000, side=64, alpha=0.8, cutmix_alpha=1.0, prob=0.9, switch_prob=0.4, per_image=True)
-    top, left, height, width = drawn.cuts.T
+    drawn = [mixing(step=step, size=2, side=64, alpha=0.8, cutmix_alpha=1.0) for step in range(4000)]
+    cuts, lambdas = np.array([one.cuts[0] for one in drawn]), np.array([one.lambdas[0] for one in drawn])
+    top, left, height, width = cuts.T
     cut = height > 0
-    assert abs(cut.mean() - 0.9 * 0.4) < 0.03  # less the few boxes without a pixel
+    assert abs(cut.mean() - 0.5) < 0.03  # less the few boxes without a pixel
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 64).all() and (left + width <= 64).all()
-    np.testing.assert_allclose(drawn.lambdas[cut], 1 - (height * width / 64**2)[cut], rtol=1e-6)
-    assert abs((drawn.lambdas == 1).mean() - 0.1) < 0.03
-    assert abs(np.sqrt(1 - drawn.lambdas[cut]).mean() - np.sqrt((height * width)[cut]).mean() / 64) < 1e-3
-    per_batch = mixing(cutmix_alpha=1.0)
-    assert (per_batch.cuts == per_batch.cuts[0]).all() and len(set(per_batch.lambdas.tolist())) == 1
+    np.testing.assert_allclose(lambdas[cut], 1 - (height * width / 64**2)[cut], rtol=1e-6)
+    assert all((one.cuts == one.cuts[0]).all() and len(set(one.lambdas.tolist())) == 1 for one in drawn)
+    assert abs(np.mean([mixing(step=step, size=2, cutmix_alpha=1.0).cuts.any() for step in range(400)]) - 1) < 0.05
 
 
 def test_padded_crops_are_uniform() -> None:
@@ -277,7 +274,7 @@ def test_padded_crops_are_uniform() -> None:
 
 @pytest.mark.parametrize(("shuffle", "micro_batch"), [("full", 6), ("full", 4), ("none", 6), ("block", 6)])
 def test_repeats_are_neighbours_with_draws_of_their_own(shuffle: str, micro_batch: int) -> None:
-    data = {"repeats": 3, "split_repeats": micro_batch % 3 != 0, "block_images": 2, "window_blocks": 2}
+    data = {"repeats": 3, "block_images": 2, "window_blocks": 2}
     config = config_of(12, micro_batch, shuffle=shuffle, **data)
     micro_batches = MicroBatches(rows_of(10), config)
     drawn = [micro_batches(s, k) for s in range(5) for k in range(micro_batches.num_per_step)]

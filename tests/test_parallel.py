@@ -167,7 +167,7 @@ def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--precision.pure", "true"), ("--model.fast_norm", "true")], ids=["pure", "fast-norm"]
+    "options", [("--precision.autocast", "false"), ("--model.fast_norm", "true")], ids=["pure", "fast-norm"]
 )
 def test_half_precision_between_stages(train: Train, tmp_path: Path, options: tuple[str, ...]) -> None:
     words = ("--precision.dtype", "bf16", *options, *DEEP, "--run.max_steps", "3")

@@ -17,6 +17,7 @@ from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.loading.cpu import CpuTransform
+from dali_train.data.loading.dali import PREFETCH
 from dali_train.data.loading.loader import make_loader, pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -99,7 +100,7 @@ def test_memory_of_batches_is_used_again(config: Config) -> None:
         Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
     )
     places = {loader.next().images.data_ptr() for _ in range(40)}
-    assert len(places) <= config.data.prefetch + 3  # ready, in the making, and two in the caller's hands
+    assert len(places) <= PREFETCH + 3  # ready, in the making, and two in the caller's hands
 
 
 def test_progressive_sizes_are_those_of_their_steps(config: Config) -> None:
@@ -149,9 +150,8 @@ def test_evaluation_pixels_are_those_of_torchvision(unmixed: Config, mode: str) 
         assert np.abs(grey_levels(images) - expected).mean() < 0.5
 
 
-@pytest.mark.parametrize("per_image", [False, True])
-def test_mixup(config: Config, unmixed: Config, per_image: bool) -> None:
-    config = replace(config, mixup=MixupConfig(alpha=0.2, per_image=per_image))
+def test_mixup(config: Config, unmixed: Config) -> None:
+    config = replace(config, mixup=MixupConfig(alpha=0.2))
     for mixed, plain in zip(first_batches(config, 4), first_batches(unmixed, 4), strict=True):
         micro = mixed.micro_batch
         weights = torch.from_numpy(micro.lambdas)[:, None, None, None]
@@ -159,7 +159,7 @@ def test_mixup(config: Config, unmixed: Config, per_image: bool) -> None:
         torch.testing.assert_close(mixed.images, expected, rtol=0, atol=1e-5)
         assert mixed.targets.tolist() == np.stack([micro.labels, micro.labels[micro.partners]], axis=-1).tolist()
         assert mixed.lambdas.tolist() == micro.lambdas.tolist()
-        assert len(set(micro.lambdas.tolist())) == (len(micro.images) if per_image else 1)
+        assert len(set(micro.lambdas.tolist())) == 1
 
 
 def test_float16_and_channels_last_are_the_same_pixels(config: Config) -> None:

@@ -127,10 +127,10 @@ def test_the_peak_follows_the_batch_if_asked_to(scale: str, factor: float) -> No
     [
         ({"warmup_steps": 5, "warmup_epochs": 1}, "warmup_steps is 5 and schedule.warmup_epochs 1: set one"),
         ({"warmup_steps": 5, "step_every": "epoch"}, "set schedule.warmup_epochs instead"),
-        ({"warmup_steps": -1}, "warmup_steps is -1: use a number from 0 on"),
-        ({"warmup_lr": -1e-6}, "warmup_lr is -1e-06: use 0 or more"),
-        ({"min_lr": -1.0}, "min_lr is -1.0: use 0 or more"),
-        ({"name": "polynomial", "power": 0.0}, "power is 0.0: use a number over 0"),
+        ({"warmup_steps": -1}, "warmup_steps is -1: use a whole"),
+        ({"warmup_lr": -1e-6}, "warmup_lr is -1e-06: use a"),
+        ({"min_lr": -1.0}, "min_lr is -1.0: use a"),
+        ({"name": "polynomial", "power": 0.0}, "power is 0.0: use a"),
         ({"name": "cosine", "power": 2.0}, "power is 2.0, which schedule.name cosine ignores"),
         ({"name": "step"}, "schedule.name step needs schedule.decay_epochs: set it"),
         (

@@ -52,10 +52,19 @@ def test_it_learns_what_the_images_show(train: Train, dataset: Path, tmp_path: P
     assert events(tmp_path / "run", "train")[-1]["top1"] > 0.9
 
 
-@pytest.mark.parametrize(("dtype", "pure"), [("fp16", "false"), ("bf16", "false"), ("fp16", "true")])
-def test_mixed_precision_follows_float32(train: Train, tmp_path: Path, dtype: str, pure: str) -> None:
+@pytest.mark.parametrize(("dtype", "autocast"), [("fp16", "true"), ("bf16", "true"), ("fp16", "false")])
+def test_mixed_precision_follows_float32(train: Train, tmp_path: Path, dtype: str, autocast: str) -> None:
     train("full")
-    train("mixed", "--precision.dtype", dtype, "--precision.pure", pure, "--precision.initial_scale", "256", ranks=2)
+    train(
+        "mixed",
+        "--precision.dtype",
+        dtype,
+        "--precision.autocast",
+        autocast,
+        "--precision.initial_scale",
+        "256",
+        ranks=2,
+    )
     full, mixed = events(tmp_path / "full", "train"), events(tmp_path / "mixed", "train")
     assert [line["loss"] for line in mixed] == pytest.approx([line["loss"] for line in full], rel=0.02)
     assert [line["loss_scale"] for line in mixed] == [256.0 if dtype == "fp16" else 1.0] * 7

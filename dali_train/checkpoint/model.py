@@ -89,7 +89,7 @@ def _input_config(architecture: dict[str, Any], data: DataConfig, class_names: t
         "interpolation": data.interpolation,
         "mean": tuple(value / 255 for value in data.mean),
         "std": tuple(value / 255 for value in data.std),
-        "crop_pct": data.eval_size / data.eval_resize_to,
+        "crop_pct": data.eval_size / data.eval_resized,
         "crop_mode": "squash" if data.eval_resize == "squash" else "center",
     }
 

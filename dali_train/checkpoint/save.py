@@ -33,20 +33,17 @@ class CheckpointWriter:
 
     Args:
         group: of all ranks, for host memory and used by nobody else; None for a single process.
-        keep: newest checkpoints that are kept.
-        keep_best: checkpoints with the best top-1 that are kept besides.
+        keep: newest checkpoints that are kept, besides the one with the best top-1.
         num_stages: of a pipeline, each of as many neighbouring ranks; ranks of one stage have tensors of the same
             names.
     """
 
-    def __init__(
-        self, directory: Path, group: dist.ProcessGroup | None, *, keep: int, keep_best: int, num_stages: int = 1
-    ) -> None:
+    def __init__(self, directory: Path, group: dist.ProcessGroup | None, *, keep: int, num_stages: int = 1) -> None:
         self._directory = directory
         self._group = group
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
         self._num_stages = num_stages
-        self._keep, self._keep_best = keep, keep_best
+        self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host: Tensors = {}
@@ -192,7 +189,7 @@ class CheckpointWriter:
         point_link(self._directory / "newest", paths[-1])
         if best:
             point_link(self._directory / "best", best[0])
-        for path in set(paths[: -self._keep]) - set(best[: self._keep_best]):
+        for path in set(paths[: -self._keep]) - set(best[:1]):
             doomed = path.with_name(f".{path.name}.removed")
             path.rename(doomed)  # at once, so that a kill leaves no half checkpoint
             shutil.rmtree(doomed)

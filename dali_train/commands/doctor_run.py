@@ -290,8 +290,9 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
 
 
 def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
-    """Check the space for checkpoints: one more than are kept, since the oldest is removed last."""
-    count = run.keep_checkpoints + run.keep_best_checkpoints + 1
+    """Check the space for checkpoints: run.keep_checkpoints, the best one, and one that is written before the oldest
+    is removed."""
+    count = run.keep_checkpoints + 2
     needed, free = count * checkpoint_bytes, shutil.disk_usage(directory).free
     found = f"{free / 1e9:,.1f} GB free, {count} checkpoints take {needed / 1e9:,.2f} GB"
     if free < needed:

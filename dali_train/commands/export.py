@@ -73,7 +73,7 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
     return {
         "input": f"float32, (n, 3, {data.eval_size}, {data.eval_size}), RGB",
         "resize": data.eval_resize,
-        "resize_to": data.eval_resize_to,
+        "resize_to": data.eval_resized,
         "center_crop": data.eval_size,
         "interpolation": data.interpolation,
         "antialias": data.antialias,

@@ -1,14 +1,18 @@
 """What a run would do, computed without a GPU and without reading data: steps, accumulation, schedule, memory."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from dali_train.config import Config
+from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
@@ -24,6 +28,7 @@ from dali_train.parallel.stages import (
 )
 from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
+from dali_train.training.loss import loss_of
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
     build_model,
@@ -32,7 +37,7 @@ from dali_train.training.model import (
     compare_with_timm,
     repeated_blocks,
 )
-from dali_train.training.schedule import learning_rate
+from dali_train.training.schedule import learning_rate, schedule_of
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 IMAGENET_IMAGE_BYTES = 110e3
@@ -57,6 +62,7 @@ def print_plan(
         ConfigError: the batch does not divide among the ranks, model or optimizer cannot be built, or the model does
             not take images of the config's sizes.
     """
+    loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before the model is made
     num_images, num_classes, source, image_bytes = _images(config, num_images)
     batch = config.batch
     layout = _layout(config, world_size)
@@ -100,9 +106,43 @@ def print_plan(
         epoch = config.run.epochs * quarter / 4
         step = math.ceil(epoch * num_images / batch.global_batch - 1e-9)
         print(f"  epoch {epoch:>6g}  step {step:>7,}  {learning_rate(config, step, num_images):.6g}")
+    print("settings       that differ from their defaults")
+    for section, values in changed_settings(config).items():
+        print(
+            textwrap.fill(
+                f"  {section:<13}{values}",
+                120,
+                subsequent_indent=" " * 15,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
+        )
     if picture is not None:
         draw_plan(config, num_images, fullest, picture)
         print(f"picture        {picture}")
+
+
+def changed_settings(config: Config) -> dict[str, str]:
+    """Return the settings that differ from their defaults, after all inheritance, by section: "lr 0.1, name sgd"."""
+    sections: dict[str, list[str]] = {}
+    for name, setting in SETTINGS.items():
+        value = attrgetter(name)(config)
+        if value != setting.default:
+            section, _, field = name.partition(".")
+            arguments = value if name == "model.kwargs" else {}
+            shown = [f"kwargs.{one} {arguments[one]}" for one in arguments] or [f"{field} {_as_typed(value)}"]
+            sections.setdefault(section, []).extend(shown)
+    return {section: ", ".join(values) for section, values in sections.items()}
+
+
+def _as_typed(value: Any) -> str:
+    """Return a setting's value as it is typed behind its name."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple):
+        separator = " " if any(isinstance(one, tuple) for one in value) else ","
+        return separator.join(getattr(one, "__name__", None) or _as_typed(one) for one in value)
+    return str(value)
 
 
 def _layout(config: Config, world_size: int | None) -> Layout:
@@ -195,7 +235,7 @@ def describe_memory(memory: Memory) -> str:
 
 
 def _images(config: Config, num_images: int | None) -> tuple[int, int, str, float]:
-    """(training images, classes, where these numbers are from, mean bytes per image)."""
+    """Return (training images, classes, where these numbers are from, mean bytes per image)."""
     if num_images is not None:
         if num_images < 1:
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
@@ -212,7 +252,7 @@ def _images(config: Config, num_images: int | None) -> tuple[int, int, str, floa
 def describe_largest_micro_batch(
     config: Config, memory: Memory, device_bytes: float, data_size: int
 ) -> tuple[bool, str]:
-    """Whether batch.micro_batch fits into a device, by the estimate, and the largest that does, in words."""
+    """Return whether batch.micro_batch fits into a device, by the estimate, and in words the largest that does."""
     ours, gigabytes = config.batch.micro_batch, device_bytes / 1e9
     largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch // data_size)
     if largest is None:
@@ -227,7 +267,7 @@ def describe_largest_micro_batch(
 
 
 def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
-    """data.shuffle in words, and what a block order asks of the page caches."""
+    """Return data.shuffle in words, and what a block order asks of the page caches."""
     data = config.data
     if data.shuffle == "none":
         return "none: as on disk, the same every epoch"
@@ -242,7 +282,7 @@ def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
 
 
 def draw_plan(config: Config, num_images: int, memory: Memory, picture: Path) -> None:
-    """The learning rate over the run, and what each rank's memory is used for."""
+    """Draw the learning rate over the run, and what each rank's memory is used for."""
     import matplotlib  # only where a picture is wanted
     from matplotlib.figure import Figure
 

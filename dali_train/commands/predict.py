@@ -206,7 +206,7 @@ def _with_pil(encoded: Sequence[Callable[[], bytes]], names: Sequence[str], data
             rgb = decode_rgb(read())
         except BadImageError as error:
             raise ConfigError(f"{name} {error}") from error
-        size = data.eval_resize_to
+        size = data.eval_resized
         sides = [size, size] if data.eval_resize == "squash" else [size]
         resized = functional.resize(rgb, sides, functional.InterpolationMode(data.interpolation))
         return (functional.pil_to_tensor(functional.center_crop(resized, [data.eval_size])) - mean) / std

@@ -146,7 +146,6 @@ def build(
             plan.directory / "checkpoints",
             writer_group,
             keep=config.run.keep_checkpoints,
-            keep_best=config.run.keep_best_checkpoints,
             num_stages=setup.layout.pipeline,
         ),
         hooks=hooks,

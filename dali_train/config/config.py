@@ -40,7 +40,7 @@ NEED_INDEX: dict[str, Any] = {
 """Settings that data.reader dali cannot do, with the value that leaves them out."""
 
 KWARGS = "model.kwargs."
-"""How the name of a keyword argument of the model begins: ``model.kwargs.drop_path_rate``."""
+"""The beginning of a model argument's name, as in ``model.kwargs.drop_path_rate``."""
 
 
 @section("")
@@ -85,24 +85,24 @@ class Config:
         )
         repeats, micro_batch = self.data.repeats, self.batch.micro_batch
         require(
-            self.data.split_repeats or micro_batch % repeats == 0,
-            f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}: use a multiple of {repeats} "
-            f"such as {max(1, round(micro_batch / repeats)) * repeats}, or data.split_repeats true to let repeats be "
-            "in two micro-batches",
+            self.data.shuffle != "block" or micro_batch % repeats == 0,
+            f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}, and data.shuffle block keeps the "
+            f"repeats of an image together: use a multiple of {repeats} such as "
+            f"{max(1, round(micro_batch / repeats)) * repeats}, or data.shuffle full",
         )
         require(
             self.precision.dtype != "fp64" or self.run.device != "cuda",
             "precision.dtype fp64 is for checks on the CPU: set run.device cpu",
         )
         require(
-            not self.precision.pure or not self.model.fast_norm,
-            "precision.pure is true with model.fast_norm true: without autocast norms are in half precision anyway, "
+            self.precision.autocast or not self.model.fast_norm,
+            "precision.autocast is false with model.fast_norm true: without it norms are in half precision anyway, "
             "set model.fast_norm false",
         )
         require(
-            not self.precision.pure or self.model.compile in ("auto", "none"),
-            f"precision.pure is true with model.compile {self.model.compile}: the weights' copies are not compiled, "
-            "set model.compile none, or precision.pure false",
+            self.precision.autocast or self.model.compile in ("auto", "none"),
+            f"precision.autocast is false with model.compile {self.model.compile}: the weights' copies are not "
+            "compiled, set model.compile none, or precision.autocast true",
         )
         require(
             not self.model.cuda_graphs or self.run.device != "cpu",
@@ -190,32 +190,36 @@ class Config:
         """This config with training images of `size` pixels throughout."""
         return self.replace({"data.train_size": size, "data.progressive": ()})
 
-    def replace(self, changes: Mapping[str, Any]) -> "Config":
-        """This config with other values, by full name: ``config.replace({"batch.global_batch": 64, "batch.micro_batch":
-        8})``.
+    def replace(self, changes: Mapping[str, Any] | None = None, /, **sections: Mapping[str, Any]) -> "Config":
+        """Return this config with other values: ``config.replace(batch=dict(global_batch=64, micro_batch=8))``.
 
         The result is checked once, after all changes, so fields that depend on each other can change together.
-        ``model.kwargs.NAME`` sets one keyword argument of the model; None removes it.
+        ``model.kwargs`` are changed one by one; None removes one, a whole dict is set by its full name.
+
+        Args:
+            changes: values by full name: ``{"batch.global_batch": 64, "model.kwargs.drop_path_rate": 0.1}``.
+            sections: values by section and field.
 
         Raises:
-            ConfigError: a name that no setting has, or values that do not fit.
+            ConfigError: a name that no setting has, or values that are not valid.
         """
-        sections: dict[str, dict[str, Any]] = defaultdict(dict)
+        changes = {**dict(_by_full_name(sections)), **(changes or {})}
+        groups: dict[str, dict[str, Any]] = defaultdict(dict)
         kwargs = {name.removeprefix(KWARGS): value for name, value in changes.items() if name.startswith(KWARGS)}
         if kwargs:
             arguments = {**changes.get("model.kwargs", self.model.kwargs), **kwargs}
-            sections["model"]["kwargs"] = {name: value for name, value in arguments.items() if value is not None}
+            groups["model"]["kwargs"] = {name: value for name, value in arguments.items() if value is not None}
         for name, value in changes.items():
             if name.startswith(KWARGS):
                 continue
             if name not in SETTINGS:
                 raise ConfigError(unknown_setting(name, SETTINGS))
             group, _, one = name.rpartition(".")
-            sections[group].setdefault(one, value)
-        for inner in [group for group in sections if "." in group]:  # a section within another
+            groups[group].setdefault(one, value)
+        for inner in [group for group in groups if "." in group]:  # a section within another
             outer, _, one = inner.partition(".")
-            sections[outer][one] = replace(attrgetter(inner)(self), **sections.pop(inner))
-        return replace(self, **{group: replace(getattr(self, group), **values) for group, values in sections.items()})
+            groups[outer][one] = replace(attrgetter(inner)(self), **groups.pop(inner))
+        return replace(self, **{group: replace(getattr(self, group), **values) for group, values in groups.items()})
 
     def to_json(self) -> str:
         """The settings as run.dir/config.json has them; `load_config` reads it. User hooks are written by name."""
@@ -245,6 +249,14 @@ def _settings(cls: type, prefix: str = "", *, in_recipe: bool = True) -> Iterato
 
 SETTINGS = dict(_settings(Config))
 """Every setting by its full name, ``section.field``, or ``section.section.field``."""
+
+
+def _by_full_name(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in sections.items():
+        if isinstance(value, Mapping) and (not prefix or prefix + name in ("model.kwargs", "parallel.tensor")):
+            yield from _by_full_name(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _callable_name(value: Any) -> str:

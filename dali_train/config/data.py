@@ -1,21 +1,12 @@
 """Which images, in which order, decoded and augmented how."""
 
+import warnings
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
 from dali_train.config.augment import parse_augment
-from dali_train.config.check import (
-    OVER_0,
-    Directory,
-    NotInRecipe,
-    Pixels,
-    Positive,
-    Range,
-    Remedy,
-    require,
-    section,
-)
+from dali_train.config.check import OVER_0, Directory, NotInRecipe, Pixels, Positive, Rule, require, section
 
 Triple = tuple[float, float, float]
 """One number each for red, green and blue, in units of the pixel values 0 to 255."""
@@ -23,29 +14,32 @@ Triple = tuple[float, float, float]
 NORMALISATIONS: dict[str, tuple[Triple, Triple]] = {
     "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),
     "inception": ((127.5, 127.5, 127.5), (127.5, 127.5, 127.5)),
+    "cifar10": ((125.307, 122.961, 113.8575), (51.5865, 50.847, 51.255)),
+    "mnist": ((255 * 0.1307,) * 3, (255 * 0.3081,) * 3),
 }
+"""Name -> mean and standard deviation of the pixels."""
+Blocks = Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
+Probability = Annotated[float, Rule("a probability from 0 to 1", 0, 1)]
 
 
 @section("data")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    root: NotInRecipe[Annotated[str, Remedy("name a dataset's directory, which holds dataset.json")]]
+    root: NotInRecipe[Annotated[str, Rule("the name of a dataset's directory, which holds dataset.json")]]
     """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`)."""
-    seed: Annotated[int, Range(0, (1 << 64) - 1, "a number from 0 to 2**64 - 1")] = 0
+    seed: Annotated[int, Rule("a whole number from 0 to 2**64 - 1", 0, (1 << 64) - 1)] = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
     shuffle: Literal["full", "block", "none"] = "full"
     """full: a new uniformly random order every epoch. block: shuffled blocks of neighbours, mixed within windows, for
     disks and parallel file systems that want long reads. none: the order on disk. With data.reader dali
     each rank draws its next image from a buffer of block_images x window_blocks records, unless it is none."""
-    block_images: Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 images")] = 128
+    block_images: Blocks = 128
     """Images per block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its
     speed."""
-    window_blocks: Annotated[int, Range(1, 1 << 24, "at least 1 and at most 16,777,216 blocks")] = 8
+    window_blocks: Blocks = 8
     """Number of consecutive blocks whose images are shuffled together (one window). Each micro-batch of a step draws
     from its own window; `dali-train plan` reports the memory that all windows take."""
-    read_ahead_mb: NotInRecipe[
-        Annotated[int, Range(0, 1 << 20, "0 for no read-ahead, or more, at most 1,048,576 (1 TB)")]
-    ] = 256
+    read_ahead_mb: NotInRecipe[Annotated[int, Rule("a whole number from 0 to 1,048,576 (1 TB)", 0, 1 << 20)]] = 256
     """Megabytes of coming images that a rank reads into the page cache before they are needed. 0: none."""
     local_copy: NotInRecipe[Directory | None] = None
     """Directory on a local disk of each host: the dataset is copied there once before training and read from there.
@@ -56,20 +50,15 @@ class DataConfig:
     begins a new pass."""
     device: NotInRecipe[Literal["auto", "cpu", "gpu"]] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
-    num_threads: NotInRecipe[Annotated[int, Range(1, 1024, "at least 1 and at most 1024 threads")] | None] = None
+    num_threads: NotInRecipe[Annotated[int, Rule("a number of threads from 1 to 1024", 1, 1024)] | None] = None
     """Decoding threads per rank. None: this rank's share of the cores that the job may use."""
-    prefetch: NotInRecipe[
-        Annotated[int, Range(1, 64, "at least 1 and at most 64, since each takes the memory of a micro-batch")]
-    ] = 2
-    """Micro-batches that are prepared ahead of the one in use. Two cover the worst: of 5,000 micro-batches of 256
-    ImageNet photographs the largest has 1.3 times the mean's pixels, of 32 photographs 2.3 times."""
-    hw_decoder_load: NotInRecipe[Annotated[float, Range(0, 1, "a share from 0 to 1")] | None] = None
+    hw_decoder_load: NotInRecipe[Annotated[float, Rule("a share from 0 to 1", 0, 1)] | None] = None
     """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later). None: by the
     number of decoding threads, from 0.99 with 6 to 0.12 with 70; `python -m tools.bench.gpu_data` measures the best."""
     train_size: Pixels = 224
     """Side of the square training images, in pixels."""
     progressive: Annotated[
-        tuple[tuple[Positive, Pixels], ...], Remedy("use pairs of an epoch and a size in pixels, such as 6,128 12,160")
+        tuple[tuple[Positive, Pixels], ...], Rule("pairs of an epoch and a size in pixels, such as 6,128 12,160")
     ] = ()
     """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels
     until epoch 6, of 160 until epoch 12, and of train_size from then on. A step has the size of the epoch in which it
@@ -84,45 +73,43 @@ class DataConfig:
     crop_side: Pixels | None = None
     """Crop a square of this many pixels of the stored image instead, anywhere in it, as for CIFAR; it is then resized
     to train_size. None: an area and an aspect ratio are drawn, as crop_area and crop_aspect say."""
-    crop_padding: Annotated[int, Range(0, 65_500, "a number of pixels, at most 65,500")] = 0
+    crop_padding: Annotated[int, Rule("a number of pixels from 0 to 65,500", 0, 65_500)] = 0
     """With crop_side: black pixels on each side of the stored image, which the crop may include."""
-    horizontal_flip: Annotated[float, Range(0, 1, "a probability from 0 to 1")] = 0.5
+    horizontal_flip: Probability = 0.5
     """Probability of mirroring a training image."""
     augment: str = "none"
     """Policy of random operators: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1),
     big-vision and colossalai (RandAugment as these two have it, 2 operators at full strength), trivial
     (TrivialAugment), 3-augment (DeiT III), auto-imagenet or auto-cifar10 (AutoAugment)."""
-    color_jitter: Annotated[float, Range(0, 1, "a factor from 0 to 1")] = 0.0
+    color_jitter: Annotated[float, Rule("a factor from 0 to 1", 0, 1)] = 0.0
     """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none."""
-    random_erasing: Annotated[float, Range(0, 1, "a probability from 0 to 1")] = 0.0
+    random_erasing: Probability = 0.0
     """Probability of filling a random box of a training image."""
     random_erasing_fill: Literal["mean", "noise"] = "mean"
     """What erased boxes are filled with. mean: the mean color. noise: normally distributed pixels around it with the
     standard deviation of data.normalise, timm's mode pixel, limited to values from 0 to 255."""
-    repeats: Annotated[int, Range(1, 64, "a number of repeats, at most 64")] = 1
-    """Repeated augmentation: so many neighbours in the stream are the same image, augmented differently. An epoch still
-    has as many images as the training split, so each pass over the split takes this many epochs."""
-    split_repeats: bool = False
-    """Let a micro-batch's end separate the repeats of an image, for recipes whose batch is not a multiple of
-    data.repeats."""
+    repeats: Annotated[int, Rule("a number of repeats from 1 to 64", 1, 64)] = 1
+    """Repeated augmentation: so many neighbours in the order are the same image, augmented differently. An epoch still
+    has as many images as the training split, so each pass over the split takes this many epochs. Where it does not
+    divide batch.micro_batch, the repeats of some images fall into two micro-batches."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How training and evaluation images are resized."""
     antialias: bool = True
     """Filter when shrinking, as PIL does. False is faster and aliases."""
     normalise: Annotated[
-        Literal["imagenet", "inception"] | tuple[Triple, Triple],
-        Remedy("use imagenet, inception, or mean and standard deviation, e.g. 123.7,116.3,103.5 58.4,57.1,57.4"),
+        Literal["imagenet", "inception", "cifar10", "mnist"] | tuple[Triple, Triple],
+        Rule(f"{', '.join(NORMALISATIONS)}, or mean and standard deviation, e.g. 123.7,116.3,103.5 58.4,57.1,57.4"),
     ] = "inception"
     """Mean and standard deviation of red, green and blue, for pixel values from 0 to 255: the mean is subtracted and
-    the result divided by the standard deviation. imagenet: ImageNet's own. inception: 127.5 throughout, so that values
-    go from -1 to 1. Or
-    numbers: 123.7,116.3,103.5 58.4,57.1,57.4. A timm model's own are in its `default_cfg`, there for pixel values from
-        0 to 1."""
+    the result divided by the standard deviation. imagenet, cifar10, mnist: those of these datasets. inception: 127.5
+    throughout, so that values go from -1 to 1. Or numbers: 123.7,116.3,103.5 58.4,57.1,57.4. A timm model's own are in
+    its `default_cfg`, there for pixel values from 0 to 1."""
     eval_resize: NotInRecipe[Literal["short-side", "squash"]] = "short-side"
     """How evaluation images are resized to eval_resize_to. short-side: the short side, keeping the aspect ratio.
     squash: both sides, which distorts."""
-    eval_resize_to: NotInRecipe[Pixels] = 256
-    """In pixels; the central eval_size square of the result is evaluated."""
+    eval_resize_to: NotInRecipe[Pixels | None] = None
+    """In pixels; the central eval_size square of the result is evaluated. None: eval_size * 256 / 224, the usual share
+    of a photograph."""
     eval_size: NotInRecipe[Pixels] = 224
     """Side of the square evaluation images, in pixels."""
 
@@ -130,6 +117,11 @@ class DataConfig:
     def train_sizes(self) -> list[int]:
         """All sizes that training images have in the course of a run, each once."""
         return sorted({self.train_size, *(size for _, size in self.progressive)})
+
+    @property
+    def eval_resized(self) -> int:
+        """Side of evaluation images before the central square is cut out, in pixels: both sides, or the short one."""
+        return round(self.eval_size * 256 / 224) if self.eval_resize_to is None else self.eval_resize_to
 
     @property
     def mean(self) -> Triple:
@@ -159,10 +151,17 @@ class DataConfig:
             "multiply those for values from 0 to 1 by 255, or use imagenet or inception",
         )
         require(
-            self.eval_size <= self.eval_resize_to,
+            self.eval_size <= self.eval_resized,
             f"data.eval_size {self.eval_size} does not fit into data.eval_resize_to {self.eval_resize_to}: "
             "enlarge data.eval_resize_to",
         )
+        if self.eval_size < 0.8 * self.eval_resized:
+            warnings.warn(
+                f"data.eval_size {self.eval_size} of data.eval_resize_to {self.eval_resize_to}: only the central "
+                f"{(self.eval_size / self.eval_resized) ** 2:.0%} of each image are evaluated; leave "
+                "data.eval_resize_to out for the usual 77 %",
+                stacklevel=2,
+            )
         require(
             all(first < then for (first, _), (then, _) in pairwise(self.progressive)),
             f"data.progressive is {self.progressive}: use growing epochs, each the one until which its size is used",
@@ -191,9 +190,4 @@ class DataConfig:
             self.random_erasing > 0 or self.random_erasing_fill == "mean",
             f"data.random_erasing_fill is {self.random_erasing_fill}, but nothing is erased: set "
             "data.random_erasing, such as 0.25",
-        )
-        require(
-            not self.split_repeats or (self.repeats > 1 and self.shuffle != "block"),
-            f"data.split_repeats is true with data.repeats {self.repeats} and data.shuffle {self.shuffle}: it is for "
-            "more than one repeat, and a block order keeps repeats together; leave it out",
         )

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from dali_train.config.check import Count, CountOr0, Remedy, require, section
+from dali_train.config.check import Count, CountOr0, Rule, require, section
 
-Factory = Annotated[Callable[[], Any], Remedy("name the class or a function that makes the hook, not a hook itself")]
+Factory = Annotated[Callable[[], Any], Rule("(HOOK,), a tuple of classes or functions that make a hook, not of hooks")]
 STEPS = "a first step from 1 on and a last step that is not before it"
 
 
@@ -24,7 +24,7 @@ class HooksConfig:
     predictions: CountOr0 = 320
     """Validation images in the table of predictions; with it come confused classes and accuracy by class. 0: no
     tables."""
-    profile: Annotated[tuple[Count, Count], Remedy(f"use {STEPS}, e.g. 20,25")] | None = None
+    profile: Annotated[tuple[Count, Count], Rule(f"{STEPS}, e.g. 20,25")] | None = None
     """First and last step of a torch profiler trace, counted from 1, e.g. 20,25."""
     trackers: tuple[str, ...] = ()
     """Services that record the run too: tensorboard, wandb, mlflow. Each has its own environment variables: WANDB_MODE,

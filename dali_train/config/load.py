@@ -15,17 +15,23 @@ from dali_train.config.names import unknown_setting
 from dali_train.config.parallel import ParallelConfig
 from dali_train.errors import ConfigError
 
+_running: list[Path] = []  # the config files that are being run, the innermost last
+
 
 def load_config(path: Path | str) -> Config:
-    """The ``config`` that a Python file defines, or that a run's config.json holds. A Python file is run: use your own.
+    """Return the ``config`` that a Python file defines, or that a run's config.json holds.
 
-    A config.json only has the names of user hooks: they are left out, with a warning.
+    A Python file is run, so load only your own. In it, a relative path to another one is taken from its directory:
+    ``load_config("vit-b16.py")`` loads its neighbour. A config.json only has the names of user hooks: they are left
+    out, with a warning.
 
     Raises:
         ConfigError: no such file, an error in it, or it defines no Config named ``config``; the message names file and
             line.
     """
     path = Path(path)
+    if _running:
+        path = _running[-1].parent / path
     if path.is_dir():
         raise ConfigError(
             f"--config {path}: this is a directory; name a file, for a run's directory {path / 'config.json'}"
@@ -45,9 +51,8 @@ def load_config(path: Path | str) -> Config:
     config = names.get("config")
     if not isinstance(config, Config):
         raise ConfigError(f"--config {path}: the file must define `config = Config(...)`, found {config!r}")
-    parallel = names.get(
-        "parallel"
-    )  # as ColossalAI's config files have it: parallel = dict(pipeline=2, tensor=dict(...))
+    # as ColossalAI's config files have it: parallel = dict(pipeline=2, tensor=dict(...))
+    parallel = names.get("parallel")
     if isinstance(parallel, dict):
         try:
             return replace(config, parallel=ParallelConfig(**parallel))
@@ -63,6 +68,7 @@ def _executed(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # timm's register_model, dataclasses and pickle look a function's or class's module up by its name.
     sys.modules[spec.name] = module
+    _running.append(path)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -76,11 +82,13 @@ def _executed(path: Path) -> ModuleType:
         place = f"{path}, line {lines[-1]}" if lines else str(path)
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{place}: {kind}{error}") from error
+    finally:
+        _running.pop()
     return module
 
 
 def config_from_json(text: str | bytes, source: str) -> Config:
-    """The config that `Config.to_json` wrote; `source` names the text in messages.
+    """Return the config that `Config.to_json` wrote; `source` names the text in messages.
 
     Raises:
         ConfigError: it is no such text, or a value does not fit.

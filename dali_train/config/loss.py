@@ -1,26 +1,25 @@
 """What is minimised."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, UNDER_1, Positive, Range, require, section
+from dali_train.config.check import OVER_0, UNDER_1, Positive, Rule, require, section
 
 
 @section("loss")
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    name: Literal["cross-entropy", "binary-cross-entropy"] = "cross-entropy"
-    """binary-cross-entropy: each class is a yes-or-no question of its own, as in ResNet strikes back."""
-    label_smoothing: Annotated[float, Range(0, UNDER_1, "a share from 0 to under 1")] = 0.0
+    name: str = "cross-entropy"
+    """cross-entropy, binary-cross-entropy, or a row that the config file adds to dali_train.training.loss.LOSSES.
+    binary-cross-entropy: each class is a yes-or-no question of its own, as in ResNet strikes back."""
+    label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
     """Share of the target that is spread evenly over all classes."""
-    target_threshold: Annotated[float, Range(0, UNDER_1, "a number from 0 to under 1")] | None = None
+    target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
     """binary-cross-entropy: targets above it count as 1 and others as 0, so that both images of a mixture are in it.
     None: as they are."""
-    sum_classes: bool = False
-    """binary-cross-entropy: sum over the classes instead of their mean."""
     distillation: Literal["none", "hard", "soft"] = "none"
-    """Learn from a teacher's answers too (DeiT). hard: from its best class. soft: from its probabilities."""
-    distillation_weight: Annotated[float, Range(OVER_0, 1, "a share over 0 and up to 1")] = 0.5
+    """Learn from a teacher's predictions too (DeiT). hard: from its best class. soft: from its probabilities."""
+    distillation_weight: Annotated[float, Rule("a share over 0 and up to 1", OVER_0, 1)] = 0.5
     """Share of the distillation in the loss; the labels have the rest."""
     temperature: Positive = 1.0
     """soft: logits of both are divided by it, and the loss is multiplied by its square."""
@@ -29,20 +28,12 @@ class LossConfig:
     local-dir:DIRECTORY: what `dali-train export --format timm` wrote."""
     teacher_weights: str | None = None
     """A safetensors file with the teacher's weights."""
-    teacher_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to timm.create_model for the teacher."""
 
     def __post_init__(self) -> None:
-        binary = self.name == "binary-cross-entropy"
         require(
-            self.target_threshold is None or binary,
+            self.target_threshold is None or self.name != "cross-entropy",
             f"loss.target_threshold is {self.target_threshold} with loss.name {self.name}: leave it out, or use "
             "binary-cross-entropy",
-        )
-        require(
-            not self.sum_classes or binary,
-            f"loss.sum_classes is true with loss.name {self.name}, which has no mean over classes: set it to false, "
-            "or use binary-cross-entropy",
         )
         require(
             self.temperature == 1 or self.distillation == "soft",

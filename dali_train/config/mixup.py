@@ -2,32 +2,20 @@
 
 from dataclasses import dataclass
 
-from dali_train.config.check import Fraction, NotNegative, require, section
+from dali_train.config.check import NotNegative, section
 
 
 @section("mixup")
 @dataclass(frozen=True, kw_only=True)
 class MixupConfig:
-    """Mixup and CutMix, with timm's meaning of alpha, prob and switch_prob."""
+    """Mixup and CutMix, drawn once per micro-batch, with timm's meaning of alpha. Where both are on, each micro-batch
+    has one of them."""
 
     alpha: NotNegative = 0.0
     """Mixup's lambda is drawn from Beta(alpha, alpha). 0 turns Mixup off."""
     cutmix_alpha: NotNegative = 0.0
     """CutMix: a box of the partner covers a share of the image, 1 - lambda with lambda from Beta(cutmix_alpha,
     cutmix_alpha). 0 turns CutMix off. Only with data.reader index."""
-    prob: Fraction = 1.0
-    """Probability of mixing at all."""
-    switch_prob: Fraction = 0.5
-    """Where both are on: probability of CutMix rather than Mixup."""
-    per_image: bool = False
-    """Draw all of this once per image instead of once per micro-batch."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.enabled or self.prob == 1,
-            f"mixup.prob is {self.prob}, but nothing is mixed: set mixup.alpha or mixup.cutmix_alpha, or leave "
-            "mixup.prob out",
-        )
 
     @property
     def enabled(self) -> bool:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from dali_train.config.check import OVER_0, UNDER_1, Count, NotNegative, Positive, Range, section
+from dali_train.config.check import OVER_0, UNDER_1, Count, NotNegative, Positive, Rule, section
 
-Beta = Annotated[float, Range(0, UNDER_1, "a number from 0 to under 1")]
+Beta = Annotated[float, Rule("a number from 0 to under 1, e.g. 0.9,0.999", 0, UNDER_1)]
 
 
 @section("optimizer")
@@ -33,9 +33,9 @@ class OptimizerConfig:
     """Correct the moments for their start at zero; only LAMB can do without."""
     exclude_vectors: bool = True
     """No weight decay and no trust ratio on biases, norms and other vectors. False: both on all parameters."""
-    layer_decay: Annotated[float, Range(OVER_0, 1, "a factor over 0 and up to 1")] | None = None
+    layer_decay: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] | None = None
     """Layer-wise decay of the rate, for fine-tuning: each layer has this times the rate of the next one, the classifier
     all of it. With exclude_vectors, what the model wants without weight decay, such as position embeddings, has none
     either. None: one rate for all."""
-    clip_grad_norm: Annotated[float, Range(OVER_0, float("inf"), "a norm over 0")] | None = 1.0
+    clip_grad_norm: Annotated[float, Rule("a norm over 0", OVER_0)] | None = 1.0
     """Largest global 2-norm of the gradient; None does not clip."""

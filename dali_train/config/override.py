@@ -1,17 +1,17 @@
 """Settings on the command line: ``--section.field VALUE``.
 
-The words are only read here, as far as they can be; whether a value fits is checked where all values are, in the
+The words are only read here, as far as they can be; whether a value is valid is checked where all values are, in the
 config.
 """
 
 import ast
-import types
+import contextlib
 from pathlib import Path
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import tyro
 
-from dali_train.config.check import NotInRecipe
+from dali_train.config.check import alternatives
 from dali_train.config.config import KWARGS, SETTINGS, Config
 from dali_train.config.load import load_config
 from dali_train.config.names import unknown_setting
@@ -19,10 +19,10 @@ from dali_train.errors import ConfigError
 
 
 def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
-    """The config of a file with the changes of a `command`'s line, ``--section.field value``.
+    """Return the config of a file with the changes of a `command`'s line, ``--section.field value``.
 
     Raises:
-        ConfigError: no such file or setting, or a value that does not fit.
+        ConfigError: no such file or setting, or a value that is not valid.
         SystemExit: --help, with status 0.
     """
     config = load_config(path)
@@ -39,7 +39,7 @@ def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
 
 
 def read_overrides(words: list[str]) -> dict[str, Any]:
-    """Values by full name; a later one replaces an earlier one.
+    """Return values by full name; a later one replaces an earlier one.
 
     Raises:
         ConfigError: a name that no setting has, a setting without a value, or words that belong to none.
@@ -68,68 +68,52 @@ def _name(written: str) -> str:
     return name
 
 
-def _value(name: str, words: list[str]) -> Any:
-    hint = SETTINGS[name].hint if name in SETTINGS else Any
-    if not words:
-        default = "true" if hint in (bool, NotInRecipe[bool]) else "VALUE"
-        raise ConfigError(f"--{name} has no value: write --{name} {default}")
-    value = _read(words, hint)
-    if isinstance(value, str) and len(words) > 1 and _takes_text(hint):
-        raise ConfigError(f"--{name} takes one value, found {len(words)}: {value!r}; quote a value that has spaces")
-    return value
-
-
-def _takes_text(hint: Any) -> bool:
-    parts = get_args(hint)[:1] if get_origin(hint) is Annotated else get_args(hint)
-    return hint is str or (get_origin(hint) in (Annotated, Union, types.UnionType) and any(map(_takes_text, parts)))
-
-
-def _read(words: list[str], hint: Any) -> Any:
-    """`words` as the type `hint` has them, or as text where they cannot be read so."""
-    text = " ".join(words)
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _read(words, arguments[0])
-    if origin in (Union, types.UnionType):
-        if type(None) in arguments and text.lower() in ("none", "null"):
-            return None
-        return next((value for each in arguments if not isinstance(value := _read(words, each), str)), text)
-    if origin is tuple:
-        return _numbers(text, arguments)
-    if hint is bool:
-        return _BOOLEANS.get(text.lower(), text)
-    if hint is Any:
-        if text.lower() in _CONSTANTS:
-            return _CONSTANTS[text.lower()]
-        text = ",".join(words)
-    reader = ast.literal_eval if hint is Any or origin is dict else {int: int, float: float}.get(hint, str)
-    try:
-        return reader(text)
-    except (
-        ValueError,
-        TypeError,
-        SyntaxError,
-        MemoryError,
-        RecursionError,
-    ):  # what literal_eval is documented to raise
-        return text
-
-
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def _numbers(text: str, hints: tuple[Any, ...]) -> Any:
-    """A tuple from words however they are separated and bracketed; tuples in a tuple from as many words each."""
-    words = "".join(" " if sign in "()[]," else sign for sign in text).split()
-    if Ellipsis in hints:
-        size = len(get_args(hints[0])) if get_origin(hints[0]) is tuple else 1
-        if len(words) % size:
-            return text
-        return tuple(_read(words[start : start + size], hints[0]) for start in range(0, len(words), size))
-    if len(words) % len(hints) or (any(get_origin(hint) is tuple for hint in hints) and len(words) == len(hints)):
+def _value(name: str, words: list[str]) -> Any:
+    """Return what `words` say as the setting's type hint has it, or as text where they cannot be read so."""
+    hint = SETTINGS[name].hint if name in SETTINGS else Any
+    kinds = list(alternatives(hint))
+    if not words:
+        raise ConfigError(f"--{name} has no value: write --{name} {'true' if kinds == [bool] else 'VALUE'}")
+    text = " ".join(words)
+    if type(None) in kinds and text.lower() in ("none", "null"):
+        return None
+    if bool in kinds and text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
+    if hint is Any and text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if str in kinds:
+        if len(words) > 1:
+            raise ConfigError(f"--{name} takes one value, found {len(words)}: {text!r}; quote a value that has spaces")
         return text
-    size = len(words) // len(hints)
-    parts = [words[start : start + size] for start in range(0, len(words), size or 1)]
-    values = tuple(_read(part, hint) for part, hint in zip(parts, hints, strict=False))
-    return text if any(isinstance(value, str) for value in values) else values
+    sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
+    if sequence is not None and _are_words(sequence):
+        return tuple(text.replace(",", " ").split())
+    value = _literal(words)
+    if sequence is not None and Ellipsis in get_args(sequence) and value != text:  # one element needs no brackets
+        is_nested = get_origin(get_args(sequence)[0]) is tuple
+        if not isinstance(value, tuple) or (is_nested and value and not isinstance(value[0], tuple)):
+            return (value,)
+    return value
+
+
+def _are_words(sequence: Any) -> bool:
+    """Return whether the elements of a tuple are text or names."""
+    return all(kind is str or get_origin(kind) is Literal for kind in alternatives(get_args(sequence)[0]))
+
+
+def _literal(words: list[str]) -> Any:
+    """Return the Python value that `words` are, such as 3, 0.9,0.98 or (0.9, 0.98), as a tuple if each is one.
+
+    Otherwise the text.
+    """
+    text = " ".join(words)
+    # what literal_eval is documented to raise
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text)
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return tuple(map(ast.literal_eval, words)) if len(words) > 1 else text
+    return text

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import isqrt, prod
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, Count, Range, require, section
+from dali_train.config.check import OVER_0, Count, Rule, require, section
 
 TensorMode = Literal["1d", "2d", "2.5d", "3d"]
 
@@ -97,15 +97,13 @@ class ParallelConfig:
     """Ranks that one copy of the state is sharded over. None: all data-parallel ranks."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """Tensor parallelism: parallel.tensor.mode, size and depth."""
-    bucket_mb: Annotated[int, Range(1, 1 << 20, "at least 1, and at most 1,048,576 (1 TB)")] = 25
-    """DDP all-reduces gradients in buckets of this size, while the last backward pass of the step still runs."""
     static_graph: bool = False
     """Tell DDP that every step uses the same parameters in the same order, so that it need not look each time."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Of DDP's all-reduce. bf16 halves what the ranks send. Each still accumulates in float32, but the mean is off by
     its rounding (0.3 % on 2 ranks, 0.43 % on 4), which differs with the number of ranks; resuming on the same number
     stays bit-identical."""
-    timeout_s: Annotated[float, Range(OVER_0, 30 * 86_400, "a number of seconds over 0, at most 30 days")] = 600
+    timeout_s: Annotated[float, Rule("a number of seconds over 0, at most 30 days", OVER_0, 30 * 86_400)] = 600
     """A collective that waits longer than this for a rank ends the run."""
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, Count, Directory, Fraction, NotInRecipe, Positive, Range, Remedy, section
+from dali_train.config.check import OVER_0, Count, Directory, Fraction, NotInRecipe, Positive, Rule, section
 
 
 @section("run")
@@ -11,7 +11,7 @@ from dali_train.config.check import OVER_0, Count, Directory, Fraction, NotInRec
 class RunConfig:
     dir: NotInRecipe[Directory]
     """Run directory: config, metrics, checkpoints and what the hooks write."""
-    epochs: Annotated[float, Range(1e-4, 1e9, "a number over 0, from 0.0001 to 1,000,000,000")]
+    epochs: Annotated[float, Rule("a number from 0.0001 to 1,000,000,000", 1e-4, 1e9)]
     """Passes over the training split. The schedule spans them, rounded up to complete steps."""
     max_steps: NotInRecipe[Count | None] = None
     """Stop after this many steps; the schedule stays that of run.epochs."""
@@ -20,21 +20,17 @@ class RunConfig:
     checkpoint_every_steps: NotInRecipe[Count | None] = None
     """Save every this many steps, before each evaluation, and at the end. None: after each epoch."""
     keep_checkpoints: NotInRecipe[Count] = 2
-    """Newest checkpoints that are kept."""
-    keep_best_checkpoints: NotInRecipe[Count] = 1
-    """Checkpoints with the best top-1 that are kept besides. A new best evaluation is always saved."""
-    max_seconds: NotInRecipe[Annotated[float, Range(OVER_0, float("inf"), "a number of seconds over 0")] | None] = None
+    """Newest checkpoints that are kept, besides the one with the best top-1, which is always saved."""
+    max_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
     """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's
     end."""
-    resume: NotInRecipe[Annotated[str, Remedy("use auto, never or the path of a checkpoint")]] = "auto"
+    resume: NotInRecipe[Annotated[str, Rule("auto, never or the path of a checkpoint")]] = "auto"
     """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0 in an empty
     run.dir. Or the path of a checkpoint: of another run, to start from it, or of this run, to return to it."""
     accept_changed_recipe: NotInRecipe[bool] = False
     """Resume although the config's recipe or the dataset is not that of the checkpoint; what changed is named."""
     device: NotInRecipe[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where the model runs. auto: a GPU where there is one."""
-    backend: NotInRecipe[Literal["auto", "nccl", "gloo"]] = "auto"
-    """Communication between ranks. auto: nccl on GPUs, gloo on CPUs."""
     deterministic: NotInRecipe[bool] = False
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
     published_top1: NotInRecipe[Fraction | None] = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Range, require, section
+from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Rule, require, section
 
 
 @section("schedule")
@@ -11,9 +11,10 @@ from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Ran
 class ScheduleConfig:
     """A linear warmup to the peak rate (optimizer.lr, scaled as optimizer.scale_lr says), then a decay."""
 
-    name: Literal["linear", "cosine", "polynomial", "step", "warmup-stable-decay"] = "linear"
-    """How the rate decays until run.epochs. step: times decay_rate every decay_epochs. warmup-stable-decay: constant
-    until decay_epochs before the end."""
+    name: str = "linear"
+    """How the rate decays until run.epochs: linear, cosine, polynomial, step (times decay_rate every decay_epochs),
+    warmup-stable-decay (constant until decay_epochs before the end), or a row that the config file adds to
+    dali_train.training.schedule.SCHEDULES."""
     warmup_epochs: NotNegative = 0.0
     """Passes over the training split during which the rate rises."""
     warmup_steps: CountOr0 | None = None
@@ -31,7 +32,7 @@ class ScheduleConfig:
     """Exponent of polynomial, and of the decay of warmup-stable-decay."""
     decay_epochs: Positive | None = None
     """step: epochs between two decays. warmup-stable-decay: length of the decay."""
-    decay_rate: Annotated[float, Range(OVER_0, 1, "a factor over 0 and up to 1")] = 0.1
+    decay_rate: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] = 0.1
     """Factor of each decay of step."""
     step_every: Literal["step", "epoch"] = "step"
     """Whether the rate moves at every optimizer step or only when an epoch begins."""
@@ -51,18 +52,17 @@ class ScheduleConfig:
             f"schedule.warmup_steps is {self.warmup_steps} with schedule.step_every epoch: set "
             "schedule.warmup_epochs instead",
         )
-        needs_decay_epochs = self.name in ("step", "warmup-stable-decay")
         require(
-            not needs_decay_epochs or self.decay_epochs is not None,
+            self.name not in ("step", "warmup-stable-decay") or self.decay_epochs is not None,
             f"schedule.name {self.name} needs schedule.decay_epochs: set it",
         )
         require(
-            needs_decay_epochs or self.decay_epochs is None,
+            self.name not in ("linear", "cosine", "polynomial") or self.decay_epochs is None,
             f"schedule.decay_epochs is {self.decay_epochs}, which schedule.name {self.name} ignores: leave it out, "
             "or use step or warmup-stable-decay",
         )
         require(
-            self.name in ("polynomial", "warmup-stable-decay") or self.power == 1,
+            self.name not in ("linear", "cosine", "step") or self.power == 1,
             f"schedule.power is {self.power}, which schedule.name {self.name} ignores: leave it out, or use "
             "polynomial or warmup-stable-decay",
         )

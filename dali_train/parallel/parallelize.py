@@ -96,7 +96,6 @@ def parallelize(
                 model,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                bucket_cap_mb=config.bucket_mb,
                 static_graph=config.static_graph,
             )
         if config.grad_reduce_dtype == "bf16":

@@ -232,5 +232,5 @@ def _dtype(config: Config) -> torch.dtype:
     if config.precision.dtype == "fp64":
         return torch.float64
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    stays_half = config.model.fast_norm and not config.precision.pure
+    stays_half = config.model.fast_norm and config.precision.autocast
     return half.get(config.precision.dtype, torch.float32) if stays_half else torch.float32

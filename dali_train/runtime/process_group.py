@@ -31,15 +31,12 @@ class LaunchError(RunError):
 
 
 @contextmanager
-def process_group(
-    launch: Launch, device: torch.device, backend: str = "auto", timeout_s: float = 600
-) -> Iterator[Launch]:
-    """The default process group, up and down. A single process has none.
+def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) -> Iterator[Launch]:
+    """The default process group, up and down: NCCL on GPUs, Gloo on CPUs. A single process has none.
 
     Gives the launch back, with the port of the store that the ranks share.
 
     Args:
-        backend: as `run.backend`.
         timeout_s: as `parallel.timeout_s`; collectives give up a little later.
 
     Raises:
@@ -52,8 +49,7 @@ def process_group(
     if launch.world_size == 1:
         yield launch
         return
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     os.environ.update(
         RANK=str(launch.rank),
         WORLD_SIZE=str(launch.world_size),
@@ -100,7 +96,7 @@ def joined(options: LaunchOptions, config: Config) -> Iterator[tuple[Launch, tor
     """
     launch = discover(options)
     device = choose_device(config.run.device, launch)
-    with process_group(launch, device, config.run.backend, config.parallel.timeout_s) as launch:
+    with process_group(launch, device, config.parallel.timeout_s) as launch:
         yield launch, device
 
 

@@ -21,14 +21,14 @@ from dali_train.runtime.launch import Launch
 from dali_train.training.dropout import choose_seeding, drops, seed_each_block
 from dali_train.training.ema import Ema
 from dali_train.training.evaluation import Evaluator
-from dali_train.training.loss import make_objective
+from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import TrainingMetrics
 from dali_train.training.model import build_model, check_evaluation_size, check_training_size, repeated_blocks
 from dali_train.training.optim import make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, compute_in
 from dali_train.training.running_statistics import RunningStatistics
-from dali_train.training.schedule import check_schedule
+from dali_train.training.schedule import check_schedule, schedule_of
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import PhaseClock
 from dali_train.training.trainer import Trainer, TrainState
@@ -55,9 +55,10 @@ def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
     """Configure torch for this process, open the dataset, and check the config against both.
 
     Raises:
-        ConfigError: the batch, the pipeline or the schedule does not fit the ranks or the dataset.
+        ConfigError: no such loss or schedule, or batch, pipeline or schedule do not fit the ranks or the dataset.
         DatasetError: there is no such dataset, or it is damaged.
     """
+    loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before anything slow
     num_threads = configure_torch(config, launch, device)
     layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))

@@ -18,12 +18,9 @@ from dali_train.parallel.mesh import laid_out_like, local
 def ema_decay(config: EmaConfig, step: int) -> float:
     """Return the share of the average that stays at the end of optimizer step number `step` (from 0)."""
     assert config.decay is not None
-    since = step - config.after_steps
-    if since <= 0:
+    if step == 0:
         return 0.0
-    if not config.warmup:
-        return config.decay
-    return min(1 - (1 + since / config.warmup_gamma) ** -config.warmup_power, config.decay)
+    return min(1 - (1 + step) ** (-2 / 3), config.decay) if config.warmup else config.decay
 
 
 class Ema:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dali_train.config import Config, LossConfig
+from dali_train.config.names import row_of
 from dali_train.errors import ConfigError
 from dali_train.training.pretrained import create_pretrained
 
@@ -47,8 +48,7 @@ def _binary_cross_entropy(
     soft = (1 - config.label_smoothing) * soft + config.label_smoothing / logits.shape[-1]
     if config.target_threshold is not None:
         soft = (soft > config.target_threshold).to(logits.dtype)
-    losses = F.binary_cross_entropy_with_logits(logits, soft, reduction="none")
-    return losses.sum(dim=-1).mean() if config.sum_classes else losses.mean()
+    return F.binary_cross_entropy_with_logits(logits, soft)
 
 
 LOSSES: dict[str, Loss] = {"cross-entropy": _cross_entropy, "binary-cross-entropy": _binary_cross_entropy}
@@ -56,6 +56,15 @@ LOSSES: dict[str, Loss] = {"cross-entropy": _cross_entropy, "binary-cross-entrop
 
 The target of an image is lambda of its first class and 1 - lambda of its second, as in `mixup_loss`.
 """
+
+
+def loss_of(config: LossConfig) -> Loss:
+    """Return the row of `LOSSES` that loss.name names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return row_of(LOSSES, "loss.name", config.name)
 
 
 def _hard_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -98,7 +107,7 @@ class Objective:
             targets, lambdas: see `LOSSES`.
         """
         logits, distilled = output if isinstance(output, tuple) else (output, output)
-        loss = LOSSES[self._config.name](self._config, logits, targets, lambdas)
+        loss = loss_of(self._config)(self._config, logits, targets, lambdas)
         if self._teacher is None:
             return loss, logits
         weight = self._config.distillation_weight
@@ -123,7 +132,7 @@ class Teacher:
             loss.teacher,
             loss.teacher_weights or "",
             num_classes,
-            loss.teacher_kwargs,
+            {},
             field="loss.teacher",
             keep_classifier=True,
         )
@@ -131,11 +140,10 @@ class Teacher:
         self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
         size = model.pretrained_cfg.get("input_size", (3, 0, 0))[-1]
         if model.pretrained_cfg.get("fixed_input_size") and data.train_sizes != [size]:
-            made_for = "" if data.progressive else f"set loss.teacher_kwargs img_size={data.train_size}, or "
             raise ConfigError(
                 f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is "
                 f"{data.train_size}{f', data.progressive {data.progressive}' if data.progressive else ''}: "
-                f"{made_for}use a convolutional teacher"
+                "use a convolutional teacher"
             )
         mean, std, their_mean, their_std = (
             torch.tensor(values, dtype=torch.float64)

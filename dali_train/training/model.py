@@ -74,7 +74,7 @@ def build_model(
     recompute_activations(model, repeated_blocks(model), config.model)
     if device.type != "meta":
         _choose_attention(config.model.attention, device)
-        if not (on_host or config.precision.pure):
+        if not on_host and config.precision.autocast:
             _compile(model, config.model, device)
     return model
 

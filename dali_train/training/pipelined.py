@@ -49,7 +49,7 @@ class Pipeline:
             images = images.double()
         shape, dtype = parallel.activations.training, parallel.activations.dtype
         tokens = torch.empty(batch, *shape, dtype=dtype, device="meta", requires_grad=True)
-        logits_dtype = dtype if config.precision.pure else _LOGITS.get(config.precision.dtype, dtype)
+        logits_dtype = _LOGITS.get(config.precision.dtype, dtype) if config.precision.autocast else dtype
         logits = torch.empty(batch, num_classes, dtype=logits_dtype, device="meta")
         stages = []
         for module in parallel.stages:

@@ -37,14 +37,13 @@ class Precision:
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         half = _HALF.get(config.dtype)
-        self._dtype = None if config.pure else half  # autocast's
-        self.pure_dtype = half if config.pure else None  # what the model computes in by itself, see `compute_in`
+        self._dtype = half if config.autocast else None  # autocast's
+        self.pure_dtype = None if config.autocast else half  # what the model computes in by itself, see `compute_in`
         self._device = device
         self.image_dtype = torch.float64 if config.dtype == "fp64" else None  # None: as they come
         self.scaler = torch.amp.GradScaler(
             device.type,
             init_scale=config.initial_scale,
-            growth_interval=config.growth_interval,
             enabled=config.dtype == "fp16",
         )
 

@@ -30,7 +30,7 @@ def create_pretrained(
     Raises:
         ConfigError: the weights are missing, cannot be fetched, or do not fit.
     """
-    check_arguments(kwargs, "loss.teacher_kwargs" if field.startswith("loss") else "model.kwargs")
+    check_arguments(kwargs, "model.kwargs")
     overlay: dict[str, Any] | None = None
     source = weights or name
     if weights.endswith(".safetensors"):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dali_train.config import Config, ScheduleConfig
+from dali_train.config.names import row_of
 from dali_train.errors import ConfigError
 
 
@@ -40,7 +41,8 @@ def _warmup_stable_decay(settings: ScheduleConfig, peak: float, span: Span) -> f
     return settings.min_lr + (peak - settings.min_lr) * left**settings.power
 
 
-SCHEDULES: dict[str, Callable[[ScheduleConfig, float, Span], float]] = {
+Schedule = Callable[[ScheduleConfig, float, Span], float]
+SCHEDULES: dict[str, Schedule] = {
     "linear": _linear,
     "cosine": _cosine,
     "polynomial": _polynomial,
@@ -50,8 +52,17 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, float, Span], float]] = {
 """Each gives the rate after the warmup from the settings, the peak rate and the place in the decay."""
 
 
+def schedule_of(settings: ScheduleConfig) -> Schedule:
+    """Return the row of `SCHEDULES` that schedule.name names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return row_of(SCHEDULES, "schedule.name", settings.name)
+
+
 def learning_rate(config: Config, step: int, num_images: int) -> float:
-    """The rate of optimizer step number `step` (from 0).
+    """Return the rate of optimizer step number `step` (from 0).
 
     With t the step (or the epoch in which the step begins, where the rate moves once per epoch) and W the warmup: while
     t < W, (t + 1) / (W + 1) of the peak, or warmup_lr + (peak - warmup_lr) * t / W where schedule.warmup_lr is set.
@@ -71,20 +82,21 @@ def learning_rate(config: Config, step: int, num_images: int) -> float:
     decay = schedule.decay_epochs
     if decay is not None and schedule.step_every == "step":
         decay = float(config.steps(decay, num_images))
-    return SCHEDULES[schedule.name](schedule, peak, Span(elapsed=now - start, total=total - start, decay=decay))
+    return schedule_of(schedule)(schedule, peak, Span(elapsed=now - start, total=total - start, decay=decay))
 
 
 def peak_learning_rate(config: Config) -> float:
-    """optimizer.lr, scaled with the global batch as optimizer.scale_lr says."""
+    """Return optimizer.lr, scaled with the global batch as optimizer.scale_lr says."""
     optimizer = config.optimizer
     ratio = config.batch.global_batch / optimizer.base_batch
     return optimizer.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.scale_lr]
 
 
 def check_schedule(config: Config, num_images: int) -> None:
-    """
+    """Check that the warmup is not longer than the run.
+
     Raises:
-        ConfigError: with this number of images the schedule does not fit into the run.
+        ConfigError: with this number of images it is.
     """
     schedule, total = config.schedule, config.steps(config.run.epochs, num_images)
     if schedule.warmup_steps is not None and schedule.warmup_steps > total:
@@ -96,7 +108,7 @@ def check_schedule(config: Config, num_images: int) -> None:
 
 
 def _times(config: Config, step: int, num_images: int) -> tuple[float, float, float]:
-    """(now, warmup, total) in the unit in which the rate moves."""
+    """Return (now, warmup, total) in the unit in which the rate moves."""
     schedule = config.schedule
     if schedule.step_every == "epoch":
         return float(step * config.batch.global_batch // num_images), schedule.warmup_epochs, config.run.epochs

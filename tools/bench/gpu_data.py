@@ -21,6 +21,7 @@ import torch
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
+from dali_train.data.loading.dali import PREFETCH
 from dali_train.data.loading.loader import make_loader
 from tools.bench.turns import Spread, describe_machine, loading_config, print_ratio, take_turns, write_lines
 
@@ -126,7 +127,7 @@ def contend(name: str, cases: dict[str, Case], pipe: Connection) -> None:
     pipe.send("ready")
     while True:
         pipe.recv()
-        advance(config.data.prefetch + 2)  # what was prepared while the others worked
+        advance(PREFETCH + 2)  # what was prepared while the others worked
         start = time.perf_counter()
         advance(case.batches)
         rate = case.batches * case.batch / (time.perf_counter() - start)

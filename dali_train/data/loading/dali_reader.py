@@ -19,7 +19,7 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.decode import dali_reason
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import text_index_path
-from dali_train.data.loading.dali import INPUTS, Feed, normalised, queue_depth, resized, run_graph, to_device
+from dali_train.data.loading.dali import INPUTS, PREFETCH, QUEUE_DEPTH, Feed, normalised, resized, run_graph, to_device
 from dali_train.data.loading.decoder import PixelFormat, decode_boxes, decoder_options, decodes_boxes
 from dali_train.data.loading.pipelines import Batch, TrainingPipeline, finished
 from dali_train.data.sampling.micro_batch import MicroBatch
@@ -76,7 +76,7 @@ class DaliReaderPipeline(TrainingPipeline):
             batch_size=size,
             num_threads=pixels.num_threads,
             device_id=pixels.device_id,
-            prefetch_queue_depth=queue_depth(data),
+            prefetch_queue_depth=QUEUE_DEPTH,
         )
         self._pipe.build()
 
@@ -121,7 +121,7 @@ def _graph(
         shard_id=shard[0],
         num_shards=shard[1],
         dont_use_mmap=True,  # a shard that is cut short under a map would kill the process
-        prefetch_queue_depth=data.prefetch,
+        prefetch_queue_depth=PREFETCH,
         **shuffling,
     )
     nodes = feed.nodes()

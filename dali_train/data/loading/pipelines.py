@@ -19,6 +19,8 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.augment import Augmentation
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import (
+    PREFETCH,
+    QUEUE_DEPTH,
     Ahead,
     Feed,
     crop_graph,
@@ -26,7 +28,6 @@ from dali_train.data.loading.dali import (
     decode,
     evaluation_graph,
     in_format,
-    queue_depth,
     run_graph,
     training_graph,
     training_inputs,
@@ -108,7 +109,7 @@ class IndexedPipeline(TrainingPipeline):
 
 
 class DaliPipeline(IndexedPipeline):
-    """One graph does everything but mixing, `data.prefetch` micro-batches ahead. Meant for a GPU; runs on a CPU,
+    """One graph does everything but mixing, `PREFETCH` micro-batches ahead. Meant for a GPU; runs on a CPU,
     too."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
@@ -123,7 +124,7 @@ class DaliPipeline(IndexedPipeline):
             batch_size=size,
             num_threads=self._pixels.num_threads,
             device_id=self._pixels.device_id,
-            prefetch_queue_depth=queue_depth(self._data),
+            prefetch_queue_depth=QUEUE_DEPTH,
         )
         self._pipe.build()
         self._mean, self._std = torch.tensor(self._data.mean), torch.tensor(self._data.std)
@@ -143,7 +144,7 @@ class DaliPipeline(IndexedPipeline):
 
 
 class CpuPipeline(IndexedPipeline):
-    """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `data.prefetch` micro-batches ready."""
+    """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `PREFETCH` micro-batches ready."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
         self._transform = CpuTransform(self._data, self._pixels, size=size)
@@ -152,7 +153,7 @@ class CpuPipeline(IndexedPipeline):
         if self._split.manifest.encoding == "image":
             self._feed = Feed(crop_inputs(self._split, self._storage), next_micro_batch)
             self._pipe = crop_graph(self._feed, size=size, num_threads=self._pixels.num_threads)
-        self._ready = Ahead(self._produce, self._data.prefetch, "data")
+        self._ready = Ahead(self._produce, PREFETCH, "data")
 
     def run(self) -> Batch:
         with record_function("data: wait"):
@@ -202,7 +203,7 @@ class EvaluationPipeline:
             batch_size=max(len(batch) for batch in batches),
             num_threads=pixels.num_threads,
             device_id=pixels.device_id,
-            prefetch_queue_depth=queue_depth(data),
+            prefetch_queue_depth=QUEUE_DEPTH,
         )
         self._pipe.build()
 
@@ -222,7 +223,7 @@ class EvaluationPipeline:
         start, end = central_regions(
             rows["height"].astype(np.float64),
             rows["width"].astype(np.float64),
-            self._data.eval_resize_to,
+            self._data.eval_resized,
             self._data.eval_size,
             squash=self._data.eval_resize == "squash",
         )

@@ -160,7 +160,7 @@ class Mixing:
 
 
 def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int, side: int) -> Mixing:
-    """The mixing of `size` images of `side` pixels, drawn once per image or once for all of them.
+    """The mixing of `size` images of `side` pixels, drawn once for all of them.
 
     Mixup (Zhang et al., arXiv 1710.09412) has lambda from Beta(alpha, alpha). CutMix (Yun et al., arXiv 1905.04899) has
     a square of about 1 - lambda of the area around a uniformly random center, cut off at the image's edges, after which
@@ -171,36 +171,26 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
         return Mixing(partners=np.arange(size, dtype=np.int32), lambdas=np.ones(size, dtype=np.float32), cuts=cuts)
     generator = philox_generator(seed, Purpose.MIXUP, low=k, high=step)
     partners = shuffled(generator, size).astype(np.int32)
-    count = size if config.per_image else 1
-    lambdas = np.ones(count)
+    share = 1.0
     if config.alpha > 0:
-        lambdas = np.random.Generator(generator).beta(config.alpha, config.alpha, size=count)
-    if config.cutmix_alpha > 0 or config.prob < 1:
+        share = np.random.Generator(generator).beta(config.alpha, config.alpha)
+    if config.cutmix_alpha > 0:
         more = np.random.Generator(philox_generator(seed, Purpose.CUTMIX, low=k, high=step))
-        whether, switch, *center = more.random((4, count))
-        if config.cutmix_alpha > 0:
-            is_cut = (config.alpha == 0) | (switch < config.switch_prob)
-            shares = more.beta(config.cutmix_alpha, config.cutmix_alpha, size=count)
-            lambdas = np.where(is_cut, shares, lambdas)
-        else:
-            is_cut = np.zeros(count, dtype=bool)
-        is_mixed = whether < config.prob
-        lambdas = np.where(is_mixed, lambdas, 1.0)
-        boxes = _cut_boxes(lambdas, center[0], center[1], side)
-        boxes[~(is_cut & is_mixed)] = 0
-        lambdas = np.where(is_cut, 1 - boxes[:, 2] * boxes[:, 3] / side**2, lambdas)
-        cuts[:] = boxes
-    return Mixing(partners=partners, lambdas=np.broadcast_to(lambdas, size).astype(np.float32), cuts=cuts)
+        switch, y, x = more.random(3)
+        if config.alpha == 0 or switch < 0.5:
+            box = _cut_box(more.beta(config.cutmix_alpha, config.cutmix_alpha), y, x, side)
+            share = 1 - box[2] * box[3] / side**2
+            cuts[:] = box
+    return Mixing(partners=partners, lambdas=np.full(size, share, dtype=np.float32), cuts=cuts)
 
 
-def _cut_boxes(
-    lambdas: NDArray[np.float64], y: NDArray[np.float64], x: NDArray[np.float64], side: int
-) -> NDArray[np.int32]:
-    """(n, 4): squares that cover 1 - lambda of an image, around (y, x) as fractions of it, as far as they are within
-    it."""
-    cut = (side * np.sqrt(1 - lambdas)).astype(np.int64)
-    corners = []
-    for center in ((y * side).astype(np.int64), (x * side).astype(np.int64)):
-        corners.append((np.clip(center - cut // 2, 0, side), np.clip(center + (cut + 1) // 2, 0, side)))
-    (top, bottom), (left, right) = corners
-    return np.stack([top, left, bottom - top, right - left], axis=-1).astype(np.int32)
+def _cut_box(share: float, y: float, x: float, side: int) -> tuple[int, int, int, int]:
+    """Return top, left, height and width of a square that covers 1 - share of an image, as far as it is within it.
+
+    Its center is (y, x), in fractions of the image.
+    """
+    cut = int(side * np.sqrt(1 - share))
+    (top, bottom), (left, right) = (
+        (max(center - cut // 2, 0), min(center + (cut + 1) // 2, side)) for center in (int(y * side), int(x * side))
+    )
+    return top, left, bottom - top, right - left

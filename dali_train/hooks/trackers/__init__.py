@@ -1,7 +1,6 @@
 """Trackers: services outside of the run directory that can record a run. One file and one row in TRACKERS for each."""
 
-from dali_train.config.names import close_value
-from dali_train.errors import ConfigError
+from dali_train.config.names import row_of
 from dali_train.hooks.trackers.mlflow import MLflow
 from dali_train.hooks.trackers.tensorboard import TensorBoard
 from dali_train.hooks.trackers.tracker import Tracker
@@ -17,7 +16,4 @@ def make_trackers(names: tuple[str, ...]) -> list[Tracker]:
     Raises:
         ConfigError: a name that is not in TRACKERS.
     """
-    for name in names:
-        if name not in TRACKERS:
-            raise ConfigError(f"hooks.trackers has {name!r}: {close_value(name, tuple(TRACKERS))}")
-    return [TRACKERS[name]() for name in dict.fromkeys(names)]
+    return [row_of(TRACKERS, "hooks.trackers", name)() for name in dict.fromkeys(names)]
