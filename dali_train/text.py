@@ -11,8 +11,8 @@ _JOINERS = "\u200c\u200d"  # invisible, but part of how Persian and emoji are wr
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """`text` from a file name, a class name or an error as one harmless line: white space becomes a space, terminal
-    escape sequences go, other control characters become U+FFFD. Characters in `keep` stay as they are."""
+    """Return `text` from a file name, a class name or an error as one harmless line: white space becomes a space,
+    terminal escape sequences go, other control characters become U+FFFD. Characters in `keep` stay as they are."""
     text = _ESCAPE_SEQUENCE.sub("", text)
     return "".join(
         c if c.isprintable() or c in keep or c in _JOINERS else " " if c.isspace() else "\ufffd" for c in text
@@ -20,7 +20,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def shortened(text: str, limit: float, size: Callable[[str], float] = len) -> str:
-    """`text`, cut to end in an ellipsis where its `size` (by default its number of characters) exceeds `limit`."""
+    """Return `text`, cut to an ellipsis where its `size`, by default its number of characters, exceeds `limit`."""
     if size(text) <= limit:
         return text
     too_long = bisect_right(range(len(text)), limit, key=lambda end: size(text[:end] + "…"))
@@ -28,13 +28,13 @@ def shortened(text: str, limit: float, size: Callable[[str], float] = len) -> st
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 class``, ``1,000 classes``."""
+    """Return ``1 class``, ``1,000 classes``."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch", "sh", "x")) else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: ``85 ms``, ``2.22 s``, ``3 min 5 s``, ``78 h 35 min``."""
+    """Return the two largest units: ``85 ms``, ``2.22 s``, ``3 min 5 s``, ``78 h 35 min``."""
     if seconds == 0:
         return "0 s"
     if seconds < 0.9995:  # three digits of more would be 1e+03

@@ -19,7 +19,8 @@ from dali_train.training.timing import PhaseClock, StepTimes
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What is known before the model is built and compiled."""
+    """The facts that are known before the model is built and compiled. In all records `step` counts the optimizer steps
+    that are done, as in metrics.jsonl."""
 
     config: Config
     directory: Path
@@ -53,7 +54,7 @@ class TrainRecord(TrainingSums, StepTimes):
     measured: Mapping[str, float] = field(default_factory=dict)  # what hooks measured
 
     def scalars(self) -> dict[str, float]:
-        """Everything by name, as it goes into files and trackers."""
+        """Return everything by name, as it goes into files and trackers."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "measured"}
         return {name: value for name, value in {**own, **self.measured}.items() if value is not None}
 
@@ -62,7 +63,8 @@ class TrainRecord(TrainingSums, StepTimes):
 class StepRecord:
     step: int  # optimizer steps done, this one included
     epoch: float  # passes over the data done
-    micro_batches: tuple[MicroBatch, ...]  # this rank's; they count steps from 0, so their `step` is one less
+    # This rank's; MicroBatch.step counts the steps done before it, so it is one less than `step`.
+    micro_batches: tuple[MicroBatch, ...]
     # The last of them with its pixels, on the device; its memory is used again, so copy what you keep. Without pixels
     # on later stages of a pipeline.
     batch: Batch
@@ -78,7 +80,7 @@ class EvaluationRecord:
     ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
 
     def scalars(self) -> dict[str, float]:
-        """Everything by name, as it goes into files and trackers; the moving average's as ema_loss, ema_top1,
+        """Return everything by name, as it goes into files and trackers; the moving average's as ema_loss, ema_top1,
         ema_top5."""
         average = (
             {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5")}
@@ -122,7 +124,7 @@ class Hook:
         """Before the first step. A hook that fails here is not called again."""
 
     def measure(self) -> Mapping[str, float]:
-        """On logging steps, when the device has finished: numbers for files, trackers and the report."""
+        """On logging steps, when the device has finished: return numbers for files, trackers and the report."""
         return {}
 
     def step(self, record: StepRecord) -> None:

@@ -9,14 +9,14 @@ from dali_train.hooks.base import RunStart
 
 
 def class_names(record: RunStart) -> tuple[str, ...]:
-    """One different name per class: the dataset's, in words where those are WordNet's numbers; without any, the
+    """Return one different name per class: the dataset's, in words where those are WordNet's numbers; without any, the
     labels."""
     names = record.class_names or tuple(str(number) for number in range(record.num_classes))
     return _in_words(names) if all(re.fullmatch(r"n\d{8}", name) for name in names) else names
 
 
 def _in_words(synsets: tuple[str, ...]) -> tuple[str, ...]:
-    """ "n01440764" as "tench". Words of several classes (crane, maillot) get the number too."""
+    """Return "tench" for "n01440764". Words of several classes (crane, maillot) get the number too."""
     info, words = ImageNetInfo(), []  # knows the 21,841 synsets of ImageNet-21k as well
     for name in synsets:
         try:

@@ -22,18 +22,13 @@ class Console(Hook):
     """A progress bar on rank 0's terminal; in a file or under Slurm plain lines. Other ranks write to their log
     files."""
 
-    _announced = False
-
     def announce(self, record: RunPlan) -> None:
-        self._announced = True
         self._show_plan(record)
         # auto compiles on a GPU only, and says so itself
         compiling = "" if record.config.model.compile in ("none", "auto") else " and compiled, which can take minutes"
         logger.info(f"waiting for the model to be built{compiling}")
 
     def start(self, record: RunStart) -> None:
-        if not self._announced:
-            self._show_plan(record)
         resumed = f", resuming from step {record.start_step}" if record.start_step else ""
         size = (
             f"{record.num_parameters / 1e6:.1f} M" if record.num_parameters >= 100_000 else f"{record.num_parameters:,}"
@@ -97,21 +92,22 @@ class Console(Hook):
         ranks = f"{plural(layout.data_size, 'rank')} ({record.launch.launcher})"
         if layout.splits_model:
             ranks = f"{layout.data_size} data-parallel of {layout.describe()} ({record.launch.launcher})"
-        micro_batch = plural(batch.micro_batch, "image")
-        logger.info(
-            f"model      {config.model.name}, {config.precision.dtype} on {record.device}\ndata       "
-            f"{config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}\nbatch "
-            f"     {batch.global_batch} = {micro_batch} x {record.grad_accum_steps} accumulated x {ranks}\nsteps     "
-            f" {record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch\ndirectory  "
-            f"{config.run.dir}"
-        )
+        per_step = f"{plural(batch.micro_batch, 'image')} x {record.grad_accum_steps} accumulated x {ranks}"
+        lines = {
+            "model": f"{config.model.name}, {config.precision.dtype} on {record.device}",
+            "data": f"{config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}",
+            "batch": f"{batch.global_batch} = {per_step}",
+            "steps": f"{record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch",
+            "directory": config.run.dir,
+        }
+        logger.info("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
         if config.precision.dtype == "fp16" and record.device.startswith("CPU"):
             logger.warning(
                 "precision.dtype is fp16, which a CPU computes many times slower than fp32: use bf16 or fp32"
             )
 
     def _parts(self, step: int, epoch: float, train: TrainRecord) -> list[str]:
-        """What a line says, the most important first."""
+        """Return what a line says, the most important first."""
         waiting = train.data_wait_s / train.step_s if train.step_s else 0.0
         parts = [
             f"left {duration(round((self._total - step) * train.step_s))}",
@@ -143,7 +139,7 @@ class Console(Hook):
 
 
 class _Mean:
-    """Of the logging intervals that ended in an epoch, weighted by their steps."""
+    """The mean over the logging intervals that ended in an epoch, weighted by their steps."""
 
     def __init__(self) -> None:
         self.count, self._sum = 0, 0.0
@@ -159,8 +155,8 @@ class _Mean:
 
 
 def fitting(parts: list[str], width: int) -> str:
-    """As many of the first `parts` as fit into `width` characters, the first in any case: tqdm would cut in the
-    middle."""
+    """Return as many of the first `parts` as fit into `width` characters, and the first in any case: tqdm would cut in
+    the middle."""
     text = parts[0]
     for part in parts[1:]:
         if len(text) + 2 + len(part) > width:

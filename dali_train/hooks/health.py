@@ -55,7 +55,7 @@ class Health(Hook):
             )
 
     def _remedy(self) -> str:
-        """For a large trust ratio: the first that the run has not followed already."""
+        """Return the first remedy for a large trust ratio that the run does not follow already."""
         decay = self._optimizer.weight_decay
         if not self._optimizer.exclude_vectors:
             return "Exclude biases and norms from it: optimizer.exclude_vectors true"

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dali_train.hooks.base import Hook, RunEnd, RunStart
-from dali_train.hooks.files import JsonLines
+from dali_train.hooks.jsonl import JsonLines
 from dali_train.parallel.layout import Layout
 
 
@@ -85,12 +85,12 @@ class LambView(Hook):
         self._pending = self._step, names, torch.stack(rows)
 
     def _num_updates(self, group: dict[str, Any]) -> int:
-        """LAMB's own count of its steps, this one included: it lives on the host."""
+        """Return LAMB's own count of its steps, this one included: it lives on the host."""
         return int(group["step"].item() if isinstance(group.get("step"), torch.Tensor) else group.get("step", 0)) + 1
 
 
 def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int) -> torch.Tensor:
-    """(trust ratio, norm of the weight, of its update, of its gradient) of one parameter in the step to come."""
+    """Return (trust ratio, norm of the weight, of its update, of its gradient) of one parameter in the step to come."""
     gradient = parameter.grad
     assert gradient is not None
     beta1, beta2 = group["betas"]

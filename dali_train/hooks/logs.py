@@ -10,7 +10,7 @@ from typing import ClassVar, TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
-from dali_train.hooks.base import Hook, RunEnd, RunPlan, RunStart
+from dali_train.hooks.base import Hook, RunEnd, RunPlan
 from dali_train.text import printable
 
 logger = logging.getLogger("dali_train")
@@ -18,20 +18,12 @@ _WATCHED = ("dali_train", "py.warnings")
 
 
 class RunLogs(Hook):
-    """Puts the handlers in place for as long as the run lasts. Must be the first hook."""
+    """The handlers, in place for as long as the run lasts. Must be the first hook."""
 
     _handlers: ClassVar[list[logging.Handler]] = []  # the loggers are the process's, too
-    _is_open = False
 
     def announce(self, record: RunPlan) -> None:
-        self._open(record)
-
-    def start(self, record: RunStart) -> None:
-        if not self._is_open:
-            self._open(record)
-
-    def _open(self, record: RunPlan) -> None:
-        rank, self._is_open = record.launch.rank, True
+        rank = record.launch.rank
         self._close()  # those of an earlier run in this process that did not get as far as its first step
         self._handlers.append(_Terminal(rank))
         try:
@@ -104,7 +96,7 @@ class _Terminal(logging.Handler):
             _write(f"warning: {f'[rank {self._rank}] ' if self._rank else ''}{message}", sys.stderr)
 
     def _is_new(self, message: str) -> bool:
-        """Whether no rank has shown it yet. Numbers (steps, ranks, sizes) do not make a message new."""
+        """Return True if no rank has shown it yet. Numbers (steps, ranks, sizes) do not make a message new."""
         key = hashlib.sha256(re.sub(r"\d+", "#", message).encode()).hexdigest()
         if key in self._seen:
             return False

@@ -64,7 +64,7 @@ class Observers:
         return [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(Hook, moment)]
 
     def _guarded(self, hook: Hook, moment: str, call: Callable[[], Any]) -> bool:
-        """Whether it went well. Only a hook's first failure is reported, so that a broken one cannot flood the logs."""
+        """Return True if it went well. Only a hook's first failure is reported: a broken one cannot flood the logs."""
         try:
             call()
             return True

@@ -1,10 +1,11 @@
-"""What the model predicts at an evaluation: a table of some images, classes that it confuses, accuracy by class.
+"""The predictions of an evaluation: a table of some images, classes that are confused, accuracy by class.
 
 ``predictions/step-NNNNNNNN/`` holds ``predictions.csv`` (always the same images), ``classes.csv`` and
 ``confusion.csv`` (up to 20 classes) or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once.
 """
 
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import picture
 from dali_train.data.loading.storage import open_storage, read_stored
+from dali_train.files import write_atomically
 from dali_train.hooks.base import EvaluationRecord, Hook, RunStart
 from dali_train.hooks.class_names import class_names
 from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
@@ -30,29 +32,35 @@ _THUMBNAIL = 128  # pixels
 class ClassTables:
     """Everything about classes that follows from labels and predictions."""
 
-    confusion: NDArray[np.int64]  # (truth, guess)
+    labels: NDArray[np.int64]
+    predictions: NDArray[np.int64]
+    num_classes: int
 
-    @classmethod
-    def of(cls, details: EvaluationDetails, num_classes: int) -> "ClassTables":
-        flat = np.bincount(details.labels * num_classes + details.predictions, minlength=num_classes**2)
-        return cls(flat.reshape(num_classes, num_classes))
+    def counts(self) -> NDArray[np.int64]:
+        """Return the number of images of each class."""
+        return np.bincount(self.labels, minlength=self.num_classes)
 
     def accuracies(self) -> NDArray[np.float64]:
-        """A fraction per class; nan where the split has no images of it."""
-        counts = self.confusion.sum(axis=1)
-        return np.where(counts > 0, self.confusion.diagonal() / np.maximum(counts, 1), np.nan)
+        """Return a fraction per class; NaN where the split has no images of it."""
+        counts = self.counts()
+        correct = np.bincount(self.labels[self.labels == self.predictions], minlength=self.num_classes)
+        return np.where(counts > 0, correct / np.maximum(counts, 1), np.nan)
 
-    def most_confused(self, count: int = NUM_PAIRS) -> list[tuple[int, int, int]]:
-        """(truth, guess, images), most images first."""
-        wrong = self.confusion.copy()
-        np.fill_diagonal(wrong, 0)
-        order = np.argsort(-wrong, axis=None, kind="stable")[:count]
-        pairs = [(*divmod(int(place), len(wrong)), int(wrong.flat[place])) for place in order]
-        return [pair for pair in pairs if pair[2] > 0]
+    def confusion(self) -> NDArray[np.int64]:
+        """Return the number of images by (label, prediction)."""
+        flat = np.bincount(self.labels * self.num_classes + self.predictions, minlength=self.num_classes**2)
+        return flat.reshape(self.num_classes, self.num_classes)
+
+    def most_confused(self) -> list[tuple[int, int, int]]:
+        """Return the NUM_PAIRS most frequent (label, prediction, images), most images first."""
+        wrong = self.labels != self.predictions
+        pairs, images = np.unique(self.labels[wrong] * self.num_classes + self.predictions[wrong], return_counts=True)
+        order = np.argsort(-images, kind="stable")[:NUM_PAIRS]
+        return [(*divmod(int(pairs[place]), self.num_classes), int(images[place])) for place in order]
 
 
 def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
-    """(columns, rows): image number, truth, guess, and one score per class, or those of guess and truth."""
+    """Return (columns, rows): image number, label, prediction, and one score per class, or those of these two."""
     all_scores = len(names) <= MAX_SCORES
     columns = [
         "image",
@@ -85,8 +93,8 @@ def thumbnails(split: Split, data: DataConfig, numbers: NDArray[np.int64]) -> li
     return images
 
 
-class Predictions(Hook):
-    """Writes the files, on one rank."""
+class PredictionFiles(Hook):
+    """The files, written by one rank."""
 
     def start(self, record: RunStart) -> None:
         self._start = record
@@ -99,15 +107,13 @@ class Predictions(Hook):
             return
         self._save_images(details.shown)
         directory = self._directory / f"step-{record.step:08d}"
-        directory.mkdir(parents=True, exist_ok=True)
         columns, rows = prediction_table(details, self._names)
         _write(directory / "predictions.csv", columns, rows)
-        tables = ClassTables.of(details, len(self._names))
-        counts = tables.confusion.sum(axis=1)
-        accuracies = zip(self._names, counts.tolist(), tables.accuracies().tolist(), strict=True)
+        tables = ClassTables(details.labels, details.predictions, len(self._names))
+        accuracies = zip(self._names, tables.counts().tolist(), tables.accuracies().tolist(), strict=True)
         _write(directory / "classes.csv", ["class", "images", "accuracy"], accuracies)
         if len(self._names) <= MAX_SCORES:
-            named = ([name, *row] for name, row in zip(self._names, tables.confusion.tolist(), strict=True))
+            named = ([name, *row] for name, row in zip(self._names, tables.confusion().tolist(), strict=True))
             _write(directory / "confusion.csv", ["truth", *self._names], named)
         else:
             pairs = (
@@ -129,7 +135,6 @@ class Predictions(Hook):
 
 
 def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows([columns, *rows])
+    write_atomically(path, text.getvalue().encode())  # a report that reads it meanwhile must not find half a row

@@ -17,7 +17,7 @@ _TILE = 224  # pixels
 def sample_images(
     batch: Batch, data: DataConfig, names: tuple[str, ...], count: int
 ) -> list[tuple[NDArray[np.uint8], str]]:
-    """The first `count` images of a batch, (height, width, 3) with the normalisation undone, and what they are."""
+    """Return the first `count` images of a batch, (height, width, 3) with the normalisation undone, and captions."""
     pixels = batch.images[:count].float().permute(0, 2, 3, 1).cpu().numpy() * np.array(data.std) + np.array(data.mean)
     targets, lambdas = batch.targets[:count].tolist(), batch.lambdas[:count].tolist()
     captions = [_caption(classes, weight, names) for classes, weight in zip(targets, lambdas, strict=True)]
@@ -32,7 +32,7 @@ def _caption(classes: list[int], weight: float, names: tuple[str, ...]) -> str:
 
 
 def sheet(images: list[tuple[NDArray[np.uint8], str]]) -> Image.Image:
-    """All images in rows of four with their captions below."""
+    """Return a picture of all images in rows of four with their captions below."""
     return contact_sheet([(Image.fromarray(pixels), caption) for pixels, caption in images], columns=4, side=_TILE)
 
 

@@ -3,12 +3,12 @@
 from dali_train.config import Config
 from dali_train.hooks.base import Hook
 from dali_train.hooks.console import Console
-from dali_train.hooks.files import MetricsFile, SampleTrace
 from dali_train.hooks.health import Health
+from dali_train.hooks.jsonl import MetricsFile, SampleTrace
 from dali_train.hooks.lamb import LambView
 from dali_train.hooks.logs import RunLogs
 from dali_train.hooks.observers import Observers
-from dali_train.hooks.predictions import Predictions
+from dali_train.hooks.predictions import PredictionFiles
 from dali_train.hooks.profile import Profile
 from dali_train.hooks.samples import SampleImages
 from dali_train.hooks.system import SystemFacts
@@ -33,7 +33,7 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
         if chosen.sample_images:
             hooks.append(SampleImages(chosen.sample_images))
         if chosen.predictions:
-            hooks.append(Predictions())
+            hooks.append(PredictionFiles())
         if chosen.profile is not None:
             hooks.append(Profile(*chosen.profile))
         hooks += trackers

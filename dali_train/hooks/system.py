@@ -1,4 +1,4 @@
-"""What the host and the GPU do during each logging interval, where that can be read."""
+"""The load of the host and the GPU in each logging interval, where it can be read."""
 
 import logging
 import time
@@ -59,5 +59,5 @@ class SystemFacts(Hook):
         }
 
     def _read_bytes(self) -> int:
-        """Read from storage for this process so far, page cache hits left out."""
+        """Return the bytes read from storage for this process so far, page cache hits left out."""
         return int(self._process.io_counters().read_bytes)

@@ -71,6 +71,7 @@ def label(text: str, length: int) -> str:
 def draw_all(runs: list[ReportedRun]) -> dict[str, bytes]:
     """Return the pictures for which there is data as PNG files, by name, in the order of the page."""
     losses = {"train/loss": "training", "eval/loss": "evaluation", "eval/ema_loss": "of the EMA"}
+    ratios = {f"train/trust_ratio_{name}": f"{name} of the layers" for name in ("median", "min", "max")}
     memories = {
         "train/gpu_memory_gb": "GPU, peak",
         "train/gpu_memory_reserved_gb": "GPU, reserved",
@@ -87,7 +88,7 @@ def draw_all(runs: list[ReportedRun]) -> dict[str, bytes]:
             runs, "Gradient norm before clipping", "2-norm", {"train/grad_norm": ""}, log=True
         ),
         "loss-scale": lambda: loss_scale(runs),
-        "trust-ratio": lambda: trust_ratio(runs),
+        "trust-ratio": lambda: curves(runs, "LAMB's trust ratio", "|w| / |r|", ratios, log=True),
         "memory": lambda: curves(runs, "Memory of rank 0", "GB", memories, from_zero=True),
         "gpu": lambda: curves(runs, "GPU utilisation", "", {"train/gpu_utilisation": ""}, percent=True),
         "measured": lambda: measured(runs),
@@ -145,7 +146,7 @@ def curves(
     if log:
         ax.set_yscale("log")
         _plain_log_labels(ax)
-    elif from_zero:
+    elif from_zero and np.isfinite(ax.dataLim.ymax):  # not so where a run has diverged
         ax.set_ylim(0, 1.1 * ax.dataLim.ymax)
     if percent:
         ax.set_ylim(0, 1.02)
@@ -213,32 +214,6 @@ def loss_scale(runs: list[ReportedRun]) -> Figure | None:
     if len({event["loss_scale"] for run in runs for event in run.train if "loss_scale" in event}) < 2:
         return None
     return curves(runs, "Loss scale", "", {"train/loss_scale": ""}, log=True)
-
-
-def trust_ratio(runs: list[ReportedRun]) -> Figure | None:
-    if not any("trust_ratio_median" in event for run in runs for event in run.train):
-        return None
-    figure, ax = axes("LAMB's trust ratio" + (", median" if len(runs) > 1 else "") + " over the layers", "|w| / |r|")
-    for run, colour in zip(runs, _colours(runs), strict=True):
-        events = [event for event in run.train if "trust_ratio_median" in event]
-        epochs = [event["epoch"] for event in events]
-        low, high = ([event[f"trust_ratio_{end}"] for event in events] for end in ("min", "max"))
-        if len(runs) == 1:  # those of several runs would lie over one another
-            ax.fill_between(
-                epochs, low, high, color=colour, alpha=0.15, linewidth=0 if len(events) > 1 else 4, label="min to max"
-            )
-        _line(
-            ax,
-            events,
-            "trust_ratio_median",
-            colour,
-            "median" if len(runs) == 1 else label(run.name, _LEGEND),
-            marker=len(events) < 20,
-        )
-    ax.set_yscale("log")
-    _plain_log_labels(ax)
-    _finish(ax, runs, legend=True)
-    return figure
 
 
 def measured(runs: list[ReportedRun]) -> Figure | None:

@@ -74,7 +74,9 @@ def _is_event(line: dict[str, Any]) -> bool:
             and all(map(_is_number, seconds.values()))
             and isinstance(line.get("error"), str | None)
         )
-    return math.isfinite(line["epoch"]) and all(_is_number(value) for name, value in line.items() if name != "event")
+    if not all(_is_number(value) for name, value in line.items() if name != "event"):
+        return False
+    return all(math.isfinite(value) for name, value in line.items() if name == "epoch" or name.endswith("_s"))
 
 
 def _is_number(value: Any) -> bool:

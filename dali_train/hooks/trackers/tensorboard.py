@@ -23,8 +23,9 @@ class TensorBoard(Tracker):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         super().evaluation(record)
-        if record.details is not None:
-            accuracies = ClassTables.of(record.details, self.run.num_classes).accuracies()
+        details = record.details
+        if details is not None:
+            accuracies = ClassTables(details.labels, details.predictions, self.run.num_classes).accuracies()
             self._writer.add_histogram("eval/class_accuracy", accuracies[np.isfinite(accuracies)], record.step)
         self._writer.flush()
 

@@ -32,17 +32,18 @@ class WandB(Tracker):
 
     def evaluation(self, record: EvaluationRecord) -> None:
         super().evaluation(record)
-        if record.details is None:
+        details = record.details
+        if details is None:
             return
         names = self.class_names
         data = self.run.config.data
-        shown = thumbnails(Split(data.root, "validation"), data, record.details.shown)
-        columns, rows = prediction_table(record.details, names)
+        shown = thumbnails(Split(data.root, "validation"), data, details.shown)
+        columns, rows = prediction_table(details, names)
         table = self._wandb.Table(columns=["id", "image", "guess", "truth", *columns[3:]])
         for image, (number, truth, guess, *scores) in zip(shown, rows, strict=True):
             table.add_data(number, self._wandb.Image(image), guess, truth, *scores)
         pairs = self._wandb.Table(columns=["truth", "guess", "images"])
-        for truth, guess, images in ClassTables.of(record.details, len(names)).most_confused():
+        for truth, guess, images in ClassTables(details.labels, details.predictions, len(names)).most_confused():
             pairs.add_data(names[truth], names[guess], images)
         self._run.log({"predictions": table, "confused_pairs": pairs}, step=record.step)
 

@@ -98,11 +98,13 @@ class MetricsFile(Hook):
 
 
 class SampleTrace(Hook):
-    """``samples.rank{r}.jsonl``: which images each micro-batch of this rank had, and where in the epoch."""
+    """``samples.rank{r}.jsonl``: which images each micro-batch of this rank had, and where in the epoch.
+
+    Steps count from 0, as those of micro-batches do: step s of metrics.jsonl is s - 1 here."""
 
     def start(self, record: RunStart) -> None:
         self._num_images = record.num_images
-        last_step = record.start_step - 1  # here steps count from 0
+        last_step = record.start_step - 1
         if record.launch.rank == 0:  # files of ranks that the run had before and has no more
             for path in record.directory.glob("samples.rank*.jsonl"):
                 rank = path.name.removeprefix("samples.rank").removesuffix(".jsonl")
