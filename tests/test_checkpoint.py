@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -13,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -391,14 +393,38 @@ def test_blocks_belong_to_the_recipe_of_a_block_order_alone(tiny_config: Path, d
     assert block.keys() - recipe(config, split).keys() == {"data.block_images", "data.window_blocks"}
 
 
-def test_other_data_is_refused(train: Train, tmp_path: Path, dataset: Path) -> None:
-    train("run", "--run.max_steps", "2")
-    other = tmp_path / "other"
-    shutil.copytree(dataset, other)
-    write_shard(other / "train" / "train-00000-of-00003", [(jpeg(photograph(1, 40, 40)), 1)])
-    build_index(other)
-    output = train("run", "--data.root", str(other), status=2)
-    assert "dataset 50 images, labels and sizes" in output and "-> 34 images" in output
+def test_what_was_exchanged_in_its_place_is_refused(train: Train, tmp_path: Path, dataset: Path) -> None:
+    """The dataset with other pixels in images of the same labels and sizes, the teacher, the weights of the start."""
+    root, weights, teacher = (tmp_path / name for name in ("data", "weights.safetensors", "teacher.safetensors"))
+    shutil.copytree(dataset, root)
+
+    def write_weights(seed: int) -> None:
+        kwargs = load_config(tmp_path / "tiny-config.py").model.kwargs
+        torch.manual_seed(seed)
+        save_file(timm.create_model("vit_tiny_patch16_224", num_classes=5, **kwargs).state_dict(), weights)
+
+    def write_teacher(seed: int) -> None:
+        torch.manual_seed(seed)
+        save_file(timm.create_model("test_resnet", num_classes=5).state_dict(), teacher)
+
+    write_weights(0)
+    write_teacher(0)
+    words = ["--data.root", str(root), "--model.weights", str(weights), "--loss.distillation", "hard"]
+    words += ["--loss.teacher", "test_resnet", "--loss.teacher_weights", str(teacher)]
+    train("run", *words, "--run.max_steps", "1")
+    write_weights(1)
+    write_teacher(1)
+    records = [(jpeg(photograph(100 + i, 30 + 7 * (i % 9), 80 - 5 * (i % 11))), 1 + i % 5) for i in range(0, 50, 3)]
+    write_shard(root / "train" / "train-00000-of-00003", records)
+    build_index(root)
+    output = train("run", *words, status=2)
+    for name in ("dataset 50 images,", "loss.teacher_weights", "model.weights"):
+        assert re.search(rf"{name} content (\w{{16}}) -> (\d+ images, )?content (?!\1)\w{{16}}[;.]", output), output
+    # The weights of the start are not needed after it.
+    shutil.copytree(dataset, root, dirs_exist_ok=True)
+    write_teacher(0)
+    weights.unlink()
+    train("run", *words, "--run.max_steps", "2")
 
 
 def test_a_run_may_change_its_number_of_ranks(train: Train, tmp_path: Path) -> None:

@@ -1,33 +1,41 @@
-"""What a config says about the training, as a fingerprint: resuming with another recipe is a decision and not an
-accident."""
+"""What decides a run's result, as a fingerprint: resuming with another recipe is a decision and not an accident.
+
+Files that decide it enter by their content, so that one that was exchanged in its place is noticed.
+"""
 
 import hashlib
 import json
 from dataclasses import MISSING
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dali_train.checkpoint.load import Checkpoint
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.files import sha256
+
+_WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
+_CONTENT = "content "
 
 
 def recipe(config: Config, split: Split) -> dict[str, Any]:
-    """Everything that decides what is computed, as plain JSON values by field name: the config's part and the
-    dataset."""
-    # Sizes and labels in the order of the index: what crops, targets and sample order follow from. Where the shards lie
-    # and how they are cut does not matter.
-    columns = hashlib.sha256()
-    for name in ("label", "height", "width"):
-        columns.update(np.ascontiguousarray(split.rows[name]).data)
-    return {**recipe_settings(config), "dataset": f"{len(split)} images, labels and sizes {columns.hexdigest()[:16]}"}
+    """Return everything that decides what is computed, as plain JSON values by field name.
+
+    The dataset enters by the checksums in its ``dataset.json``, where those of the index cover labels, sizes and
+    places. Of a shard that was indexed without reading all of it only these and its size are known.
+    """
+    splits = {
+        name: (part.index_crc32c, [(shard.num_bytes, shard.crc32c) for shard in part.shards])
+        for name, part in split.manifest.splits.items()
+    }
+    digest = hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
+    return {**recipe_settings(config), "dataset": f"{len(split)} images, {_CONTENT}{digest}"}
 
 
 def recipe_settings(config: Config) -> dict[str, Any]:
-    """The config's part of a recipe."""
+    """Return the config's part of a recipe."""
     sections = json.loads(config.to_json())
     fields = {
         name: sections[section][field]
@@ -36,18 +44,24 @@ def recipe_settings(config: Config) -> dict[str, Any]:
     }
     if config.data.shuffle != "block":  # then they decide nothing
         del fields["data.block_images"], fields["data.window_blocks"]
-    # As numbers, so that it does not matter how they were spelled; checkpoints have always had them so.
-    del fields["data.normalise"]
+    fields |= {name: _content_of(fields[name]) for name in _WEIGHTS}
+    del fields["data.normalise"]  # as numbers, so that it does not matter how they were spelled
     return fields | {"data.mean": list(config.data.mean), "data.std": list(config.data.std)}
 
 
 def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: bool) -> list[str]:
-    """Warnings about what changed since `checkpoint`, where that is accepted.
+    """Return warnings about what changed since `checkpoint`, where that is accepted.
+
+    A file of model.weights that is gone since the start decides nothing any more: `current` gets what it was.
 
     Raises:
         ConfigError: the recipe differs and that is not accepted; the message names the difference.
     """
-    changes = changes_between(checkpoint.values["recipe"], current)
+    saved = checkpoint.values["recipe"]
+    began_with, weights = str(saved.get("model.weights")), str(current.get("model.weights"))
+    if began_with.startswith(_CONTENT) and weights.endswith(".safetensors") and not Path(weights).exists():
+        current["model.weights"] = began_with
+    changes = changes_between(saved, current)
     if not changes:
         return []
     difference = f"the recipe is not the one of {checkpoint.path}: " + "; ".join(changes)
@@ -60,7 +74,7 @@ def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: boo
 
 
 def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """What differs between two recipes, as "NAME OLD -> NEW".
+    """Return what differs between two recipes, as "NAME OLD -> NEW".
 
     A setting that one of them lacks has its default there: a checkpoint may be older than the setting. One that is no
     longer part of the recipe does not count.
@@ -68,6 +82,16 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     names = sorted(name for name in {*saved, *current} if name not in SETTINGS or SETTINGS[name].in_recipe)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]
     return [f"{name} {old} -> {new}" for name, old, new in values if old != new]
+
+
+def _content_of(weights: str | None) -> str | None:
+    """Return the digest of the file or directory that `weights` names, if it names one; a timm name as it is."""
+    path = Path((weights or "").removeprefix("local-dir:"))
+    files = [path]
+    if weights is not None and weights.startswith("local-dir:") and path.is_dir():
+        files = sorted(path.iterdir())
+    digests = [sha256(file) for file in files if file.is_file()]
+    return _CONTENT + hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else weights
 
 
 def _value(recipe: dict[str, Any], name: str) -> Any:
