@@ -17,7 +17,7 @@ from dali_train.commands.data import add_data_command
 from dali_train.config import Config
 from dali_train.config.override import config_with
 from dali_train.errors import ConfigError, DatasetError, RunError
-from dali_train.runtime.orphan import end_with_launcher
+from dali_train.runtime.orphan import exit_if_launcher_dies
 from dali_train.runtime.status import (
     FINISHED,
     MISTAKE,
@@ -196,7 +196,7 @@ def _launch_parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
-    end_with_launcher()
+    exit_if_launcher_dies()
     config = _config(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN

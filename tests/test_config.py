@@ -442,6 +442,8 @@ def test_what_belongs_to_the_recipe(dataset: Path) -> None:
         "model.name other -> vit_tiny_patch16_224",
         "optimizer.betas [0.9, 0.999] -> [0.9, 0.98]",
     ]
+    block = recipe(PLAIN.replace({"data.shuffle": "block"}), split)
+    assert block.keys() - current.keys() == {"data.block_images", "data.window_blocks"}, "elsewhere they decide nothing"
     imagenet = recipe(PLAIN.replace({"data.normalise": "imagenet"}), split)
     numbers = recipe(PLAIN.replace({"data.normalise": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))}), split)
     assert changes_between(imagenet, numbers) == []

@@ -1,6 +1,7 @@
 """A run directory in which something is of another kind than the run writes: one sentence, no traceback, no waiting."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from dali_train.commands.diff import compare_losses
 from dali_train.errors import ConfigError
 from dali_train.runtime.status import read_status
 
-from .conftest import Train
+from .conftest import StartTraining, Train
 from .helpers import write_run
 
 
@@ -114,3 +115,46 @@ def test_lines_that_no_run_wrote_are_left_out(tmp_path: Path, capsys: pytest.Cap
     assert [event["step"] for event in RunDirectory(run).events] == [0, 1]
     assert main(["report", str(run)]) == 0
     assert compare_losses(RunDirectory(run), RunDirectory(run)) == ""
+
+
+BROKEN_END = """
+from dataclasses import replace
+from pathlib import Path
+from dali_train.hooks import Hook
+
+class Break(Hook):
+    required = True
+
+    def start(self, record):
+        self.directory = record.directory
+        self.rank = record.launch.rank
+
+    def step(self, record):
+        if self.rank == record.launch_size - 1:
+            for name in ("status.json", "run.lock"):
+                (self.directory / name).unlink()
+                (self.directory / name).mkdir()
+            raise ValueError("the first cause")
+
+    def end(self, record):
+        raise OSError("the second one")
+
+config = replace(config, hooks=replace(config.hooks, user=(Break,)))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_cause_is_never_hidden(
+    start_training: StartTraining, tiny_config: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Not by a status and a lock that cannot be written any more, a hook that fails at the end, or other ranks."""
+    config = tmp_path / "broken-end.py"
+    config.write_text(tiny_config.read_text() + BROKEN_END.replace("record.launch_size", str(ranks)))
+    processes = start_training("run", config=config, ranks=ranks)
+    assert processes.wait() == [1] * ranks
+    output = processes.log.read_text()
+    errors = [line for line in output.splitlines() if re.match(r"\w*Error: |dali-train train: ", line)]
+    assert "ValueError: the first cause" in errors
+    assert all("the first cause" in line for line in errors), output
+    assert output.count("after the run had failed") == 2 * ranks - (ranks - 1), output
+    assert (tmp_path / "run" / "run.lock").is_dir()

@@ -134,7 +134,9 @@ def test_status_tells_what_the_trainer_ended_with(train: Train, run_command: Tra
     arguments = ("status", "--config", str(tmp_path / "tiny-config.py"), "--run.dir", str(tmp_path / "run"))
     assert re.search(r"run: not started, newest checkpoint None", run_command(*arguments, status=1))
     train("run", *LONG, "--run.max_seconds", "0.001", status=75)
-    stopped = r"run: stopped \(run.max_seconds is over\), step 1 of \d+, newest checkpoint 1, last attempt pid \d+ on "
+    stopped = (
+        r"run: stopped \(run.max_seconds is over\), step 1 of \d+, newest checkpoint 1, last trained by pid \d+ on "
+    )
     assert re.search(stopped, run_command(*arguments, status=75))
     train("run", *LONG, "--run.max_steps", "2")
     assert re.search(
@@ -150,7 +152,7 @@ def test_a_run_that_was_killed_is_not_called_running(
     wait_for_steps(ranks, tmp_path / "run", 2)
     running = run_command(*arguments, status=1)
     assert re.search(
-        rf"run: running, step 0 of \d+, newest checkpoint None, last attempt pid {ranks.pids()[0]} on ", running
+        rf"run: running, step 0 of \d+, newest checkpoint None, last trained by pid {ranks.pids()[0]} on ", running
     )
     ranks.kill()
     assert "run: killed (it ended without a word, as after SIGKILL or a power failure), step 0 of" in run_command(
@@ -213,7 +215,7 @@ def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int
 @pytest.mark.parametrize("under_torchrun", [True, False])
 def test_a_rank_ends_with_its_launcher(tmp_path: Path, under_torchrun: bool) -> None:
     """torchrun that is killed leaves no rank behind; what a shell has started stays when the shell goes."""
-    rank = "from dali_train.runtime.orphan import end_with_launcher; import os, time; end_with_launcher(); "
+    rank = "from dali_train.runtime.orphan import exit_if_launcher_dies; import os, time; exit_if_launcher_dies(); "
     rank += "print(os.getpid(), flush=True); time.sleep(6)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     environment = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC")}

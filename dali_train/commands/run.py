@@ -104,7 +104,7 @@ class Run:
                 total_steps=self.plan.total_steps,
                 best_top1=self.accuracies.best,
                 ema=self.plan.config.ema.decay is not None,
-                attempt=self.lock_holder,
+                lock_holder=self.lock_holder,
             ).write(self.plan.directory)
 
     def unsaved_error(self) -> NonFiniteError:

@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.commands.environment import describe_run, device_name
 from dali_train.commands.run import Accuracies, Run, RunResult
 from dali_train.config import Config, load_config
-from dali_train.errors import ConfigError, DatasetError
+from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
 from dali_train.runtime.agreement import StopAgreement
@@ -95,14 +96,13 @@ def train(
     with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, launch, group) as holder:
         run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
         watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
-        error: BaseException | None = None
         try:
             loop(run, StopAgreement(stop_requests, group))
-        except BaseException as fault:
-            error = fault
+        except BaseException as error:
+            if cause := end_failed(run, watchdog, error):
+                raise RunError(cause) from error
             raise
-        finally:
-            end(run, watchdog, error)
+        end(run)
     return run.result()
 
 
@@ -309,16 +309,28 @@ def save(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------ end
 
 
-def end(run: Run, watchdog: Watchdog, error: BaseException | None) -> None:
-    """Let the last save finish, tell the hooks and write down how the run ended, well or not."""
-    if error is None:  # after an error the device may never answer
-        run.trainer.clock.finish()
-    run.hooks.end(RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=error))
-    watchdog.close(error)
-    run.saver.join()
-    if error is not None:
-        run.write_status("failed", f"{type(error).__name__}: {error}")
-    elif run.is_last_step:
+def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> str:
+    """Tell everyone that the run has failed with `error`; what goes wrong meanwhile is logged and never hides it.
+
+    Returns:
+        What ended first on another rank, if that is known to be the cause; otherwise an empty text.
+    """
+    cause = watchdog.close(error)
+    record = RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=error)
+    reason = cause or f"{type(error).__name__}: {error}"
+    for action in (partial(run.hooks.end, record), run.saver.join, partial(run.write_status, "failed", reason)):
+        try:
+            action()
+        except Exception as fault:
+            logger.warning("after the run had failed: %s: %s", type(fault).__name__, fault)
+    return cause
+
+
+def end(run: Run) -> None:
+    """Tell the hooks and write down that the run has ended well."""
+    run.trainer.clock.finish()
+    run.hooks.end(RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=None))
+    if run.is_last_step:
         run.write_status("finished")
     else:
         run.write_status("stopped", run.stopping.describe())

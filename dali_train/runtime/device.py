@@ -11,7 +11,7 @@ from dali_train.runtime.launch import Launch
 
 
 def choose_device(name: str, launch: Launch) -> torch.device:
-    """The device of this process's model, by its name in `run.device`.
+    """Return the device of this process's model, by its name in `run.device`.
 
     Raises:
         ConfigError: run.device is cuda and there is no GPU.
@@ -28,7 +28,7 @@ def choose_device(name: str, launch: Launch) -> torch.device:
 
 
 def cores_per_process(launch: Launch) -> int:
-    """The cores that this process may use: its affinity mask, divided among the processes that share it."""
+    """Return how many cores this process may use: its affinity mask, split among the processes that share it."""
     cores = len(os.sched_getaffinity(0))
     # Slurm gives every task a mask of its own; torchrun's workers all have the whole node's.
     shared = launch.launcher != "srun" or cores >= (os.cpu_count() or 1)
@@ -36,7 +36,7 @@ def cores_per_process(launch: Launch) -> int:
 
 
 def bind_to_numa_node(device: torch.device) -> int:
-    """Bind this process, and the threads it will start, to the cores of its GPU's NUMA node; returns how many it has.
+    """Bind this process, and the threads it will start, to the cores of its GPU's NUMA node; return how many it has.
 
     A launcher's own binding stands where it allows none of those cores, or where the host does not name them.
     """
@@ -50,8 +50,7 @@ def bind_to_numa_node(device: torch.device) -> int:
 
 
 def numa_node_cores(pci_device: Path) -> set[int]:
-    """The numbers of the cores on a device's NUMA node, from Linux's description of it in /sys; none if it names
-    none."""
+    """Return the cores on a device's NUMA node, from Linux's description of it in /sys; none if it names none."""
     try:
         spans = (pci_device / "local_cpulist").read_text().split(",")
     except OSError:

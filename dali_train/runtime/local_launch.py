@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dali_train.errors import ConfigError, RunError
-from dali_train.runtime.orphan import end_with_launcher
+from dali_train.runtime.orphan import exit_if_launcher_dies
 
 Result = TypeVar("Result")
 
@@ -89,7 +89,7 @@ def launch_locally(
 def _work(function: Callable[..., Result], *arguments: Any) -> Result:
     # a terminal and a notebook send SIGINT to the process group: it is for the parent alone, which hands it on
     os.setsid()
-    end_with_launcher()
+    exit_if_launcher_dies()
     try:
         return function(*arguments)
     except RunError as error:

@@ -1,5 +1,4 @@
-"""A rank ends with its launcher: torchrun that is killed leaves its workers behind, and they would still train beside a
-new run."""
+"""Exit when torchrun is killed: it leaves its workers running, and they would train beside a new run."""
 
 import os
 import sys
@@ -10,8 +9,8 @@ from collections.abc import Mapping
 CHECK_S = 1.0
 
 
-def end_with_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Under torchrun (or `local_launch`, which is torchrun's agent in a process of ours), watch that the parent lives.
+def exit_if_launcher_dies(environ: Mapping[str, str] = os.environ) -> None:
+    """Watch the parent from a thread under torchrun, or under `local_launch`, which is its agent in our process.
 
     Elsewhere a parent may go away and the run is to stay: nohup, a shell that has been closed. Linux's own signal for
     this (PR_SET_PDEATHSIG) comes when the *thread* that started the process ends, so it is not used.

@@ -1,4 +1,4 @@
-"""``status.json`` in the run directory: how the last attempt ended, for scripts that cannot see the exit status.
+"""``status.json`` in the run directory: how the last start ended, for scripts that cannot see the exit status.
 
 torchrun swallows the exit status of its workers, and a kill leaves none. Nothing here needs torch, so that a batch
 script gets its answer at once.
@@ -23,7 +23,7 @@ _FILE, _LARGEST_FILE = "status.json", 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How far the last attempt came."""
+    """How far the last start came."""
 
     state: Literal[
         "running", "stopped", "finished", "failed", "killed"
@@ -33,14 +33,14 @@ class RunStatus:
     total_steps: int | None = None  # at which the run ends
     best_top1: float | None = None  # of the evaluations so far, a fraction
     ema: bool = False  # best_top1 is that of the moving average of the weights
-    attempt: str = ""  # which process trained: `Holder.describe`
+    lock_holder: str = ""  # which process trained: `Holder.describe`
 
     def write(self, run_directory: Path) -> None:
         write_atomically(run_directory / _FILE, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
 def read_status(run_directory: Path) -> RunStatus | None:
-    """None: no attempt has got as far as its first step. "running" is checked: where nobody trains, the run was killed.
+    """Read how far a run is; None: no start has come to its first step. A run that says running is looked for.
 
     Raises:
         ConfigError: status.json is not what a run writes.
@@ -60,7 +60,7 @@ def read_status(run_directory: Path) -> RunStatus | None:
 
 
 def _parse(content: bytes) -> RunStatus:
-    """Fields that later versions add are ignored.
+    """Return the status; unknown fields are ignored.
 
     Raises:
         ValueError: it is no JSON object with fields of the right types.
@@ -75,13 +75,13 @@ def _parse(content: bytes) -> RunStatus:
     numbers = (status.step, status.total_steps, status.best_top1)
     if type(status.step) is not int or not all(value is None or type(value) in (int, float) for value in numbers):
         raise ValueError(f"step, total_steps and best_top1 are {numbers}, expected numbers")
-    if not isinstance(status.reason, str) or not isinstance(status.attempt, str):
-        raise ValueError("reason and attempt are not text")
+    if not isinstance(status.reason, str) or not isinstance(status.lock_holder, str):
+        raise ValueError("reason and lock_holder are not text")
     return status
 
 
 def describe(run_directory: Path) -> str:
-    """One line for `dali-train status`.
+    """Return the line that `dali-train status` prints.
 
     Raises:
         ConfigError: see `read_status`.
@@ -100,30 +100,30 @@ def describe(run_directory: Path) -> str:
         if status.best_top1 is not None
         else ""
     )
-    attempt = f", last attempt {status.attempt}" if status.attempt else ""
-    return f"{run_directory}: {state}, step {step}{total}{best}, newest checkpoint {newest}{attempt}"
+    holder_text = f", last trained by {status.lock_holder}" if status.lock_holder else ""
+    return f"{run_directory}: {state}, step {step}{total}{best}, newest checkpoint {newest}{holder_text}"
 
 
 def exit_status(status: RunStatus | None) -> int:
-    """What the trainer of this status ended with: 0 finished, 75 start it again, 1 failed, killed or still running."""
+    """Return the trainer's exit status: 0 finished, 75 start it again, 1 failed, killed or still running."""
     if status is None:
         return 1
     return {"finished": FINISHED, "stopped": START_AGAIN}.get(status.state, 1)
 
 
 def stopped_before_restart(run_directory: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun has started this process again after a stop on request that was meant to last.
+    """Say whether torchrun has started this process again after a stop on request that was meant to last.
 
     torchrun takes the exit status 75 of its workers for a failure and restarts them. A TERM is another matter: that is
     how it stops workers itself, to continue with another number of them.
     """
     status = read_status(run_directory)
-    restarted = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
     return restarted and status is not None and status.state == "stopped" and status.reason != STOPPED_BY_TERM
 
 
 def newest_step(run_directory: Path) -> int | None:
-    """Step of the newest checkpoint, None without one. Its content is not looked at."""
+    """Return the step of the newest checkpoint, None without one. Its content is not looked at."""
     names = (
         path.name for path in (run_directory / "checkpoints").glob("step-*") if path.is_dir() and not path.is_symlink()
     )

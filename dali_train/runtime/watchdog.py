@@ -122,17 +122,22 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close(error)
+        if cause := self.close(error):
+            self._say(cause)
 
-    def close(self, error: BaseException | None) -> None:
-        """Stop watching. After an error rank 0 stays a moment to find out who else ended, and says so."""
+    def close(self, error: BaseException | None) -> str:
+        """Stop watching. After an error rank 0 stays a moment to find out who else ended.
+
+        Returns:
+            On rank 0, if `error` says that another rank was lost, which one and with what it ended; else empty.
+        """
         if self._closing.is_set():
-            return
+            return ""
         self._closing.set()
         for thread in self._threads:
             thread.join(2 * BEAT_S)
         if error is None or self._store is None:
-            return
+            return ""
         lost_peer = type(error) is not RunError and isinstance(error, RuntimeError)
         lost_peer = lost_peer and _LOST_PEER.search(str(error)) is not None
         first_line = next(iter(str(error).splitlines()), "")
@@ -141,14 +146,15 @@ class Watchdog:
                 f"the store of rank 0 on {self._launch.host}:{self._launch.port} does not answer: rank 0 ended first"
             )
         if not lost_peer:
-            return
+            return ""
         self._write_report(f"lost touch with the other ranks: {first_line}")
-        if self._launch.rank == 0:
-            end = self._now() + SILENT_S + BEAT_S  # silence shows by waiting
-            while self._now() < end:
-                time.sleep(BEAT_S / 10)
-            self.beat()
-            self._say(f"lost touch with other ranks. {name_missing(self._silences(), self._launch.world_size)}")
+        if self._launch.rank != 0:
+            return ""
+        end = self._now() + SILENT_S + BEAT_S  # silence shows by waiting
+        while self._now() < end:
+            time.sleep(BEAT_S / 10)
+        self.beat()
+        return f"lost touch with other ranks. {name_missing(self._silences(), self._launch.world_size)}"
 
     def beat(self) -> bool:
         """Send this rank's beat and get rank 0's, or on rank 0 everyone's. False: the store failed."""
