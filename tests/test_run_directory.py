@@ -156,5 +156,6 @@ def test_the_first_cause_is_never_hidden(
     errors = [line for line in output.splitlines() if re.match(r"\w*Error: |dali-train train: ", line)]
     assert "ValueError: the first cause" in errors
     assert all("the first cause" in line for line in errors), output
-    assert output.count("after the run had failed") == 2 * ranks - (ranks - 1), output
+    assert "after the run had failed: OSError: the second one" in output
+    assert "after the run had failed: IsADirectoryError" in output and "run.lock could not be removed" in output
     assert (tmp_path / "run" / "run.lock").is_dir()

@@ -20,7 +20,7 @@ _NAME = re.compile(r"step-(\d{8,18})")
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
-    """Checkpoints by step, oldest first; none if the directory does not exist yet.
+    """Return the checkpoints by step, oldest first; none if the directory does not exist yet.
 
     Raises:
         ConfigError: there may be some, but they cannot be seen.
@@ -47,7 +47,7 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says, -1 if it has another name."""
+    """Return the step that a checkpoint's name says, -1 if it has another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name else -1
 
@@ -65,11 +65,12 @@ def saved_top1(path: Path) -> float | None:
 
 
 def record_top1(path: Path, top1: float) -> None:
+    """Write the accuracy of a checkpoint, a fraction, beside it."""
     write_atomically(path / SCORE, (json.dumps({"top1": top1}) + "\n").encode())
 
 
 def wrong_path(path: Path) -> str:
-    """Why `path` cannot be a checkpoint's, with the remedy; empty if it may be one."""
+    """Say why `path` cannot be a checkpoint's, with the remedy; empty if it may be one."""
     try:
         for inner in ("newest", "checkpoints/newest"):
             if not (path / MANIFEST).exists() and (path / inner).exists():
@@ -86,7 +87,7 @@ def wrong_path(path: Path) -> str:
 
 
 def resolve_checkpoint(run_dir: Path, which: str) -> Path:
-    """The path of a run's checkpoint: ``best``, ``newest``, a name in its checkpoints directory, or any path.
+    """Return the path of a run's checkpoint: ``best``, ``newest``, a name in its checkpoints directory, or any path.
 
     Raises:
         ConfigError: the checkpoint does not exist.

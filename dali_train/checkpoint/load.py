@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -11,12 +11,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dali_train.checkpoint.directory import checkpoint_paths, step_of, wrong_path
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, read_safetensors
 from dali_train.errors import ConfigError
+from dali_train.runtime.process_group import from_rank_0
 
 # What DCP says in a single process; that is what is meant here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is complete, if any, and a warning for each newer one that had to be passed over.
+    """Return the newest checkpoint that is complete, if any, and a warning for each newer one that was passed over.
 
     With a `group` all its ranks call this together and get the same one: complete means that every rank could read it.
 
@@ -84,8 +82,7 @@ def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tupl
 def find_checkpoint(
     resume: str, directory: Path, group: dist.ProcessGroup | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that run.resume names (``auto``, ``never`` or a path), and warnings. With a `group`, for all its
-    ranks.
+    """Return the checkpoint that run.resume names (``auto``, ``never`` or a path), and warnings, for all of `group`.
 
     A path to another run's checkpoint is where this run begins. Once it has checkpoints of its own it resumes from
     those, so that the same command serves to start it again.
@@ -106,7 +103,7 @@ def find_checkpoint(
             )
         return None, []
     named = Path(resume)
-    if problem := _agreed(wrong_path(named), group):
+    if problem := from_rank_0(wrong_path(named), group):
         remedy = "; set run.resume auto to resume from this run's newest checkpoint" if existing else ""
         raise ConfigError(f"run.resume: {problem}{remedy}")
     if existing and named.resolve().parent != directory.resolve():
@@ -118,7 +115,7 @@ def find_checkpoint(
 
 
 def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, str]:
-    """The checkpoint if every rank can read it; else None and what the first rank that cannot says."""
+    """Return the checkpoint if every rank can read it; else None and what the first rank that cannot says."""
     checkpoint, fault = None, ""
     try:
         checkpoint = load_checkpoint(path)
@@ -132,22 +129,13 @@ def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoin
 
 
 def _agreed_paths(directory: Path, group: dist.ProcessGroup | None) -> list[Path]:
-    """The checkpoints in `directory`, as rank 0 sees it, on every rank."""
+    """Return the checkpoints as rank 0 sees them: file systems may show a change to some hosts later."""
     names, problem = [], ""
     try:
         names = [path.name for path in checkpoint_paths(directory)]
     except ConfigError as error:
         problem = str(error)
-    names, problem = _agreed((names, problem), group)
+    names, problem = from_rank_0((names, problem), group)
     if problem:
         raise ConfigError(problem)
     return [directory / name for name in names]
-
-
-def _agreed(value: _T, group: dist.ProcessGroup | None) -> _T:
-    """Rank 0's value: file systems may show a change to some hosts later."""
-    if group is None:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]

@@ -67,8 +67,8 @@ def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: boo
     difference = f"the recipe is not the one of {checkpoint.path}: " + "; ".join(changes)
     if not accept:
         raise ConfigError(
-            f"{difference}. Set it back, choose another run.dir to start anew, or set run.accept_changed_recipe true "
-            "to resume with the change"
+            f"{difference}. Set it back, choose another run.dir to start at step 0, or set run.accept_changed_recipe "
+            "true to resume with the change"
         )
     return [f"{difference}; resuming with the change, as run.accept_changed_recipe says"]
 

@@ -23,6 +23,7 @@ from dali_train.checkpoint.directory import checkpoint_paths, point_link, record
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, Writer
 from dali_train.files import NO_SPACE, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
+from dali_train.runtime.process_group import from_rank_0
 
 # More writers than this do not make a file system faster, and each has to hold its share in host memory.
 _MAX_WRITERS = 8
@@ -50,7 +51,7 @@ class CheckpointWriter:
         self._num_bytes = 0
 
     def prepare(self, start_step: int) -> float:
-        """Before the first save, on all ranks; gives the best accuracy of a kept checkpoint, -1 without one.
+        """Make the directory ready, on all ranks; return the best accuracy of a kept checkpoint, -1 without one.
 
         Removes what a killed run left half done, and sets aside what lies beyond `start_step`: it is damaged, or of a
         future that resuming from an earlier step has abandoned.
@@ -64,7 +65,7 @@ class CheckpointWriter:
                 best = self._tidy(start_step)
             except OSError as fault:
                 error = fault
-        best, error = self._from_rank_0((best, error))
+        best, error = from_rank_0((best, error), self._group)
         if error is not None:
             raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
         return best
@@ -103,7 +104,7 @@ class CheckpointWriter:
             self._retire()
 
     def wait(self) -> None:
-        """Until the last save is complete on disk.
+        """Wait until the last save is complete on disk.
 
         Raises:
             CheckpointError: it is not; the message says why.
@@ -122,8 +123,7 @@ class CheckpointWriter:
             self._thread.join()
 
     def _share(self, flat: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names that this rank writes: of similar size for some ranks of each stage, which are spread over the
-        nodes."""
+        """Return the names that this rank writes: a similar size for some ranks of each stage, over all nodes."""
         sharded = [name for name, tensor in flat.items() if isinstance(tensor, DTensor)]
         ranks = self._world_size // self._num_stages
         writers = min(ranks, max(1, _MAX_WRITERS // self._num_stages))
@@ -166,7 +166,7 @@ class CheckpointWriter:
                     self._commit(partial, final, CheckpointManifest(step=step, values=values, files=files))
                 except BaseException as fault:
                     error = fault
-            self._error = self._from_rank_0(error)
+            self._error = from_rank_0(error, self._group)
         except BaseException as fault:  # raised in the main thread, by wait()
             self._error = fault
         if self._error is not None and self._rank == 0:  # so that the room is free again
@@ -207,15 +207,8 @@ class CheckpointWriter:
                 set_aside(path)
         return max((top1 for path in paths if path.exists() and (top1 := saved_top1(path)) is not None), default=-1.0)
 
-    def _from_rank_0(self, value: Any) -> Any:
-        if self._group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
-
     def _explain(self, error: BaseException) -> str:
-        """The first cause on each rank that has one, and what to do if there was no room."""
+        """Say the first cause on each rank that has one, and what to do if there was no room."""
         failures = (
             {rank: cause for rank, (cause, _) in error.failures.items()}
             if isinstance(error, CheckpointException)

@@ -32,7 +32,7 @@ def capture(
     parallel: Parallel | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Tensors], dict[str, Any]]:
-    """(tensors, plain values) of the run, as `restore` takes them. All ranks call this together.
+    """Return (tensors, plain values) of the run, as `restore` takes them. All ranks call this together.
 
     Args:
         parallel: how the model is spread; None: not at all.
@@ -73,8 +73,7 @@ def restore(
     precision: Precision,
     parallel: Parallel | None = None,
 ) -> list[str]:
-    """Put the weights, optimizer state and counters of `checkpoint` in place. Rates and the like stay those of the
-    config.
+    """Put the weights, optimizer state and counters of `checkpoint` in place; rates stay those of the config.
 
     Args:
         parallel: how the model is spread; None: not at all.
@@ -115,7 +114,7 @@ def restore_weights(
         more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
         raise ConfigError(
             f"the weights of {checkpoint.path} do not fit the model of this config: {'; '.join(misfits[:3])}{more}. "
-            "Set model.name and model.kwargs as they were, or choose another run.dir to start anew"
+            "Set model.name and model.kwargs as they were, or choose another run.dir to start at step 0"
         )
     weights: dict[str, Any] = {name: laid_out_like(tensor, saved[name]) for name, tensor in current.items()}
     set_model_state_dict(model, weights)

@@ -108,7 +108,7 @@ def _from_variables(launcher: str, environ: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
-    """The place of a task of a Slurm step.
+    """Return the place of a task of a Slurm step.
 
     Only address and port may come from elsewhere. ColossalAI's --local_rank is the global rank, and 0 for all
     tasks where the batch shell expanded it; the rank and the device's number are Slurm's.
@@ -144,8 +144,7 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
 
 
 def _check_torchrun_within_slurm(environ: Mapping[str, str]) -> None:
-    """One torchrun per node that know of each other are fine; several that don't would train the same run several
-    times."""
+    """Refuse several torchruns that do not know of each other: each would train the same run."""
     tasks, agents = _number(environ, "SLURM_NTASKS", "srun"), _number(environ, "GROUP_WORLD_SIZE", "torchrun")
     if tasks > 1 and agents == 1:
         raise ConfigError(
@@ -155,13 +154,13 @@ def _check_torchrun_within_slurm(environ: Mapping[str, str]) -> None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: ``n[03-05,7],m1`` gives ``n03``."""
+    """Return the first name of a Slurm node list: ``n[03-05,7],m1`` gives ``n03``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else nodelist
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Tasks on node number `node` of Slurm's ``2(x3),1``: three nodes with two tasks, one with one.
+    """Return how many tasks are on node number `node` of Slurm's ``2(x3),1``: three nodes with two tasks, one with one.
 
     Raises:
         ConfigError: the node does not exist.

@@ -42,7 +42,7 @@ def launch_locally(
     The processes are started afresh, not forked, so this may be called where CUDA is in use already; `function`,
     `arguments` and results must be picklable. No process outlives this one. What they print appears where this process
     prints, for example in the cell of a notebook. From the main thread, SIGINT (Ctrl-C, a notebook's interrupt), TERM
-    and USR1 are handed to one of them, and it is for `function` to end on all; a second SIGINT kills them.
+    and USR1 are forwarded to one of them, and it is for `function` to end on all; a second SIGINT kills them.
 
     Args:
         num_processes: auto: one for each GPU, one where there is none.
@@ -106,7 +106,7 @@ class _Ranks:
         self._others = set(multiprocessing.active_children())
         self._processes: list[BaseProcess] = []  # by rank
         self._first_ended: set[int] = set()  # ranks; the agent ends the others then
-        self._pending: list[int] = []  # signals to hand on
+        self._pending: list[int] = []  # signals to forward
 
     def __enter__(self) -> "_Ranks":
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -122,7 +122,7 @@ class _Ranks:
         self._pending.append(number)
 
     def supervise(self, launched: "Future[Any]") -> None:
-        """Hand signals on until all processes have ended."""
+        """Forward signals until all processes have ended."""
         while not wait([launched], timeout=_POLL_S).done:
             if len(self._processes) < self._count:
                 started = set(multiprocessing.active_children()) - self._others
@@ -138,7 +138,7 @@ class _Ranks:
                 os.kill(self._processes[0].pid or 0, self._pending.pop(0))
 
     def explain(self, rank: int, failure: ProcessFailure) -> str:
-        """What the first failed rank says; or which rank was killed, since then the others only miss its answers."""
+        """Say why the first rank failed; or which one was killed, since then the others only miss its answers."""
         killed = [r for r in self._first_ended if self._processes[r].exitcode == -signal.SIGKILL]
         if killed:
             return (
@@ -157,8 +157,7 @@ class _Ranks:
 
 
 def _inherit_output() -> bool:
-    """Whether what new processes print goes where this one's goes; not in a notebook, which has put something else
-    there."""
+    """Say whether what new processes print goes where this one's goes: not in a notebook, which catches it."""
     try:
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     except (AttributeError, OSError):
@@ -167,7 +166,7 @@ def _inherit_output() -> bool:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """What the agent logs about failed ranks is in the exception, and its warning about signals does not apply."""
+    """Silence the agent: what it logs about failed ranks is in the exception, and its warning does not apply."""
     names = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
     levels = [logger.level for logger in loggers]

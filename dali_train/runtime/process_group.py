@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
+
+Value = TypeVar("Value")
 
 MEETING_TIMEOUT = timedelta(seconds=50)  # a minute with the start of the program
 # The watchdog ends a rank that waits for longer than parallel.timeout_s, with a report; collectives give up after it.
@@ -32,7 +35,7 @@ class LaunchError(RunError):
 
 @contextmanager
 def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) -> Iterator[Launch]:
-    """The default process group, up and down: NCCL on GPUs, Gloo on CPUs. A single process has none.
+    """Within, have the default process group: NCCL on GPUs, Gloo on CPUs. A single process has none.
 
     Gives the launch back, with the port of the store that the ranks share.
 
@@ -111,7 +114,7 @@ def _give_up(launch: Launch) -> None:
 
 
 def _meet(launch: Launch) -> tuple[dist.Store, int]:
-    """A store that all ranks share, and its port on the launch's host."""
+    """Return a store that all ranks share, and its port on the launch's host."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=MEETING_TIMEOUT))
         return store, launch.port
@@ -139,8 +142,7 @@ def _meet(launch: Launch) -> tuple[dist.Store, int]:
 
 
 def host_group(launch: Launch, config: Config, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
-    """A new group of all ranks for communication between hosts, apart from what devices exchange; None for a single
-    process.
+    """Return a new group of all ranks for communication in host memory; None for a single process.
 
     Its collectives give up after `timeout`, by default when the watchdog would have ended this rank.
     """
@@ -153,9 +155,18 @@ def host_group(launch: Launch, config: Config, timeout: timedelta | None = None)
     return group
 
 
+def from_rank_0(value: Value, group: dist.ProcessGroup | None) -> Value:
+    """Return rank 0's value on all ranks of `group`; without a group the value itself."""
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
+
+
 @contextmanager
 def locked(directory: Path, launch: Launch, group: dist.ProcessGroup | None) -> Iterator[Holder | None]:
-    """Within, no other run trains in the run directory. Rank 0 holds the lock; only there the holder is given.
+    """Keep other runs out of the run directory. Rank 0 holds the lock; only there the holder is given.
 
     Args:
         group: of all ranks, for host memory; None for a single process.
@@ -163,18 +174,18 @@ def locked(directory: Path, launch: Launch, group: dist.ProcessGroup | None) -> 
     Raises:
         ConfigError: on all ranks, if another run trains there or the directory cannot be written.
     """
-    lock, refusal = None, [""]
+    lock, refusal = None, ""
     if launch.rank == 0:
         try:
             lock = RunLock(directory, say=lambda text: print(text, file=sys.stderr, flush=True))
         except ConfigError as error:
-            refusal = [str(error)]
+            refusal = str(error)
     try:
+        refusal = from_rank_0(refusal, group)
         if group is not None:
-            dist.broadcast_object_list(refusal, src=0, group=group)
             dist.barrier(group)  # rank 0 must not leave before all know
-        if refusal[0]:
-            raise ConfigError(refusal[0])
+        if refusal:
+            raise ConfigError(refusal)
         yield lock.holder if lock is not None else None
     finally:
         if lock is not None:

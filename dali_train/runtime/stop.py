@@ -57,7 +57,7 @@ class StopRequests:
         self._listen()
 
     def close(self) -> None:
-        """Give the signals back to whoever handled them before: for a caller that does other things next."""
+        """Restore the former signal handlers, for a caller that does other things next."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pipe_end is not None:
@@ -82,8 +82,7 @@ class StopRequests:
             )  # print may be in use right now
 
     def _listen(self) -> None:
-        """Hear Ctrl-C also while the main thread is busy outside Python: the C handler writes each signal's number into
-        a pipe."""
+        """Hear Ctrl-C also while the main thread is outside Python: the C handler writes signals into a pipe."""
         heard, written = os.pipe()
         os.set_blocking(written, False)
         before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -113,8 +112,7 @@ class StopRequests:
                 os._exit(128 + signal.SIGINT)
 
     def ignore_further(self) -> None:
-        """The run is saved. Python takes its handlers down before the process ends, and a late signal would change its
-        status."""
+        """Ignore signals once the run is saved: Python takes its handlers down before the process ends."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -129,7 +127,7 @@ class StopRequests:
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:
-    """When to stop so that a Slurm job ends within its time limit, as Unix time; None where Slurm does not say."""
+    """Return when to stop so that a Slurm job ends in time, as Unix time; None where Slurm does not say."""
     try:
         start, end = float(environ["SLURM_JOB_START_TIME"]), float(environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):

@@ -299,7 +299,7 @@ def _progress(beat: Beat) -> tuple[int, int]:
 
 
 def _connect(launch: Launch) -> dist.Store:
-    """A connection of our own: the process group's is busy while the main thread waits in it."""
+    """Open a connection of our own: the process group's is busy while the main thread waits in it."""
     store = dist.TCPStore(
         launch.host, launch.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
     )
