@@ -202,7 +202,7 @@ def _digest(path: Path) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status, as `dali_train.cli.main` does."""
+    """Run the command line and return the exit status, as `dali_train.cli.main` does."""
     parser = argparse.ArgumentParser(prog="python -m dali_train.workflow", allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=Path("configs/mnist.py"), metavar="FILE")
     parser.add_argument(
@@ -277,7 +277,7 @@ def _data(action: str, *words: str) -> None:
 
 
 def _never_again(error: Exception) -> flyte.errors.NonRecoverableError:
-    """A retry would meet the same mistake."""
+    """Mark a mistake that a retry would meet again."""
     return flyte.errors.NonRecoverableError(str(error), type(error).__name__)
 
 
@@ -348,7 +348,7 @@ def upload_run(directory: Path, checkpoint: flyte.Checkpoint) -> None:
 
 
 def _show(directory: Path) -> None:
-    """The task's page: the run's report with curves and confusion, and the table of predictions."""
+    """Write the task's page: the run's report with curves and confusion, and the table of predictions."""
     page = write_report([directory], directory / "report").read_text()
     frame = f'<iframe style="width: 100%; height: 90vh; border: 0" srcdoc="{html.escape(page)}"></iframe>'
     flyte.report.get_tab("report").replace(frame)

@@ -68,7 +68,7 @@ class StoredImage:
 
     @property
     def format(self) -> str:
-        """What the record says in image/format."""
+        """Return what the record says in image/format."""
         if self.is_raw:
             return "RAW"
         return "JPEG" if is_jpeg(self.content) else "PNG" if self.content.startswith(b"\x89PNG") else "OTHER"

@@ -18,20 +18,19 @@ Layout = list[NDArray[np.uint32]]  # a shard each: numbers of source images in t
 
 
 def default_num_shards(split: SplitName, *, num_images: int, num_bytes: int) -> int:
-    """The usual 1,024 and 128 for ImageNet, fewer for a set too small for them."""
+    """Return the usual 1,024 and 128 for ImageNet, fewer for a set too small for them."""
     enough = max(_FEWEST_SHARDS[split], -(-num_bytes // _BYTES_PER_SHARD))
     return min(DEFAULT_SHARDS[split], enough, num_images)
 
 
 def shuffled_layout(num_images: int, num_shards: int, *, seed: int) -> Layout:
-    """All images in random order, cut into shards that differ by at most one image."""
+    """Return all images in random order, cut into shards that differ by at most one image."""
     order = shuffled(np.random.Philox(key=[seed, _SHARDS_STREAM]), num_images)
     return np.array_split(order, num_shards)
 
 
 def held_out(labels: NDArray[np.int32], fraction: float, *, seed: int) -> NDArray[np.bool_]:
-    """Which images a validation split takes: `fraction` of each class, rounded, but at least one image where two
-    are."""
+    """Choose the images of a validation split: `fraction` of each class, rounded, but at least one where two are."""
     chosen = np.zeros(len(labels), dtype=np.bool_)
     order = shuffled(np.random.Philox(key=[seed, _HELD_OUT_STREAM]), len(labels))
     by_class = order[np.argsort(labels[order], kind="stable")]
@@ -42,7 +41,7 @@ def held_out(labels: NDArray[np.int32], fraction: float, *, seed: int) -> NDArra
 
 
 def layout_without(layout: Layout, bad: Collection[int]) -> Layout:
-    """`layout` without the `bad` images, level again: shards that lost none keep what they have wherever possible.
+    """Return `layout` without the `bad` images, level again: shards that lost none keep what they have if possible.
 
     Shards that are too long give their last images to those that are too short, in order, so that few shards change.
     """
@@ -60,7 +59,7 @@ def layout_without(layout: Layout, bad: Collection[int]) -> Layout:
 
 
 def _level_sizes(sizes: Sequence[int]) -> list[int]:
-    """Sizes with the same sum that differ by at most one; the longest keep the extra image."""
+    """Return sizes with the same sum that differ by at most one; the longest keep the extra image."""
     smaller, extra = divmod(sum(sizes), len(sizes))
     longest = sorted(range(len(sizes)), key=lambda shard: (-sizes[shard], shard))[:extra]
     targets = [smaller] * len(sizes)

@@ -83,7 +83,7 @@ class Conversion:
         )
 
     def identity(self) -> dict[str, Any]:
-        """All that the bytes of the result depend on; a resumed run must repeat it."""
+        """Return all that the bytes of the result depend on; a resumed run must repeat it."""
         return {
             "dataset": self.name,
             "seed": self.seed,
@@ -166,7 +166,7 @@ def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence
 
 
 def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> list[WrittenShard]:
-    """Every shard of the split, as converted now or by an earlier run."""
+    """Return every shard of the split, as converted now or by an earlier run."""
     source, num_shards = conversion.sources[split], conversion.shards_of(split)
     planned = shuffled_layout(len(source.labels), num_shards, seed=conversion.seed)
     names = [f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
@@ -207,7 +207,7 @@ def _finished(path: Path, note: Path) -> WrittenShard | None:
 
 
 def _holds(shard: WrittenShard | None, images: NDArray[np.uint32]) -> bool:
-    """Whether `shard` has just these images, without those that it found to be bad."""
+    """Check that `shard` has just these images, without those that it found to be bad."""
     if shard is None:
         return False
     bad = [image.image for image in shard.bad]

@@ -168,7 +168,7 @@ class ShardWriter:
         }
 
     def _batches(self, images: NDArray[np.uint32]) -> Iterator[Batch]:
-        """The images as they are to be stored, in order. A batch is decoded and written as one."""
+        """Yield the images as they are to be stored, in order. A batch is decoded and written as one."""
         batch: Batch = []
         pixels = 0
         for image in images.tolist():
@@ -187,7 +187,7 @@ class ShardWriter:
         yield self._checked(batch, pixels)
 
     def _checked(self, batch: Batch, pixels: int) -> Batch:
-        """`batch`, of `pixels` in all, without those that do not decode."""
+        """Return `batch`, of `pixels` in all, without those that do not decode."""
         unchecked = [n for n, (_, stored) in enumerate(batch) if isinstance(stored, StoredImage) and stored.unchecked]
         if not unchecked or not self._encoding.decode_check:
             return batch
@@ -202,7 +202,7 @@ class ShardWriter:
         return batch
 
     def _rescued(self, content: bytes) -> StoredImage | BadImageError:
-        """An image that DALI refuses, re-encoded if PIL reads all of it."""
+        """Re-encode an image that DALI refuses, if PIL reads all of it."""
         try:
             return reencode(content, self._encoding, self._budget)
         except BadImageError as error:
@@ -210,7 +210,7 @@ class ShardWriter:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a shard is while it is written."""
+    """Return where a shard is while it is written."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -222,7 +222,7 @@ def publish(path: Path) -> None:
 
 
 def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
-    """One system call for all, and no copy of an image."""
+    """Write with one system call for all, and no copy of an image."""
     missing = sum(map(len, pieces)) - os.writev(descriptor, pieces)
     if missing:  # cut short, by a disk that becomes full or a signal
         rest = memoryview(b"".join(pieces))[-missing:]

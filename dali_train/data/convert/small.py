@@ -133,7 +133,7 @@ def _idx_file(directory: Path, prefix: str, kind: str) -> Path | None:
 
 
 def _read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
-    """An array of unsigned bytes: magic number 0, 0, 8, dimensions; the sizes as big-endian uint32; the data."""
+    """Read an array of unsigned bytes: magic number 0, 0, 8, dimensions; the sizes as big-endian uint32; the data."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(4 + 4 * dimensions)

@@ -22,15 +22,15 @@ class Source(Protocol):
     def read(self, image: int) -> RawImage: ...
 
     def name(self, image: int) -> str:
-        """What the record says in image/filename."""
+        """Return what the record says in image/filename."""
         ...
 
     def locate(self, image: int) -> tuple[str, int]:
-        """(file, byte offset in it), for people who look for a bad image."""
+        """Return (file, byte offset in it), for people who look for a bad image."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What distinguishes this source from others; a resumed conversion compares it."""
+        """Return what distinguishes this source from others; a resumed conversion compares it."""
         ...
 
 
@@ -80,7 +80,7 @@ class ImageFiles:
         return self._container.place(self._name(image)), self._offsets[image]
 
     def identity(self) -> dict[str, Any]:
-        """The list of files with sizes, places and labels. What the images hold is not read for it."""
+        """Return the list of files with sizes, places and labels. What the images hold is not read for it."""
         listing = crc32c(self.labels.data, crc32c(self._sizes, crc32c(self._offsets, crc32c(self._names))))
         return {
             "name": self._container.path.name,

@@ -63,7 +63,7 @@ class DatasetImages:
 def subset(
     root: Path, *, classes: int | None, class_list: Path | None, images_per_class: int | None, seed: int
 ) -> Sources:
-    """The chosen part of each split, and the names of the chosen classes in their old order.
+    """Return the chosen images of each split, and the names of the chosen classes in their old order.
 
     Args:
         classes: number of classes, chosen by `seed`.
@@ -116,7 +116,7 @@ def _chosen_classes(manifest: Manifest, classes: int | None, class_list: Path | 
 
 
 def _first_of_each(labels: NDArray[np.int32], most: int, seed: int) -> NDArray[np.int64]:
-    """Places in `labels` of at most `most` images of each class, at random, ascending."""
+    """Return the places in `labels` of at most `most` images of each class, at random, ascending."""
     if most < 1:
         raise SourceError(f"--images-per-class is {most}: use at least 1")
     order = shuffled(np.random.Philox(key=[seed, _IMAGES_STREAM]), len(labels))

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def folders(train: Path | None, validation: Path | None, *, validation_fraction: float | None, seed: int) -> Sources:
-    """The splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone), sorted.
+    """Return the splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone), sorted.
 
     A `train` that holds ``train`` and one of ``val``, ``validation`` and ``test`` instead of classes gives both splits.
     With `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.

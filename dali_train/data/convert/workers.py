@@ -7,19 +7,18 @@ memory of its own. What remains under the interpreter's lock is about 60 us per 
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.convert.shards import ShardWriter, StoppedError, WrittenShard, publish
+from dali_train.data.convert.shards import ShardWriter, WrittenShard, publish
 
 _M_MMAP_THRESHOLD = -3  # from malloc.h
 _FLUSHERS = 4
-_MOST_UNFLUSHED = 8  # shards, besides the one that each worker writes
 
 
 def return_large_blocks() -> None:
@@ -48,47 +47,24 @@ def write_shards(
     Raises:
         The first error of any thread; all others have ended by then.
     """
-    queue: SimpleQueue[tuple[Path, NDArray[np.uint32]]] = SimpleQueue()
-    for job in jobs:
-        queue.put(job)
-    stop = threading.Event()
-    unflushed = threading.BoundedSemaphore(workers + _MOST_UNFLUSHED)
-    flushes: list[Future[None]] = []
+    stop, local = threading.Event(), threading.local()
 
-    def write() -> None:
-        writer = make_writer(stop)
-        try:
-            while not stop.is_set():
-                path, images = queue.get_nowait()
-                unflushed.acquire()
-                shard = writer.write(path, images)
-                flushes.append(flushers.submit(flush, path, shard))
-        except Empty:
-            return
-        except BaseException:
-            stop.set()
-            raise
+    def write(path: Path, images: NDArray[np.uint32]) -> Future[None]:
+        if not hasattr(local, "writer"):
+            local.writer = make_writer(stop)
+        return flushers.submit(flush, path, local.writer.write(path, images))
 
     def flush(path: Path, shard: WrittenShard) -> None:
+        publish(path)
+        finished(path, shard)
+
+    with ThreadPoolExecutor(_FLUSHERS) as flushers, ThreadPoolExecutor(workers) as pool:
+        pending: set[Future[Any]] = {pool.submit(write, *job) for job in jobs}
         try:
-            publish(path)
-            finished(path, shard)
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                pending |= {flushing for future in done if (flushing := future.result()) is not None}
         except BaseException:
             stop.set()
+            pool.shutdown(cancel_futures=True)
             raise
-        finally:
-            unflushed.release()
-
-    workers = min(workers, len(jobs))
-    with ThreadPoolExecutor(_FLUSHERS) as flushers, ThreadPoolExecutor(workers) as pool:
-        writers = [pool.submit(write) for _ in range(workers)]
-        try:
-            wait(writers)
-            wait(flushes)
-        except BaseException:  # Ctrl-C
-            stop.set()
-            raise
-    errors = [future.exception() for future in (*writers, *flushes)]
-    for error in errors:
-        if error is not None and not isinstance(error, StoppedError):
-            raise error

@@ -157,7 +157,7 @@ def index_record(
 
 
 def _text(content: memoryview, feature: Feature | None) -> str | None:
-    """The feature's single string, None if it is another thing."""
+    """Return the feature's single string, None if it is another thing."""
     if feature is None or len(feature.spans) != 1:
         return None
     return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
@@ -271,7 +271,7 @@ def write_index(
 
 
 def unused_classes(root: Path) -> list[int]:
-    """Numbers of the classes without images in any split."""
+    """Return the numbers of the classes without images in any split."""
     manifest = Manifest.read(root)
     used = np.zeros(manifest.num_classes, dtype=np.bool_)
     for split in manifest.splits:
@@ -304,7 +304,7 @@ def _index_all(
 
 
 def map_shards(paths: Sequence[Path], work: Callable[[Path], T], *, workers: int) -> Iterator[tuple[Path, T]]:
-    """(path, what `work` made of it) in the order in which `workers` threads finish.
+    """Yield (path, what `work` made of it) in the order in which `workers` threads finish.
 
     Threads suffice: reading and checksums release the interpreter, and the rest takes 30 us per record.
     """
@@ -321,7 +321,7 @@ def map_shards(paths: Sequence[Path], work: Callable[[Path], T], *, workers: int
 def _count_classes(
     shards: dict[SplitName, list[Path]], indexed: dict[SplitName, list[IndexedShard]], label_base: int
 ) -> int:
-    """One more than the largest class number. Raises TFRecordError: a label that implies absurdly many."""
+    """Return one more than the largest class number. Raises TFRecordError: a label that implies absurdly many."""
     largest = 0
     for split, parts in indexed.items():
         for path, part in zip(shards[split], parts, strict=True):

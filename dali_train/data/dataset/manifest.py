@@ -183,7 +183,7 @@ def _parse_shard(fields: _Fields) -> Shard:
 
 
 def index_path(root: Path, split: str) -> Path:
-    """The columnar index of a split."""
+    """Return the path of a split's columnar index."""
     return root / "index" / f"{split}.npy"
 
 

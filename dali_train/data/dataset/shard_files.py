@@ -15,7 +15,7 @@ _NUMBERED_SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?:\.tfrecords?)?$")
 
 
 def find_splits(root: Path) -> dict[SplitName, list[Path]]:
-    """The shards of each split in order, in ``ROOT/train`` and ``ROOT/validation`` or ``ROOT/val``, or as
+    """Find the shards of each split in order, in ``ROOT/train`` and ``ROOT/validation`` or ``ROOT/val``, or as
     ``ROOT/train-*`` and ``ROOT/validation-*`` or ``ROOT/val-*``.
 
     Raises:
@@ -57,10 +57,10 @@ def link_shards(root: Path, shards: dict[SplitName, list[Path]]) -> None:
         if directory == paths[0].parent:
             continue
         names = {path.name for path in paths}
-        strangers = sorted({path.name for path in directory.iterdir()} - names) if directory.is_dir() else []
-        if strangers:
+        unexpected = sorted({path.name for path in directory.iterdir()} - names) if directory.is_dir() else []
+        if unexpected:
             raise DatasetError(
-                f"{directory} holds {', '.join(strangers[:5])}, which is not of this dataset: use an empty --out"
+                f"{directory} holds {', '.join(unexpected[:5])}, which is not of this dataset: use an empty --out"
             )
         directory.mkdir(parents=True, exist_ok=True)
         for path in paths:

@@ -60,7 +60,7 @@ class Feature:
 
 
 def masked_crc32c(data: Buffer) -> int:
-    """The CRC32C of `data`, rotated and shifted so that CRCs of data holding CRCs stay strong."""
+    """Return the CRC32C of `data`, rotated and shifted so that CRCs of data holding CRCs stay strong."""
     return _mask(crc32c(data))
 
 
@@ -69,7 +69,7 @@ def _mask(crc: int) -> int:
 
 
 def frame_record(payload: Sequence[Buffer]) -> tuple[Buffer, ...]:
-    """A record as it stands in a TFRecord file. The pieces of the payload are passed on, not copied."""
+    """Return a record as it stands in a TFRecord file. The pieces of the payload are passed on, not copied."""
     length = struct.pack("<Q", sum(map(len, payload)))
     crc = 0
     for piece in payload:
@@ -117,7 +117,7 @@ def walk_records(
 
 
 def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> tuple[bytes, Buffer, bytes]:
-    """A ``tf.train.Example`` of ``image/encoded`` and single-valued `features`, as (head, image, tail).
+    """Encode a ``tf.train.Example`` of ``image/encoded`` and single-valued `features`, as (head, image, tail).
 
     The image, which is nearly all of it, comes back as it is, not copied. The order is fixed: the image, then
     `features` in the mapping's order, so that equal input gives equal bytes; protobuf libraries leave it open for maps.
@@ -152,7 +152,7 @@ def _map_entry(name: str, value: bytes | str | int) -> bytes:
 
 
 def parse_example(buffer: memoryview, record: RecordSpan, path: Path | str) -> dict[str, Feature]:
-    """The features of one record by name. Image bytes are located, not read.
+    """Locate the features of one record by name. Image bytes are located, not read.
 
     Raises:
         TFRecordError: the payload is not a ``tf.train.Example``.

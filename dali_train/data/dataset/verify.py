@@ -34,7 +34,7 @@ class Findings:
     images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
 
     def summary(self) -> list[str]:
-        """Lines for people: counts, then notes, then problems."""
+        """Return lines for people: counts, then notes, then problems."""
         counts = [
             f"{split}: {counts.sum():,} images in {len(counts)} classes, {counts.min():,} to {counts.max():,} per class"
             for split, counts in self.images_per_class.items()
@@ -74,7 +74,7 @@ def verify(
             _check_classes(split, findings)
         else:
             del splits[name]
-        _check_strangers(split, findings)
+        _check_unexpected_files(split, findings)
     if sample is None:
         checksums = {name: _check_all(split, decode, workers, findings) for name, split in splits.items()}
         _find_duplicates(splits, checksums, findings)
@@ -134,17 +134,17 @@ def _check_classes(split: Split, findings: Findings) -> None:
         findings.notes.append(f"{split.name}: {len(empty)} classes without images: {_some(names)}")
 
 
-def _check_strangers(split: Split, findings: Findings) -> None:
+def _check_unexpected_files(split: Split, findings: Findings) -> None:
     known = {path.name for path in split.paths}
-    strangers = sorted(path.name for path in (split.root / split.name).iterdir() if path.name not in known)
-    if strangers:
+    unexpected = sorted(path.name for path in (split.root / split.name).iterdir() if path.name not in known)
+    if unexpected:
         findings.problems.append(
-            f"{split.root / split.name}: {len(strangers)} files that dataset.json does not name: {_some(strangers)}"
+            f"{split.root / split.name}: {len(unexpected)} files that dataset.json does not name: {_some(unexpected)}"
         )
 
 
 def _check_files(directory: Path, manifest: Manifest, split: SplitManifest, workers: int) -> list[str]:
-    """What is wrong with the shards by themselves, without an index."""
+    """Return what is wrong with the shards by themselves, without an index."""
     problems, there = [], []
     for shard in split.shards:
         path = directory / shard.name
@@ -186,7 +186,7 @@ def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> 
 def _check_shard(
     split: Split, shards: dict[Path, int], bounds: Sequence[tuple[int, int]], decode: bool, path: Path
 ) -> tuple[list[str], NDArray[np.uint32]]:
-    """What is wrong with one shard, and the checksums of its images."""
+    """Return what is wrong with one shard, and the checksums of its images."""
     number = shards[path]
     expected = split.shards[number]
     rows = split.rows[slice(*bounds[number])]
@@ -211,7 +211,7 @@ def _check_shard(
 
 
 def _undecodable(path: Path, content: memoryview, rows: NDArray[np.void]) -> list[str]:
-    """The images of one shard, given by rows of the index, that DALI does not decode."""
+    """Name the images of one shard, given by rows of the index, that DALI does not decode."""
     checker, problems = DecodeChecker(), []
     pixels = rows["height"].astype(np.int64) * rows["width"]
     first = 0
