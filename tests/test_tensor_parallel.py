@@ -54,7 +54,8 @@ def vit(**kwargs: Any) -> Any:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    blocks = in_blocks(tensor.detach())  # torch 2.11 cannot gather strided shards
+    return blocks.full_tensor() if isinstance(blocks, DTensor) else blocks
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dali_train.parallel.layout import Layout
@@ -51,13 +51,34 @@ def in_blocks(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    placements = list(tensor.placements)
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, _StridedShard):
-            later = tensor.placements[mesh_dim + 1 :]
-            if not any(other.is_shard(placement.dim) for other in later):
-                placements[mesh_dim] = Shard(placement.dim)
-    return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    fused = [
+        isinstance(placement, _StridedShard)
+        and not any(other.is_shard(placement.dim) for other in placements[dim + 1 :])
+        for dim, placement in enumerate(placements)
+    ]
+    if not any(fused):
+        return tensor
+    # torch 2.11 cannot redistribute a strided shard, but rows by layer (layer, row, ...) are an ordinary one.
+    factor = next(p.split_factor for p in placements if isinstance(p, _StridedShard))
+    by_layer = DTensor.from_local(
+        tensor.to_local().unflatten(0, (factor, -1)),
+        mesh,
+        [Shard(p.dim + 1) if isinstance(p, Shard | _StridedShard) else p for p in placements],
+        run_check=False,
+    )
+    gathered = by_layer.redistribute(
+        placements=[Replicate() if strided else p for strided, p in zip(fused, by_layer.placements, strict=True)]
+    )
+    complete = DTensor.from_local(
+        gathered.to_local().flatten(0, 1),
+        mesh,
+        [Replicate() if strided else p for strided, p in zip(fused, placements, strict=True)],
+        run_check=False,
+    )
+    return complete.redistribute(
+        placements=[Shard(0) if strided else p for strided, p in zip(fused, placements, strict=True)]
+    )
 
 
 def total_norm(gradients: Sequence[torch.Tensor], layout: Layout, device: torch.device) -> torch.Tensor:
