@@ -28,8 +28,6 @@ FAST_UNCOMPILED = (
     "true",
     "--model.channels_last",
     "true",
-    "--parallel.static_graph",
-    "true",
 )
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
 BF16_EXCHANGE = ("--parallel.grad_reduce_dtype", "bf16")

@@ -48,7 +48,7 @@ DEEP = ("--model.kwargs.depth", "4")
 WORDS = (*FP64, *DEEP, "--ema.decay", "0.9", "--run.max_steps", "5")
 SHARDED = ("--parallel.shard", "full")
 PIPELINE = ("--parallel.pipeline", "2")
-INTERLEAVED = (*PIPELINE, "--parallel.schedule", "interleaved", "--parallel.num_chunks", "2")
+INTERLEAVED = (*PIPELINE, "--parallel.num_chunks", "2")
 TENSOR = ("--parallel.tensor.size", "2")
 
 

@@ -33,7 +33,7 @@ from .test_config import config
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 5, "num_heads": 2}
-INTERLEAVED = {"schedule": "interleaved", "num_chunks": 2}
+INTERLEAVED = {"num_chunks": 2}
 
 
 def small(freeze: tuple[str, ...] = (), **parallel: Any) -> Config:
@@ -147,7 +147,7 @@ def test_micro_batches_that_do_not_fill_the_pipeline() -> None:
     plain, interleaved = ParallelConfig(pipeline=4), ParallelConfig(pipeline=4, **INTERLEAVED)
     with pytest.raises(ConfigError, match=r"parallel.pipeline is 4.* 3 micro-batches.*batch.global_batch"):
         check_micro_batches(plain, 3)
-    with pytest.raises(ConfigError, match=r"parallel.schedule is interleaved.* 9 micro-batches .* 8"):
+    with pytest.raises(ConfigError, match=r"parallel.num_chunks is 2.* 9 micro-batches .* 8"):
         check_micro_batches(interleaved, 9)
     check_micro_batches(interleaved, 10)
     assert bubble(plain, 9) == 0.25 and bubble(interleaved, 9) == 1 / 7

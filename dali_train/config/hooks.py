@@ -19,8 +19,6 @@ class HooksConfig:
     """Write samples.rank{r}.jsonl: which images each micro-batch had."""
     detail_every_steps: Count | None = 50
     """Steps between two looks at LAMB's trust ratio in every layer. None: never."""
-    sample_images: CountOr0 = 16
-    """Images of the first step that are kept as the network sees them. 0: none."""
     predictions: CountOr0 = 320
     """Validation images in the table of predictions; with it come confused classes and accuracy by class. 0: no
     tables."""

@@ -82,11 +82,9 @@ class ParallelConfig:
     pipeline: Count = 1
     """Ranks of the pipeline: each has one or more stages, blocks of the model, and the micro-batches of a step pass
     through them."""
-    schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """When a stage computes what. 1f1b: one forward, one backward in turn. interleaved: the same with num_chunks stages
-    per rank, for a smaller pipeline bubble."""
     num_chunks: Count = 1
-    """Stages per rank, with the schedule interleaved."""
+    """Stages per rank. 1: the schedule 1F1B, one forward, one backward in turn. More: interleaved 1F1B, for a smaller
+    pipeline bubble."""
     blocks_per_stage: tuple[Count, ...] = ()
     """Blocks of each stage, the first stage first. Empty: the same number everywhere, as far as it divides."""
     shard: Literal["none", "optimizer", "gradients", "full"] = "none"
@@ -97,14 +95,17 @@ class ParallelConfig:
     """Ranks that one copy of the state is sharded over. None: all data-parallel ranks."""
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """Tensor parallelism: parallel.tensor.mode, size and depth."""
-    static_graph: bool = False
-    """Tell DDP that every step uses the same parameters in the same order, so that it need not look each time."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Of DDP's all-reduce. bf16 halves what the ranks send. Each still accumulates in float32, but the mean is off by
     its rounding (0.3 % on 2 ranks, 0.43 % on 4), which differs with the number of ranks; resuming on the same number
     stays bit-identical."""
     timeout_s: Annotated[float, Rule("a number of seconds over 0, at most 30 days", OVER_0, 30 * 86_400)] = 600
     """A collective that waits longer than this for a rank ends the run."""
+
+    @property
+    def schedule(self) -> Literal["1f1b", "interleaved"]:
+        """When a stage computes what."""
+        return "interleaved" if self.num_chunks > 1 else "1f1b"
 
     @property
     def num_stages(self) -> int:
@@ -119,16 +120,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.schedule == "1f1b" or self.pipeline > 1,
-            f"parallel.schedule is {self.schedule} with parallel.pipeline {self.pipeline}: set parallel.pipeline to "
-            "the number of ranks in the pipeline, at least 2",
-        )
-        require(
-            (self.num_chunks > 1) == (self.schedule == "interleaved"),
-            f"parallel.num_chunks is {self.num_chunks} with parallel.schedule {self.schedule}: "
-            + (
-                "set it to at least 2" if self.num_chunks == 1 else "set parallel.schedule interleaved, or leave it out"
-            ),
+            self.num_chunks == 1 or self.pipeline > 1,
+            f"parallel.num_chunks is {self.num_chunks} with parallel.pipeline {self.pipeline}: set parallel.pipeline "
+            "to the number of ranks in the pipeline, at least 2",
         )
         num_given = len(self.blocks_per_stage)
         require(
@@ -150,11 +144,6 @@ class ParallelConfig:
             self.shard == "none" or self.tensor.mode == "1d" or self.tensor.size == 1,
             f"parallel.shard is {self.shard} with parallel.tensor.mode {self.tensor.mode}: only mode 1d can be "
             "sharded as well; set parallel.shard none, or parallel.tensor.mode 1d",
-        )
-        require(
-            not self.kind or not self.static_graph,
-            f"parallel.static_graph is true with {self.kind}: it is a setting of DDP, which is not used there; set "
-            "it to false",
         )
         require(
             not self.kind or self.grad_reduce_dtype == "fp32",

@@ -36,16 +36,17 @@ def sheet(images: list[tuple[NDArray[np.uint8], str]]) -> Image.Image:
     return contact_sheet([(Image.fromarray(pixels), caption) for pixels, caption in images], columns=4, side=_TILE)
 
 
+NUM_SAMPLES = 16
+"""Images of the first step that are kept as the network sees them."""
+
+
 class SampleImages(Hook):
     """``samples.png``: images of the first step that this process trained."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
 
     def start(self, record: RunStart) -> None:
         self._start, self._names = record, class_names(record)
 
     def step(self, record: StepRecord) -> None:
         if record.step == self._start.start_step + 1:
-            images = sample_images(record.batch, self._start.config.data, self._names, self._count)
+            images = sample_images(record.batch, self._start.config.data, self._names, NUM_SAMPLES)
             sheet(images).save(self._start.directory / "samples.png")

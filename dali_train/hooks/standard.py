@@ -30,8 +30,7 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
     if chosen.detail_every_steps is not None and (layout.rank == 0 or layout.splits_model):
         hooks.append(LambView(chosen.detail_every_steps, layout))
     if layout.rank == 0:
-        if chosen.sample_images:
-            hooks.append(SampleImages(chosen.sample_images))
+        hooks.append(SampleImages())
         if chosen.predictions:
             hooks.append(PredictionFiles())
         if chosen.profile is not None:

@@ -34,7 +34,6 @@ class Parallel:
     model: nn.Module
     layout: Layout
     num_parameters: int  # of the complete model
-    static_graph: bool = False  # DDP assumes that the graph never changes
     mesh: DeviceMesh | None = None  # where the model is split over ranks
     level: Level | None = None  # how far it is sharded
     stages: Sequence[VitStage] = ()  # of a pipeline, those of this rank; `model` has the weights of all
@@ -96,12 +95,11 @@ def parallelize(
                 model,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                static_graph=config.static_graph,
             )
         if config.grad_reduce_dtype == "bf16":
             model.register_comm_hook(None, bf16_compress_hook)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Parallel(model, layout, num_parameters, static_graph=config.static_graph and layout.data_size > 1)
+    return Parallel(model, layout, num_parameters)
 
 
 def _split(
@@ -152,8 +150,7 @@ def warm_up(
 
     DDP orders its gradient buckets anew after the first backward pass, and with three or more ranks the order of a
     sum depends on a gradient's place in its bucket. Without this pass a resumed run would sum its first step
-    differently from a run that was never stopped. With a static graph DDP looks for it in the first pass, which must
-    not accumulate (pytorch/pytorch#187732), and orders its buckets only in the second, so then there are two.
+    differently from a run that was never stopped.
 
     Args:
         images: blank, in the form in which the loader gives them, so that a compiled model is compiled for it.
@@ -177,15 +174,12 @@ def warm_up(
         for parameter in model.parameters()
         if parameter.requires_grad
     ]
-    for _ in range(2 if parallel.static_graph else 1):
-        order.clear()
-        with autocast:
-            output = model(images)
-        outputs = output if isinstance(output, tuple) else (output,)  # a second one is a distillation token's
-        (sum(output.float().sum() for output in outputs) * 0).backward()
-        if not parallel.static_graph:  # which copes with them
-            _refuse_unused_parameters(model, order)
-        model.zero_grad(set_to_none=not keep_gradients)
+    with autocast:
+        output = model(images)
+    outputs = output if isinstance(output, tuple) else (output,)  # a second one is a distillation token's
+    (sum(output.float().sum() for output in outputs) * 0).backward()
+    _refuse_unused_parameters(model, order)
+    model.zero_grad(set_to_none=not keep_gradients)
     for handle in handles:
         handle.remove()
     _refuse_foreign_buffers(model, before)

@@ -103,9 +103,9 @@ def check_micro_batches(parallel: ParallelConfig, grad_accum_steps: int) -> None
     rounds = max(1, grad_accum_steps // pipeline)
     if parallel.schedule == "interleaved" and grad_accum_steps % rounds:
         raise ConfigError(
-            f"parallel.schedule is interleaved, but the {grad_accum_steps} micro-batches of a step per data-parallel "
-            f"rank do not divide into {rounds} rounds of the {pipeline} ranks in the pipeline: use a multiple of "
-            f"{pipeline}, such as {rounds * pipeline}, or parallel.schedule 1f1b"
+            f"parallel.num_chunks is {parallel.num_chunks}, but the {grad_accum_steps} micro-batches of a step per "
+            f"data-parallel rank do not divide into {rounds} rounds of the {pipeline} ranks in the pipeline: use a "
+            f"multiple of {pipeline}, such as {rounds * pipeline}, or parallel.num_chunks 1"
         )
 
 

@@ -13,7 +13,7 @@ from dali_train.files import write_atomically
 from dali_train.hooks.base import EvaluationRecord, Hook, RunStart, StepRecord
 from dali_train.hooks.class_names import class_names
 from dali_train.hooks.observers import HookUnavailableError
-from dali_train.hooks.samples import sample_images, sheet
+from dali_train.hooks.samples import NUM_SAMPLES, sample_images, sheet
 
 DEFAULT_PROJECT = "dali-train"
 """The project or experiment that a run belongs to where the tracker's own environment variable names none."""
@@ -39,9 +39,8 @@ class Tracker(Hook):
         self.class_names = class_names(record)
 
     def step(self, record: StepRecord) -> None:
-        count = self.run.config.hooks.sample_images
-        if count and record.step == self.run.start_step + 1:
-            images = sample_images(record.batch, self.run.config.data, self.class_names, count)
+        if record.step == self.run.start_step + 1:
+            images = sample_images(record.batch, self.run.config.data, self.class_names, NUM_SAMPLES)
             self.log_image(record.step, "samples", np.asarray(sheet(images)))
         if record.train is not None:
             scalars = {"epoch": record.epoch, **record.train.scalars()}
