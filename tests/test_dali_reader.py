@@ -70,7 +70,7 @@ def test_each_pass_has_every_image_once(config: Config, num_ranks: int, shuffle:
 
 
 def test_what_does_not_depend_on_the_image_is_the_micro_batchs(config: Config) -> None:
-    config = config.replace({"mixup.alpha": 0.4, "mixup.per_image": True, "batch.global_batch": 4})
+    config = config.replace({"mixup.alpha": 0.4, "batch.global_batch": 4})
     expected = MicroBatches(Split(config.data.root, "train").rows, config)
     for step, batch in enumerate(take(loader_of(config), 4)):
         draws, ours = batch.micro_batch, expected(step, 0)

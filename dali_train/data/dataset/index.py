@@ -81,13 +81,16 @@ class Split:
         return len(self.rows)
 
     def describe(self, image: int) -> str:
-        """Where image number `image` lies, for error messages."""
+        """Return where image number `image` lies, for error messages."""
         row = self.rows[image]
         return f"image {image} ({self.paths[int(row['shard'])]}, {row['size']} bytes at byte {row['offset']})"
 
     def record_offsets(self, shard: int) -> NDArray[np.int64]:
-        """Where the records of a shard begin, (num_records,), from DALI's text index. Raises DatasetError: it does not
-        fit."""
+        """Return where the records of a shard begin, (num_records,), from DALI's text index.
+
+        Raises:
+            DatasetError: it does not fit.
+        """
         path = text_index_path(self.root, self.name, self.shards[shard].name)
         try:
             numbers = np.array(read_limited(path, _MAX_TEXT_INDEX_BYTES).split(), dtype=np.int64)
@@ -99,8 +102,10 @@ class Split:
         return numbers[::2]
 
     def index_problem(self) -> str | None:
-        """Whether the index is not the one that ``dataset.json`` was written with: then labels or places may be another
-        run's."""
+        """Return how the index differs from the one that ``dataset.json`` was written with; None: it is that one.
+
+        Of another one labels or places may be wrong.
+        """
         path, expected = index_path(self.root, self.name), self.manifest.splits[self.name].index_crc32c
         found = f"{crc32c(map_file(path)):08x}"
         if expected is None or found == expected:
@@ -122,7 +127,7 @@ class Split:
         return rows
 
     def _check_rows(self) -> None:
-        """30 ms for a million rows, and no row leads out of its shard or to a class that does not exist."""
+        """Check that no row leads out of its shard or to a class that does not exist: 30 ms for a million rows."""
         problem = self.index_problem()
         if problem is not None:
             raise DatasetError(f"{problem}; {self._remedy}")
@@ -148,7 +153,7 @@ class Split:
                 )
 
     def _check_file(self, path: Path, shard: Shard) -> int:
-        """A shard's time of change in ns. Raises DatasetError: it is missing, no file, or has another size."""
+        """Return a shard's time of change in ns. Raises DatasetError: it is missing, no file, or has another size."""
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -220,7 +225,7 @@ class MappedShards:
 
 
 def allow_open_files(needed: int) -> str:
-    """Raise this process's limit of open files to `needed`; says why where that cannot be, else empty."""
+    """Raise this process's limit of open files to `needed`. Return why that cannot be, else an empty string."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         return f"{needed} files would be open, `ulimit -Hn` allows {hard}"
@@ -230,6 +235,6 @@ def allow_open_files(needed: int) -> str:
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:
-    """The file's content, mapped read-only; an empty file cannot be mapped and is empty bytes."""
+    """Return the file's content, mapped read-only; an empty file cannot be mapped and is empty bytes."""
     with open_regular(path) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""

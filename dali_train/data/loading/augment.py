@@ -41,7 +41,8 @@ _BLUR_WINDOW = 13  # pixels: three standard deviations of the strongest blur on 
 
 @dataclass(frozen=True)
 class Operator:
-    """
+    """An operator that augments images, in both its forms.
+
     argument: levels with a sign, (n,), and the images' side in pixels -> what the forms take, (n,).
     cpu: a (3, h, w) uint8 image and its argument -> such an image.
     dali: a node of (h, w, 3) uint8 images and a node of float32 arguments -> a node of such images.
@@ -86,13 +87,12 @@ def falling_threshold(levels: NDArray[np.float32], side: int) -> NDArray[np.floa
 
 
 def mask_of(bits: Callable[[NDArray[np.float32]], NDArray[np.floating[Any]]]) -> Argument:
-    """The mask that keeps the `bits` highest bits; at least one, as in DALI: without any an image is black, and Pillow
-    refuses."""
+    """Return the mask that keeps the `bits` highest bits; at least one, as in DALI: Pillow refuses a black image."""
     return lambda levels, side: 256 - 2.0 ** (8 - np.clip(bits(np.abs(levels)), 1, 8))
 
 
 def place(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
-    """A pixel of the image, each equally likely if the level is uniform: row * 4096 + column."""
+    """Return a pixel of the image, each equally likely if the level is uniform: row * 4096 + column."""
     if side > _ROW:
         raise ConfigError(f"data.train_size is {side}: Cutout takes images of at most {_ROW} pixels")
     pixel = np.minimum(np.floor(np.abs(levels.astype(np.float64)) * side**2), side**2 - 1)
@@ -105,20 +105,17 @@ def place(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
 
 
 def by_pil(operate: PilForm) -> CpuForm:
-    """PIL's own operators: what timm's augmentations are made of, and half the time of torchvision's on tensors
-    (measured)."""
+    """Return the CPU form of a PIL operator: what timm augments with, in half of torchvision's time (measured)."""
 
     def cpu(image: torch.Tensor, argument: float) -> torch.Tensor:
-        pixels = image.permute(
-            1, 2, 0
-        ).contiguous()  # where it is channels-last, as from the data path, nothing is copied
+        pixels = image.permute(1, 2, 0).contiguous()  # nothing is copied where it is channels-last, as here
         return torch.from_numpy(np.array(operate(Image.fromarray(pixels.numpy()), argument))).permute(2, 0, 1)
 
     return cpu
 
 
 def _beside(argument: Any, images: Any) -> Any:
-    """Where arithmetic on images wants it."""
+    """Return `argument` where arithmetic on images wants it."""
     return argument.gpu() if images.device == "gpu" else argument
 
 
@@ -143,7 +140,7 @@ def dali_posterize(images: Any, mask: Any) -> Any:
 
 
 def dali_sharpness(images: Any, factor: Any) -> Any:
-    """As PIL's but for the outermost pixels, which PIL leaves as they are."""
+    """Sharpen as PIL does but for the outermost pixels, which PIL leaves as they are."""
     smooth = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / 13
     sharp = np.zeros((3, 3), dtype=np.float32)
     sharp[1, 1] = 1
@@ -160,7 +157,7 @@ def dali_blur(images: Any, sigma: Any) -> Any:
 
 
 def cutout(radius: int) -> tuple[CpuForm, DaliForm]:
-    """Fills the square of 2 * `radius` pixels around a place, as far as it is in the image."""
+    """Return the forms that fill the square of 2 * `radius` pixels around a place, as far as it is in the image."""
 
     def cpu(image: torch.Tensor, at: float) -> torch.Tensor:
         row, column = divmod(int(at), _ROW)
@@ -309,7 +306,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 class Augmentation:
-    """What a config's policy does with the draws of a micro-batch, in either form.
+    """A config's policy, applied to the draws of a micro-batch in either form.
 
     Raises:
         ConfigError: data.augment names an operator that has no row.
@@ -324,9 +321,7 @@ class Augmentation:
         self.operators = [OPERATORS[name] for name in policy.names]
         self.num_steps = policy.num_steps
         self.shows_noise = data.random_erasing_fill == "noise"
-        self.erases = (
-            data.random_erasing > 0 and not self.shows_noise
-        )  # in a graph; noise comes after it, see mixing.py
+        self.erases = data.random_erasing > 0 and not self.shows_noise  # in a graph; noise comes later, see mixing.py
         self.fill = [round(value) for value in data.mean]
         self._side = data.train_size
 

@@ -54,7 +54,7 @@ class CpuTransform:
         mixing: tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]] | None,
         operations: Sequence[Operation] | None = None,
     ) -> torch.Tensor:
-        """(n, 3, size, size) of the pixel format's dtype, on the CPU.
+        """Return the batch on the CPU: (n, 3, size, size) of the pixel format's dtype.
 
         Args:
             crops: n arrays of (height, width, 3): contiguous, or read-only views of mapped pixels.
@@ -86,7 +86,7 @@ class CpuTransform:
         flips: NDArray[np.int32],
         operations: Sequence[Operation] | None = None,
     ) -> list[torch.Tensor]:
-        """Each crop as the square that is trained on, a row for each row of pixels: (side, 3 * side) uint8."""
+        """Return each crop as the square that is trained on, (side, 3 * side) uint8: a row for each row of pixels."""
         mirrored, augment = flips.tolist(), operations or [_leave] * len(crops)
         resized: dict[int, torch.Tensor] = {}
 
@@ -120,7 +120,7 @@ class CpuTransform:
             out.copy_(pixels.permute(2, 0, 1) if self._nchw else pixels)
 
     def _each(self, count: int, work: Callable[[int], None]) -> None:
-        """``work(i)`` for i from 0 to `count` - 1, spread over the threads."""
+        """Call ``work(i)`` for i from 0 to `count` - 1, spread over the threads."""
         numbers = iter(range(count))  # shared: whichever thread is free takes the next
 
         def worker() -> None:
@@ -134,7 +134,7 @@ class CpuTransform:
 def _with_box_of(
     partner: torch.Tensor, own: torch.Tensor, top: int, left: int, height: int, width: int
 ) -> torch.Tensor:
-    """`own` with the pixels of `partner` in the box, (side, 3 * side) each."""
+    """Return `own` with the pixels of `partner` in the box, (side, 3 * side) each."""
     image = own.clone()
     rows, columns = slice(top, top + height), slice(3 * left, 3 * (left + width))
     image[rows, columns] = partner[rows, columns]
@@ -166,7 +166,7 @@ class _Batches:
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:
-    """A pool of `count` threads in each of which torch's operators keep to the one thread."""
+    """Return a pool of `count` threads in each of which torch's operators keep to the one thread."""
     others = torch.get_num_threads()
     started = threading.Barrier(count + 1)
 

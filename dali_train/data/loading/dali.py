@@ -33,9 +33,6 @@ Explain = Callable[[RuntimeError], Exception]
 PREFETCH = 2
 """Micro-batches that are prepared ahead of the one in use. Two cover the worst: of 5,000 micro-batches of 256 ImageNet
 photographs the largest has 1.3 times the mean's pixels, of 32 photographs 2.3 times."""
-QUEUE_DEPTH = PREFETCH + 1
-"""DALI's queue length for as many batches fed ahead: a queue of n feeds n - 1 ahead (measured)."""
-
 _INTERPOLATION = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
 
 
@@ -161,6 +158,16 @@ class Feed:
 # ---------------------------------------------------------------------------------------------------------------
 # Graphs
 # ---------------------------------------------------------------------------------------------------------------
+
+
+def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
+    """Return the arguments that DALI's Pipeline takes for batches of `size` images, `PREFETCH` of them ahead."""
+    return {
+        "batch_size": size,
+        "num_threads": pixels.num_threads,
+        "device_id": pixels.device_id,
+        "prefetch_queue_depth": PREFETCH + 1,  # a queue of n feeds n - 1 ahead (measured)
+    }
 
 
 @pipeline_def(enable_conditionals=True)

@@ -44,12 +44,12 @@ class PixelFormat:
 
     @property
     def dali_dtype(self) -> types.DALIDataType:
-        """The dtype that DALI's graph ends with. It has no bfloat16: that is made of float16, which has more digits."""
+        """Return the dtype that DALI's graph ends with: float16 for bfloat16, which DALI lacks and has fewer digits."""
         return types.FLOAT if self.dtype == torch.float32 else types.FLOAT16
 
 
 def decodes_boxes(pixels: PixelFormat) -> bool:
-    """Whether only the crop's box of an image is decoded, rather than all of it."""
+    """Return whether only the crop's box of an image is decoded, rather than all of it."""
     return pixels.device_id is None or _nvimagecodec_version() < _FIRST_BAD_WITH_BOXES
 
 
@@ -59,8 +59,7 @@ def _nvimagecodec_version() -> int:
 
 
 def hardware_share(data: DataConfig, num_threads: int) -> float:
-    """The share of the JPEGs that go to a GPU's hardware decoder: data.hw_decoder_load, or by the number of decoding
-    threads.
+    """Return the share of the JPEGs that a GPU's hardware decoder takes: data.hw_decoder_load, or by `num_threads`.
 
     The hardware has a fixed speed, so the more threads there are beside it, the smaller its share. Published are 0.99
     with 6 threads per GPU and 0.12 with 70; between them the share falls in a straight line, beyond them it stays.
@@ -71,7 +70,7 @@ def hardware_share(data: DataConfig, num_threads: int) -> float:
 
 
 def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None = None) -> dict[str, Any]:
-    """Arguments of DALI's image decoders.
+    """Return the arguments of DALI's image decoders.
 
     `split` (for training) sizes the hardware decoder's memory: DALI preallocates it for a micro-batch of images of one
     size. That size is the 99th percentile of the split's heights and widths; for larger images the decoder allocates
@@ -87,8 +86,7 @@ def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None =
 
 
 def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, boxes: bool, **options: Any) -> Any:
-    """A graph's node: each image's box, (height, width, 3) uint8, decoded alone (`boxes`) or sliced from the complete
-    image.
+    """Return a node of each image's box, (height, width, 3) uint8, decoded alone (`boxes`) or sliced from all of it.
 
     Args:
         anchor, shape: nodes with (2,) int32 for each image: y, x in pixels.
@@ -102,7 +100,7 @@ def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, boxes: bool, **option
 
 
 def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
-    """What decodes, for environment.json and reports: versions, and what was chosen from them. Plain values by name."""
+    """Return what decodes, for environment.json and reports: versions and what was chosen, plain values by name."""
     version = _nvimagecodec_version()
     described: dict[str, Any] = {
         "dali": dali.__version__,
@@ -117,7 +115,7 @@ def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
 
 
 def nvjpeg_library() -> str | None:
-    """The libnvjpeg that nvImageCodec will load; None if there is none: then "mixed" silently decodes on the CPU."""
+    """Return the libnvjpeg that nvImageCodec will load; None: "mixed" silently decodes on the CPU."""
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
     folders = [folder for root in roots for folder in [*sorted(root.glob("cu[0-9]*/lib")), root / "nvjpeg" / "lib"]]
@@ -129,8 +127,10 @@ def nvjpeg_library() -> str | None:
 
 
 def decoder_in_log(log: str) -> dict[str, str | int]:
-    """What nvImageCodec's log (`LOG_VARIABLE`) says of a GPU: "nvJPEG" (version), "hardware engines". Empty: the CPU
-    decodes."""
+    """Return what nvImageCodec's log (`LOG_VARIABLE`) says of a GPU: "nvJPEG" (version), "hardware engines".
+
+    Empty: the CPU decodes.
+    """
     found: dict[str, str | int] = {}
     if version := re.search(r"nvJPEG version:? *(\d[\d.]*)", log):
         found["nvJPEG"] = version[1]

@@ -115,7 +115,9 @@ def make_loader(
         size = config.batch.micro_batch
         if config.data.reader == "dali":
             micro_batches = assigned_micro_batches(split, None, config, **place)
-            return DaliReaderPipeline(split, micro_batches, config.data, pixels, size=size, **place)
+            return DaliReaderPipeline(
+                split, micro_batches, config.data, pixels, size=size, start_step=step, shard=(dp_rank, dp_size)
+            )
         storage = open_storage(split, config.data) if decodes and config.data.reader == "index" else None
         micro_batches = assigned_micro_batches(split, storage, config, **place)
         if storage is None:

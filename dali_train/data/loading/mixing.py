@@ -1,4 +1,4 @@
-"""What mixing is: one definition for every device.
+"""Mixing: one definition for every device.
 
 Image i becomes ``lambdas[i] * images[i] + (1 - lambdas[i]) * images[partners[i]]`` (Mixup: Zhang et al., arXiv
 1710.09412), or, where it has a box, itself with the partner's pixels in the box (CutMix: Yun et al., arXiv 1905.04899).
@@ -17,7 +17,7 @@ def mix(
     *,
     channels_last: bool = False,
 ) -> torch.Tensor:
-    """The mixed images, in new memory: shape, dtype and order of the dimensions in memory are those of `images`.
+    """Return the mixed images, in new memory: shape, dtype and order of the dimensions in memory are those of `images`.
 
     Args:
         images: (n, 3, h, w), or (n, h, w, 3) with `channels_last`, contiguous, normalised; float32, float16 or
@@ -36,7 +36,7 @@ def mix(
 
 
 def inside(boxes: torch.Tensor, images: torch.Tensor, *, channels_last: bool) -> torch.Tensor:
-    """(n, h, w) bool: which pixels of `images` are in their image's box, (n, 4): top, left, height, width."""
+    """Return which pixels of `images` are in their image's box, (n, 4): top, left, height, width; (n, h, w) bool."""
     height, width = images.shape[1:3] if channels_last else images.shape[2:4]
     top, left, rows, columns = (corner.view(-1, 1, 1) for corner in boxes.unbind(1))
     y = torch.arange(height, device=images.device).view(1, -1, 1)
@@ -47,6 +47,6 @@ def inside(boxes: torch.Tensor, images: torch.Tensor, *, channels_last: bool) ->
 def show_noise(
     images: torch.Tensor, boxes: torch.Tensor, noise: torch.Tensor, *, channels_last: bool = False
 ) -> torch.Tensor:
-    """`images`, as for `mix`, with `noise`, (h, w, 3), normalised as they are, in their `boxes`, (n, 4) int32."""
+    """Return `images`, as for `mix`, with `noise`, (h, w, 3), normalised too, in their `boxes`, (n, 4) int32."""
     where = inside(boxes, images, channels_last=channels_last).unsqueeze(-1 if channels_last else 1)
     return torch.where(where, noise if channels_last else noise.permute(2, 0, 1), images)

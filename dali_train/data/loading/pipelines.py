@@ -20,13 +20,13 @@ from dali_train.data.loading.augment import Augmentation
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import (
     PREFETCH,
-    QUEUE_DEPTH,
     Ahead,
     Feed,
     crop_graph,
     crop_inputs,
     decode,
     evaluation_graph,
+    graph_options,
     in_format,
     run_graph,
     training_graph,
@@ -121,10 +121,7 @@ class DaliPipeline(IndexedPipeline):
             self._pixels,
             self._split,
             self._augmentation,
-            batch_size=size,
-            num_threads=self._pixels.num_threads,
-            device_id=self._pixels.device_id,
-            prefetch_queue_depth=QUEUE_DEPTH,
+            **graph_options(self._pixels, size=size),
         )
         self._pipe.build()
         self._mean, self._std = torch.tensor(self._data.mean), torch.tensor(self._data.std)
@@ -200,10 +197,7 @@ class EvaluationPipeline:
             data,
             pixels,
             split.manifest.encoding == "raw",
-            batch_size=max(len(batch) for batch in batches),
-            num_threads=pixels.num_threads,
-            device_id=pixels.device_id,
-            prefetch_queue_depth=QUEUE_DEPTH,
+            **graph_options(pixels, size=max(len(batch) for batch in batches)),
         )
         self._pipe.build()
 

@@ -35,7 +35,7 @@ GAP_BYTES = 1 << 16  # up to this much between two images, framing and other fea
 
 
 class ReadAhead(Iterator[MicroBatch]):
-    """Gives the micro-batches `chosen` for one coordinate unchanged, while threads read those that come next.
+    """The micro-batches `chosen` for one coordinate unchanged, while threads read those that come next.
 
     Args:
         places: (step, k) of the same micro-batches in the same order.
@@ -68,7 +68,10 @@ class ReadAhead(Iterator[MicroBatch]):
 
 
 class _Plan:
-    """What is read when, and the threads that share it. It knows nothing of ReadAhead, whose end is theirs too."""
+    """What is read when, and the threads that share it.
+
+    It holds no reference to ReadAhead, so that its finalizer can stop these threads.
+    """
 
     _started: "weakref.WeakSet[_Plan]" = weakref.WeakSet()
 
@@ -138,7 +141,7 @@ class _Plan:
                 self.stop()
 
     def _all_portions(self, places: Iterator[tuple[int, int]]) -> Iterator[list[Range]]:
-        """About a megabyte of requests at a time."""
+        """Yield about a megabyte of requests at a time."""
         for number, (step, k) in enumerate(places):
             with self._moved:
                 while not self._stopped.is_set() and number >= self._num_taken + self._num_ahead:
@@ -154,7 +157,7 @@ class _Plan:
                 yield list(zip(shards[some].tolist(), starts[some].tolist(), sizes[some].tolist(), strict=True))
 
     def _next_images(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The images at `positions`; in a block order those of their windows that have not been read yet."""
+        """Return the images at `positions`; in a block order those of their windows that have not been read yet."""
         order = self._micro_batches.order
         windows = order.windows_at(positions)
         if windows is None:
@@ -174,7 +177,7 @@ atexit.register(_Plan.end_all)
 def requests(
     rows: NDArray[np.void], images: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(shards, first bytes, sizes) of the reads that fetch `images`, in the order on disk, each at most REQUEST_BYTES.
+    """Return (shards, first bytes, sizes) of the reads, each at most REQUEST_BYTES, that fetch `images` in disk order.
 
     Args:
         rows: the split's index (``INDEX_DTYPE``), which is in the order on disk.

@@ -120,7 +120,7 @@ class Policy:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The operators in use; the first one is the identity, which is what a step that is not applied gets."""
+        """Return the operators in use; the first one is the identity, which a step that is not applied gets."""
         used = (step.operator for group in self.groups for alternative in group for step in alternative)
         return tuple(dict.fromkeys([IDENTITY, *used]))
 
@@ -130,7 +130,7 @@ class Policy:
 
 
 def policy_of(data: DataConfig) -> Policy:
-    """What data.augment and data.color_jitter say. Without groups: nothing is augmented."""
+    """Return what data.augment and data.color_jitter say. Without groups nothing is augmented."""
     spec = parse_augment(data.augment)
     groups = _groups(spec)
     if data.color_jitter > 0:
@@ -196,7 +196,7 @@ _CIFAR_NAMES = {
 def draw_operators(
     seed: int, policy: Policy, *, epochs: NDArray[np.int64], images: NDArray[np.int64]
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """(operators, levels), each (n, policy.num_steps): numbers in policy.names, and how strong with a sign.
+    """Return (operators, levels), each (n, policy.num_steps): numbers in policy.names, and how strong with a sign.
 
     Each step of each image has a counter of its own, and so has each choice among a group's alternatives.
     """
@@ -232,7 +232,7 @@ def draw_operators(
 
 
 def _table(policy: Policy, group: tuple[Alternative, ...], place: int) -> NDArray[np.float64]:
-    """A row for each alternative: operator's number, probability, level, std, highest level of its step at `place`."""
+    """Return a row for each alternative: operator's number, probability, level, std, highest level at `place`."""
     none = Step(operator=IDENTITY)
     steps = [alternative[place] if place < len(alternative) else none for alternative in group]
     return np.array([(policy.names.index(s.operator), s.probability, s.level, s.std, s.max_level) for s in steps])
@@ -241,7 +241,7 @@ def _table(policy: Policy, group: tuple[Alternative, ...], place: int) -> NDArra
 def erased_boxes(
     seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], probability: float, size: int
 ) -> NDArray[np.int32]:
-    """The box of each training image that is erased: (top, left, height, width) in pixels, (n, 4); all zero: none.
+    """Return the box that is erased of each training image, (n, 4): top, left, height, width in pixels; all 0: none.
 
     Zhong et al., "Random erasing", arXiv 1708.04896, with timm's ranges: 2 % to a third of the area, aspects from 0.3
     to 1 / 0.3.
@@ -267,8 +267,7 @@ def erased_boxes(
 
 
 def erasing_noise(data: DataConfig, *, step: int, k: int) -> NDArray[np.uint8]:
-    """Pixels that the erased boxes of one micro-batch show, (train_size, train_size, 3), or (0, 0, 3) where they show
-    the mean.
+    """Return the pixels that a micro-batch's erased boxes show, (train_size, train_size, 3); (0, 0, 3): the mean.
 
     Normally distributed around the mean with the standard deviation of data.normalise, as in timm, but limited to what
     a pixel can be. One for all of its images: a box shows the part that it covers.

@@ -2,12 +2,10 @@
 
 Two bijections of the epoch, one after the other, both closed-form but for one sort of the blocks' numbers:
 
-1. *Dealing.* Micro-batch k of every step takes from lane k, a stretch of the shuffled order of its own. Were
-   neighbouring micro-batches neighbours in the order too, all ranks would share each block and every host would read a
-   few images of it, so nothing would be read in sequence. A lane belongs to whoever computes its micro-batch: with any
-   number of ranks each block is read by one of them (by two where a lane ends within a window), and the pool that
-   images are mixed in, all lanes' windows together, is divided among the hosts instead of read by each. And a global
-   batch comes from as many places of the dataset as there are micro-batches.
+1. *Dealing.* Micro-batch k of every step reads its own contiguous stretch of the shuffled order, lane k. Otherwise
+   every rank would touch every block, and nothing would be read sequentially. With any number of ranks each block is
+   read by one of them (by two where a lane ends within a window), and a global batch comes from as many places of the
+   dataset as there are micro-batches.
 2. *Shuffling.* The images in file order are cut into blocks of neighbours, the blocks are permuted, and within windows
    of consecutive permuted blocks the images are permuted: a shuffle buffer without state. Where cutting begins changes
    from epoch to epoch (and goes round the end of the dataset), so that the same images do not always share a block.
@@ -26,7 +24,7 @@ from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """What a block order depends on besides seed and epoch."""
+    """The sizes that a block order depends on besides seed and epoch."""
 
     num_images: int
     block_images: int  # a block's length; images and not bytes, so that a dataset stored smaller has the same order
@@ -59,7 +57,7 @@ class BlockOrder:
         )  # a rank comes back to each of its lanes
 
     def images_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Images at these positions of the epoch, each from 0 to under num_images."""
+        """Return the images at these positions of the epoch, each from 0 to under num_images."""
         places = self._deal(within)
         images = np.empty_like(places)
         windows = self._window_at(places)
@@ -69,11 +67,11 @@ class BlockOrder:
         return images
 
     def windows_at(self, within: NDArray[np.int64]) -> list[int]:
-        """Numbers of the windows that these positions' images come from."""
+        """Return the numbers of the windows that these positions' images come from."""
         return [int(window) for window in np.unique(self._window_at(self._deal(within)))]
 
     def images_in(self, window: int) -> NDArray[np.int64]:
-        """The images of a window's blocks, block after block."""
+        """Return the images of a window's blocks, block after block."""
         size = self._blocks.window_blocks
         numbers = self._permuted[window * size : (window + 1) * size]
         lengths = self._lengths(numbers)
@@ -83,13 +81,13 @@ class BlockOrder:
         ) % self._blocks.num_images
 
     def _deal(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Places in the shuffled order: lane after lane, in each the positions of its micro-batches as they come."""
+        """Return places in the shuffled order: lane after lane, in each its micro-batches' positions as they come."""
         positions = self._start + within
         lanes = positions % self._blocks.global_batch // self._blocks.micro_batch
         return self._lane_starts[lanes] + self._num_dealt(positions, lanes) - self._before[lanes]
 
     def _num_dealt(self, positions: NDArray[np.int64] | np.int64, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many of the stream's first `positions` belong to each of `lanes`."""
+        """Return how many of the sequence's first `positions` belong to each of `lanes`."""
         steps, rest = np.divmod(positions, self._blocks.global_batch)
         micro_batch = self._blocks.micro_batch
         return np.asarray(steps * micro_batch + np.clip(rest - lanes * micro_batch, 0, micro_batch))
@@ -102,5 +100,5 @@ class BlockOrder:
         return images[shuffled(philox_generator(self._seed, Purpose.WINDOW, low=window, high=self._epoch), len(images))]
 
     def _lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Images in each block of these numbers."""
+        """Return the number of images in each of these blocks."""
         return np.minimum(self._blocks.num_images - numbers * self._blocks.block_images, self._blocks.block_images)

@@ -1,4 +1,4 @@
-"""What is drawn for an image and for a micro-batch: crop boxes, flips and mixing, each a pure function of its place."""
+"""The draws for an image and for a micro-batch: crop boxes, flips and mixing, each a pure function of its place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def crop_boxes(
     aspect: tuple[float, float],
     purpose: Purpose = Purpose.CROP,
 ) -> NDArray[np.int32]:
-    """torchvision's RandomResizedCrop, one box per image: (top, left, height, width) in pixels, shape (n, 4).
+    """Draw torchvision's RandomResizedCrop, one box per image: (top, left, height, width) in pixels, shape (n, 4).
 
     Up to ten tries with an area uniform in `area` (fraction of the image) and an aspect ratio log-uniform in `aspect`
     (width / height), then the largest central box with an allowed ratio.
@@ -62,7 +62,7 @@ def inception_boxes(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> NDArray[np.int32]:
-    """TensorFlow's sample_distorted_bounding_box, the original Inception crop, as `crop_boxes`: (n, 4).
+    """Draw TensorFlow's sample_distorted_bounding_box, the original Inception crop, as `crop_boxes`: (n, 4).
 
     The aspect ratio is uniform in `aspect`, then the height uniform between those of the smallest and of the largest
     `area` with that ratio that the image has room for: small crops are more frequent than with an area that is uniform.
@@ -102,7 +102,7 @@ BOXES = {"random-resized": crop_boxes, "inception": inception_boxes}
 def _first_that_fits(
     candidates: Candidates, count: int, otherwise: Callable[[NDArray[np.intp]], NDArray[np.int64]]
 ) -> NDArray[np.int32]:
-    """For each of `count` images the first of ten candidates that fits, or `otherwise` of the images without any."""
+    """Return the first of ten candidates that fits for each of `count` images, `otherwise` for images without any."""
     boxes, fits = candidates(np.arange(count), np.ones(count, dtype=np.int64))
     pending = np.flatnonzero(~fits)
     if len(pending):
@@ -115,7 +115,7 @@ def _first_that_fits(
 
 
 def flips(seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], probability: float) -> NDArray[np.int32]:
-    """1 where the image is mirrored, else 0, shape (n,)."""
+    """Return 1 where the image is mirrored, else 0, shape (n,)."""
     draws = uniform(seed, Purpose.FLIP, np.ones_like(images), low=images, high=epochs)
     return (draws[:, 0] < probability).astype(np.int32)
 
@@ -130,12 +130,11 @@ def padded_crops(
     side: int,
     padding: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(boxes, offsets): squares of `side` pixels, anywhere in images that have `padding` black pixels on each side.
+    """Draw squares of `side` pixels, anywhere in images with `padding` black pixels on each side: (boxes, offsets).
 
     boxes: (n, 4), the part of the square that is in the image: top, left, height, width in pixels of the stored image;
     offsets: (n, 2), where that part begins in the square, from the top and from the left. As torchvision's RandomCrop.
-        The
-    square must be larger than the padding, and not larger than the padded images.
+    The square must be larger than the padding, and not larger than the padded images.
     """
     draws = uniform(seed, Purpose.CROP, np.ones_like(images), low=images, high=epochs)
     starts, lengths, offsets = [], [], []
@@ -150,17 +149,15 @@ def padded_crops(
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """How the images of one micro-batch are mixed; what it is for is in data/loading/mixing.py. One row per image."""
+    """The mixing of one micro-batch, which data/loading/mixing.py defines. One row per image."""
 
     partners: NDArray[np.int32]  # place of the partner within the micro-batch
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
-    cuts: NDArray[
-        np.int32
-    ]  # (n, 4): CutMix's box: top, left, height, width in pixels of the training image; all zero: no CutMix
+    cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels; all zero: no CutMix
 
 
 def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int, side: int) -> Mixing:
-    """The mixing of `size` images of `side` pixels, drawn once for all of them.
+    """Draw the mixing of `size` images of `side` pixels, once for all of them.
 
     Mixup (Zhang et al., arXiv 1710.09412) has lambda from Beta(alpha, alpha). CutMix (Yun et al., arXiv 1905.04899) has
     a square of about 1 - lambda of the area around a uniformly random center, cut off at the image's edges, after which

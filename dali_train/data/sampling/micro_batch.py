@@ -90,29 +90,14 @@ class MicroBatches:
         positions = self.positions(step, k)
         images, epochs = self.order.images_at(positions)
         rows = self._rows[images]
-        operators, levels = draw_operators(seed, self._policy, epochs=epochs, images=images)
-        heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
+        drawn_for = {"epochs": epochs, "images": images}
+        sizes = {"heights": rows["height"].astype(np.int64), "widths": rows["width"].astype(np.int64)}
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
-            boxes = BOXES[data.crop](
-                seed,
-                epochs=epochs,
-                images=images,
-                heights=heights,
-                widths=widths,
-                area=data.crop_area,
-                aspect=data.crop_aspect,
-            )
+            boxes = BOXES[data.crop](seed, **drawn_for, **sizes, area=data.crop_area, aspect=data.crop_aspect)
         else:
-            boxes, offsets = padded_crops(
-                seed,
-                epochs=epochs,
-                images=images,
-                heights=heights,
-                widths=widths,
-                side=data.crop_side,
-                padding=data.crop_padding,
-            )
+            boxes, offsets = padded_crops(seed, **drawn_for, **sizes, side=data.crop_side, padding=data.crop_padding)
+        operators, levels = draw_operators(seed, self._policy, **drawn_for)
         mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
         return MicroBatch(
             step=step,
@@ -122,12 +107,10 @@ class MicroBatches:
             labels=rows["label"].astype(np.int64),
             boxes=boxes,
             offsets=offsets,
-            flips=flips(seed, epochs=epochs, images=images, probability=data.horizontal_flip),
+            flips=flips(seed, **drawn_for, probability=data.horizontal_flip),
             operators=operators,
             levels=levels,
-            erased=erased_boxes(
-                seed, epochs=epochs, images=images, probability=data.random_erasing, size=data.train_size
-            ),
+            erased=erased_boxes(seed, **drawn_for, probability=data.random_erasing, size=data.train_size),
             noise=erasing_noise(data, step=step, k=k),
             **vars(mixing),
             dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),

@@ -1,6 +1,6 @@
-"""Which image stands at which position of the training stream.
+"""Which image stands at which position of the training sequence.
 
-The stream is continuous: position p is image ``p mod N`` of the shuffled epoch ``p div N``, so an epoch has every
+The sequence is continuous: position p is image ``p mod N`` of the shuffled epoch ``p div N``, so an epoch has every
 image exactly once and nothing is dropped or padded where epochs meet, whatever the batch size.
 """
 
@@ -26,7 +26,7 @@ class FullOrder:
 
 
 class SampleOrder:
-    """Looks positions of the stream up: a pure function, which remembers the one or two epochs in use.
+    """The images at positions of the training sequence: a pure function, which remembers the epochs in use.
 
     Args:
         shuffle: Blocks for a block order, full for a uniformly random one, none for that on disk.
@@ -41,9 +41,7 @@ class SampleOrder:
         self.shuffle = shuffle
         self.repeats = repeats
         self._orders: dict[int, FullOrder | BlockOrder] = {}
-        self._making = (
-            threading.Lock()
-        )  # threads that read ahead ask too, and make the next epoch's order before it begins
+        self._making = threading.Lock()  # reading ahead asks too, and makes the next epoch's order before it begins
 
     @classmethod
     def of(cls, config: Config, num_images: int) -> "SampleOrder":
@@ -63,7 +61,7 @@ class SampleOrder:
         )
 
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(images, epochs) at `positions`, each of the same shape.
+        """Return (images, epochs) at `positions`, each of the same shape.
 
         With repeats, epochs count the times that an image has been seen: no two of the same image are equal, so that
         each is augmented differently.
@@ -74,7 +72,7 @@ class SampleOrder:
         return self._images_at(positions)
 
     def _images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The same in the stream without repeats, where `positions` count images and epochs count passes."""
+        """Return the same in the sequence without repeats, where `positions` count images and epochs count passes."""
         epochs, within = np.divmod(positions, self.num_images)
         if self.shuffle == "none":
             return within, epochs
@@ -85,7 +83,7 @@ class SampleOrder:
         return images, epochs
 
     def windows_at(self, positions: NDArray[np.int64]) -> list[tuple[int, int]] | None:
-        """(epoch, window) of each window that has an image at one of `positions`; None for an order without windows."""
+        """Return (epoch, window) of each window with an image at one of `positions`; None: the order has no windows."""
         if not isinstance(self.shuffle, Blocks):
             return None
         epochs, within = np.divmod(positions // self.repeats, self.num_images)
@@ -96,7 +94,7 @@ class SampleOrder:
         ]
 
     def images_in(self, epoch: int, window: int) -> NDArray[np.int64]:
-        """All images of such a window, block after block."""
+        """Return all images of such a window, block after block."""
         return self._block_order(epoch).images_in(window)
 
     def _block_order(self, epoch: int) -> BlockOrder:

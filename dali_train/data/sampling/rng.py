@@ -34,7 +34,7 @@ class Purpose(IntEnum):
 
 
 def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:
-    """Four random uint64 for each counter (block, low, high, 0), shape (len(low), 4).
+    """Return four random uint64 for each counter (block, low, high, 0), shape (len(low), 4).
 
     Row i equals the first four numbers of ``np.random.Philox(key=[seed, purpose], counter=[block[i] - 1, low[i],
     high[i], 0])``, which increments its counter before it draws.
@@ -50,13 +50,13 @@ def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt
 
 
 def philox_generator(seed: int, purpose: Purpose, *, low: int, high: int) -> np.random.Philox:
-    """NumPy's own generator for one place, where many numbers are drawn from it."""
+    """Return NumPy's own generator for one place, where many numbers are drawn from it."""
     words = np.array([seed, int(purpose), 0, low, high, 0], dtype=np.uint64)
     return np.random.Philox(key=words[:2], counter=words[2:])
 
 
 def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
-    """``range(count)`` in a uniformly random order, shape (count,).
+    """Return ``range(count)`` in a uniformly random order, shape (count,).
 
     Each number gets random bits and they are sorted by them. The number itself fills the low bits, so that one
     vectorised sort of plain integers does it and a tie falls the same way everywhere. For 14 million numbers 40
@@ -79,7 +79,7 @@ def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
 
 
 def torch_seed(seed: int, purpose: Purpose, *, step: int = 0, k: int = 0) -> int:
-    """A seed for torch's generators (63 bits): for dropout in one micro-batch, or for the first weights."""
+    """Return a seed for torch's generators (63 bits): for dropout in one micro-batch, or for the first weights."""
     return int(philox_generator(seed, purpose, low=k, high=step).random_raw()) >> 1
 
 
@@ -91,7 +91,7 @@ _32 = np.uint64(32)
 
 
 def _multiply(a: int, b: UInt64s) -> tuple[UInt64s, UInt64s]:
-    """The high and the low 64 bits of a * b, from products of 32-bit halves."""
+    """Return the high and the low 64 bits of a * b, from products of 32-bit halves."""
     a_low, a_high = np.uint64(a & 0xFFFFFFFF), np.uint64(a >> 32)
     b_low, b_high = b & _MASK32, b >> _32
     low_high = a_low * b_high
@@ -102,6 +102,6 @@ def _multiply(a: int, b: UInt64s) -> tuple[UInt64s, UInt64s]:
 def uniform(
     seed: int, purpose: Purpose, block: NDArray[np.int64], *, low: NDArray[np.int64], high: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Four numbers in [0, 1) for each counter, shape (n, 4): the top 53 bits of each random integer."""
+    """Return four numbers in [0, 1) for each counter, shape (n, 4): the top 53 bits of each random integer."""
     raw = philox(seed, purpose, block.astype(np.uint64), low.astype(np.uint64), high.astype(np.uint64))
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
