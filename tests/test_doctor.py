@@ -25,21 +25,8 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
     lines = {
         line[6:21].strip(): line[:4].strip() for line in output.splitlines() if re.match(r"(pass|warn|fail) ", line)
     }
-    expected = {
-        "torch",
-        "timm",
-        "numpy",
-        "dali",
-        "gpu",
-        "decode on CPU",
-        "batch",
-        "model",
-        "data train",
-        "data validation",
-        "decode a batch",
-        "run directory",
-        "free space",
-    }
+    names = "torch, timm, numpy, dali, gpu, decode on CPU, batch, model, data train, data validation, decode a batch"
+    expected = {*names.split(", "), "run directory", "free space"}
     if torch.cuda.is_available():
         expected |= {"decode on GPU", "matrix product", "memory"}
     assert set(lines) == expected, output
@@ -163,14 +150,8 @@ def test_old_versions_and_a_wrong_decoder(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "4",
-        "MASTER_ADDR": "n1",
-        "MASTER_PORT": "1",
-    }
+    words = "RANK=0 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=1"
+    variables = dict(word.split("=") for word in words.split())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**36))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

@@ -27,6 +27,7 @@ from dali_train.config import (
 from dali_train.training.loss import DISTILLATIONS, LOSSES, Objective, Teacher, make_objective
 
 CLASSES = 7
+TEACHER: dict[str, Any] = {"distillation": "soft", "teacher": "resnet50"}
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -185,29 +186,14 @@ def test_without_a_teacher_the_objective_is_the_loss() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"label_smoothing": 1.0}, "label_smoothing is 1.0: use a share from 0 to under 1"),
-        (
-            {"target_threshold": 0.2},
-            "target_threshold is 0.2 with loss.name cross-entropy: leave it out, or use binary",
-        ),
-        (
-            {"name": "binary-cross-entropy", "target_threshold": 1.5},
-            "target_threshold is 1.5: use a number from 0 to under 1",
-        ),
-        ({"distillation": "hard"}, "distillation is hard, but there is no teacher: set loss.teacher"),
-        ({"teacher": "resnet50"}, "teacher is resnet50, but loss.distillation is none: set it to hard or soft"),
-        (
-            {"distillation": "hard", "teacher": "resnet50", "temperature": 3.0},
-            "temperature is 3.0 with loss.distillation hard",
-        ),
-        (
-            {"distillation": "soft", "teacher": "resnet50", "temperature": 0.0},
-            "temperature is 0.0: use a",
-        ),
-        (
-            {"distillation": "soft", "teacher": "resnet50", "distillation_weight": 0.0},
-            "distillation_weight is 0.0: use a share",
-        ),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0"),
+        ({"target_threshold": 0.2}, "target_threshold is 0.2 with loss.name cross-entropy"),
+        ({"name": "binary-cross-entropy", "target_threshold": 1.5}, "target_threshold is 1.5"),
+        ({"distillation": "hard"}, "distillation is hard, .*set loss.teacher"),
+        ({"teacher": "resnet50"}, "teacher is resnet50, but loss.distillation is none"),
+        (TEACHER | {"distillation": "hard", "temperature": 3.0}, "temperature is 3.0 with loss.distillation hard"),
+        (TEACHER | {"temperature": 0.0}, "temperature is 0.0"),
+        (TEACHER | {"distillation_weight": 0.0}, "distillation_weight is 0.0"),
     ],
 )
 def test_losses_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ from .conftest import Train, final_weights
 
 # Counts of steps as tensors and numbers, in the group and not at all; moments in bfloat16, without a dimension, not
 # there.
-NAMES = [
+TIMM = [
     "lamb",
     "adamw",
     "sgd",
@@ -59,11 +59,16 @@ class Training:
     def parameters(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
+    def state(self) -> list[torch.Tensor]:
+        """Parameters and what the optimizer keeps of them on the device; counts of steps on the host go on."""
+        kept = [value for values in self.optimizer.state.values() for key, value in values.items() if key != "step"]
+        return [*self.parameters(), *(value.clone() for value in kept if isinstance(value, torch.Tensor))]
+
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     ("name", "kwargs"),
-    [(name, {}) for name in NAMES] + [("sgd", {"momentum": 0.0, "nesterov": False}), ("adamw", {"fused": True})],
+    [(name, {}) for name in TIMM] + [("sgd", {"momentum": 0.0, "nesterov": False}), ("adamw", {"fused": True})],
 )
 def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict[str, Any], dtype: str) -> None:
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, name=name, kwargs=kwargs)
@@ -76,9 +81,11 @@ def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict
     training.step(1)
     training.step(2)
     if dtype == "fp16":
-        before = training.parameters()
+        before, scale = training.state(), training.precision.loss_scale().clone()
         training.step(0, scale=overflow)
-        assert all(map(torch.equal, before, training.parameters()))
+        after = training.state()
+        assert len(before) == len(after) and all(map(torch.equal, before, after))
+        assert training.precision.loss_scale() == scale / 2
     writer = CheckpointWriter(tmp_path, None, keep=1)
     writer.prepare(0)
     writer.save(2, *capture(training.model, training.optimizer, training.precision))
