@@ -49,7 +49,6 @@ _STARTS_RUNS = {"train", "start_training", "run_command", "cluster", "finished"}
 _SLOW_FILES = {
     "test_api.py",
     "test_bench.py",
-    "test_bench_step.py",
     "test_exactness.py",
     "test_export.py",
     "test_extending.py",
@@ -57,6 +56,7 @@ _SLOW_FILES = {
     "test_local_launch.py",
     "test_no_waiting.py",
     "test_notebook.py",
+    "test_parallel.py",
     "test_quickstart.py",
     "test_run_lock.py",
     "test_torture.py",
@@ -90,11 +90,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest begin first, so that the others run beside them. Whatever starts trainers is slow."""
-    items.sort(key=lambda item: (item.path.name != "test_slurm.py", item.path.name not in _CROWDED_FILES))
+    """Mark what starts trainers as slow, and let the files that take longest begin, so that others run beside them."""
+    slow = set()
     for item in items:
         if item.path.name in _SLOW_FILES or _STARTS_RUNS & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
+            slow.add(item.path)
+    items.sort(
+        key=lambda item: (
+            item.path.name != "test_slurm.py",
+            item.path.name not in _CROWDED_FILES,
+            item.path not in slow,
+        )
+    )
 
 
 def photograph(seed: int, height: int, width: int) -> Image.Image:

@@ -81,9 +81,14 @@ def samples(directory: Path) -> dict[tuple[int, int], list[int]]:
     return traced
 
 
+def events(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that are of this kind."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
 def losses(directory: Path) -> list[float]:
-    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] == "train"]
+    return [event["loss"] for event in events(directory, "train")]
 
 
 def largest_difference(a: Path, b: Path) -> float:

@@ -1,9 +1,10 @@
-"""What the benchmarks stand on: generated datasets, parts that fail or hang, reports that grow, bounds that can be
-missed."""
+"""The benchmarks: generated datasets, parts that fail or hang, reports that grow, bounds that can be missed, and a
+step's on a tiny model."""
 
 import argparse
 import faulthandler
 import io
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,15 @@ from tools.bench.goals import goal_table
 
 from .conftest import REPOSITORY
 from .data.files import tool
+from .helpers import words
+
+
+def python(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a Python command of this repository, which must end with `status`."""
+    command = [sys.executable, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
@@ -54,15 +64,24 @@ def part(code: str, limit_s: int = 60) -> object:
     return gpu.Part(name="a", title="something", words=["-c", code], limit_s=limit_s, rounds=True)
 
 
-def test_a_part_of_the_report(tmp_path: Path) -> None:
-    code = "import sys; print('in', sys.argv[2]); open(sys.argv[2], 'w').write('{\"images\": 7}\\n')"
-    result = gpu.run_part(part(code), tmp_path)
-    assert (result["state"], result["output"], result["rounds"]) == ("done", "in a.jsonl", [{"images": 7}])
-
-
-def test_a_part_that_fails_says_why(tmp_path: Path) -> None:
-    result = gpu.run_part(part("print('so far'); raise SystemExit('no more')"), tmp_path)
-    assert result["state"] == "FAILED with status 1" and "so far" in result["output"] and "no more" in result["output"]
+@pytest.mark.parametrize(
+    ("code", "limit_s", "state", "output", "rounds"),
+    [
+        ("print('in', path); write('{\"images\": 7}')", 60, "done", "in a.jsonl", [{"images": 7}]),
+        ("print('so far'); raise SystemExit('no more')", 60, "FAILED with status 1", "so far\nno more", []),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 60, "FAILED by SIGSEGV", "", []),
+        ("write('{\"round\": 0}'); time.sleep(60)", 2, "cut short", "", [{"round": 0}]),
+    ],
+    ids=["done", "fails", "crashes", "cut short"],
+)
+def test_a_part_of_the_report(
+    tmp_path: Path, code: str, limit_s: int, state: str, output: str, rounds: list[dict[str, int]]
+) -> None:
+    """It takes no other with it, says why it failed, and keeps the rounds that it measured."""
+    begin = "import os, signal, sys, time; path = sys.argv[2]; write = lambda text: print(text, file=open(path, 'w'));"
+    result = gpu.run_part(part(f"{begin} {code}", limit_s), tmp_path)
+    assert (result["state"], result["rounds"]) == (state, rounds)
+    assert result["output"].split() == output.split()
 
 
 def wait_for_end(pid: int) -> bool:
@@ -86,25 +105,15 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
 
 def test_a_report_grows(tmp_path: Path) -> None:
     options = argparse.Namespace(out=tmp_path, device="cpu", quick=True)
-    first = {
-        "part": "one",
-        "title": "first",
-        "command": "do it",
-        "state": "done",
-        "seconds": 1.0,
-        "output": "42",
-        "rounds": [],
-    }
+    first = {"part": "one", "title": "first", "command": "do it", "state": "done"}
+    first |= {"seconds": 1.0, "output": "42", "rounds": []}
     gpu.write(options, {"one": first})
     (lines,) = tmp_path.glob("*.jsonl")
     assert gpu.earlier(lines) == [first]
     gpu.write(options, {"one": first, "two": {**first, "part": "two", "state": "FAILED with status 1"}})
     text = lines.with_suffix(".md").read_text()
-    assert (
-        "| one | first | done | 1 |" in text
-        and "| two | first | FAILED with status 1 | 1 |" in text
-        and "    42" in text
-    )
+    assert "| one | first | done | 1 |" in text and "| two | first | FAILED with status 1 | 1 |" in text
+    assert "    42" in text
     assert os.fspath(tmp_path) not in text
 
 
@@ -135,17 +144,6 @@ def test_goals_beside_what_was_seen() -> None:
     ]
 
 
-def test_a_part_that_is_cut_short_keeps_its_rounds(tmp_path: Path) -> None:
-    code = "import sys, time; open(sys.argv[2], 'w').write('{\"round\": 0}\\n'); time.sleep(60)"
-    result = gpu.run_part(part(code, limit_s=2), tmp_path)
-    assert (result["state"], result["rounds"]) == ("cut short", [{"round": 0}])
-
-
-def test_a_part_that_crashes_takes_no_other(tmp_path: Path) -> None:
-    result = gpu.run_part(part("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), tmp_path)
-    assert result["state"] == "FAILED by SIGSEGV"
-
-
 def test_every_part_ends_within_eight_minutes(tmp_path: Path) -> None:
     options = argparse.Namespace(device="cuda", quick=False)
     parts = gpu.plan(options, {name: tmp_path / name for name in gpu.SETS}, tmp_path)
@@ -154,36 +152,22 @@ def test_every_part_ends_within_eight_minutes(tmp_path: Path) -> None:
 
 
 def test_a_second_call_continues(tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-m",
-        "tools.bench.gpu",
-        "--device",
-        "cpu",
-        "--quick",
-        "--parts",
-        "smoke-whole",
-        "smoke-box-0",
-    ]
-    words += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    options = words("-m tools.bench.gpu --device cpu --quick --parts smoke-whole smoke-box-0")
+    options += ("--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"))
     begun = []
-    for more, status in ((["--minutes", "0.0001"], 75), (["--parts", "smoke-whole"], 0), ([], 0), ([], 0)):
-        done = subprocess.run([*words, *more], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=200)
-        assert done.returncode == status, done.stdout + done.stderr
+    for more, status in ((["--minutes", "0.0001"], 75), (["--parts", "smoke-whole"], 0), ([], 0)):
+        done = python(*options, *more, status=status)
         begun.append([line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("[")])
-    assert begun == [[], ["smoke-whole"], ["smoke-box-0"], []]
+    assert begun == [[], ["smoke-whole"], ["smoke-box-0"]]
     (report,) = (tmp_path / "out").glob("*.md")
     assert "| smoke-box-0 | decoding boxes, 0% to the hardware decoder | done |" in report.read_text()
 
 
 def test_orders_and_scale_of_small_datasets(tmp_path: Path) -> None:
     write_dataset(tmp_path, num_train=12, num_classes=3)
-    scale = ["-m", "tools.bench.simulate_scale", "--ranks", "2", "--global-batch", "8", "--images", "5"]
-    for words in (["tools/compare_orders.py", str(tmp_path)], ["tools/compare_orders.py", "--images", "9"], scale):
-        done = subprocess.run(
-            [sys.executable, *words], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=100
-        )
-        assert done.returncode == 0, done.stderr
+    scale = words("-m tools.bench.simulate_scale --ranks 2 --global-batch 8 --images 5")
+    for options in (("tools/compare_orders.py", str(tmp_path)), ("tools/compare_orders.py", "--images", "9"), scale):
+        python(*options)
 
 
 def test_a_short_campaign_of_damaged_files(tmp_path: Path) -> None:
@@ -193,10 +177,8 @@ def test_a_short_campaign_of_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "samples" / "status" / "status.json").write_text('{"step": 12}')
     faults = {
         "raises": lambda directory, damaged: 1 // 0,
-        "crashes": lambda directory, damaged: (
-            faulthandler.disable(),
-            os.kill(os.getpid(), signal.SIGSEGV),
-        ),  # no page of stacks
+        # Without a page of stacks.
+        "crashes": lambda directory, damaged: (faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)),
         "eats": lambda directory, damaged: bytearray(3 << 30),
         "is fine": lambda directory, damaged: damaged.read_bytes(),
     }
@@ -217,3 +199,31 @@ def test_a_ratio_beyond_its_bound_fails(capsys: pytest.CaptureFixture[str]) -> N
     assert report([(speed, 0.49), (time, 1.0)]) == 1
     assert report([(speed, 1.0), (time, 2.1)]) == 1
     assert "1 beyond the bound: time" in capsys.readouterr().out
+
+
+def test_the_parts_of_a_step_add_up(tiny_config: Path, tmp_path: Path) -> None:
+    options = words("--rounds 2 --steps 2 --only synthetic bare --profile --model.activation_checkpointing true")
+    files = ("--config", tiny_config, "--json", tmp_path / "rounds.jsonl", "--plot", tmp_path / "rounds.png")
+    process = python("tools/bench_step.py", *map(str, files), *options)
+    assert process.stdout.splitlines()[-1].startswith("trainer, synthetic data")
+    start, *rounds = (json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines())
+    assert [(line["contender"], line["round"]) for line in rounds] == [
+        (name, number) for number in range(3) for name in ("trainer, synthetic data", "bare loop")
+    ], "in the order in which they were measured"
+    for line in rounds[:6:2]:
+        # The round begins and ends outside of steps.
+        assert sum(line["phases"].values()) == pytest.approx(line["step_s"], rel=0.2)
+    assert all(line["memory_gb"] > 0 for line in rounds)
+    assert all(line["kernels"].get("matrix product", 0) > 0 for line in rounds[4:]), "the round with the profiler"
+    assert (tmp_path / "rounds.png").stat().st_size > 0
+    # Multiplications and additions of the tests' ViT, by hand: 17 tokens of 32, a depth of 2, MLPs of 128, 5 classes.
+    # Backward is twice the forward pass, but for the patches: pixels need no gradient.
+    patches, tokens, width = 16, 17, 32
+    block = tokens * width * (3 * width + width + 2 * 4 * width) + 2 * tokens * tokens * width
+    embedding = patches * 3 * 8 * 8 * width
+    assert start["flops_per_image"] == 2 * (3 * (2 * block + width * 5) + 2 * embedding)
+
+
+def test_a_mistake_is_told(tiny_config: Path, tmp_path: Path) -> None:
+    process = python("tools/bench_step.py", "--config", str(tiny_config), "--data.root", str(tmp_path), status=1)
+    assert "bench_step.py: " in process.stderr and "Traceback" not in process.stderr

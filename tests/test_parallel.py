@@ -3,6 +3,7 @@ alone."""
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,10 @@ import pytest
 import torch
 
 from dali_train.commands.plan import describe_ranks
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    ScheduleConfig,
-    TensorConfig,
-)
+from dali_train.config import Config, ParallelConfig, TensorConfig, load_config
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local
-from dali_train.runtime.launch import Launch
+from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.process_group import process_group
 from dali_train.training.build import build_state
 from dali_train.training.memory import estimate_memory
@@ -34,6 +25,7 @@ from .helpers import (
     CONVOLUTIONAL,
     FLOAT64_BOUND,
     OFTEN,
+    events,
     extended,
     in_ranks,
     kill_after_step_4,
@@ -41,7 +33,6 @@ from .helpers import (
     samples,
     state_difference,
 )
-from .ranks import free_port
 
 FP64 = ("--precision.dtype", "fp64")
 DEEP = ("--model.kwargs.depth", "4")
@@ -50,16 +41,6 @@ SHARDED = ("--parallel.shard", "full")
 PIPELINE = ("--parallel.pipeline", "2")
 INTERLEAVED = (*PIPELINE, "--parallel.num_chunks", "2")
 TENSOR = ("--parallel.tensor.size", "2")
-
-
-def train_events(directory: Path) -> list[dict[str, float]]:
-    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == "train"]
-
-
-def evaluations(directory: Path) -> list[dict[str, float]]:
-    events = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == "eval"]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +77,7 @@ def test_divided_models_train_as_one(
     assert samples(several) == samples(one_process)
     assert losses(several) == pytest.approx(losses(one_process), rel=1e-12)
     assert state_difference(one_process, several) < FLOAT64_BOUND
-    for ours, theirs in zip(evaluations(several), evaluations(one_process), strict=True):
+    for ours, theirs in zip(events(several, "eval"), events(one_process, "eval"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12) and ours["ema_top1"] == theirs["ema_top1"]
     details, expected = ((each / "lamb.jsonl").read_text().splitlines() for each in (several, one_process))
     layers, their_layers = json.loads(details[0])["layers"], json.loads(expected[0])["layers"]
@@ -158,7 +139,7 @@ def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
     for data_ranks, options in ((1, ()), (2, SHARDED)):
         train(f"plain-{data_ranks}", *words, ranks=data_ranks)
         train(f"pipeline-{data_ranks}", *words, *PIPELINE, *options, ranks=2 * data_ranks)
-        plain, pipelined = (train_events(tmp_path / f"{name}-{data_ranks}") for name in ("plain", "pipeline"))
+        plain, pipelined = (events(tmp_path / f"{name}-{data_ranks}", "train") for name in ("plain", "pipeline"))
         assert len(plain) == 19 and 2 < plain[-1]["skipped_steps"] < 15
         for name in ("skipped_steps", "loss_scale"):
             assert [event[name] for event in pipelined] == [event[name] for event in plain]
@@ -184,32 +165,19 @@ MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def memory_config(dataset: Path, layout: str) -> Config:
-    """A ViT whose matrices outweigh its vectors by far, as in every model that is worth dividing."""
-    return Config(
-        data=DataConfig(root=str(dataset), train_size=32, eval_size=32, eval_resize_to=36),
-        model=ModelConfig(
-            name="vit_tiny_patch16_224",
-            kwargs={"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 4, "num_heads": 4},
-        ),
-        optimizer=OptimizerConfig(lr=1e-3),
-        schedule=ScheduleConfig(warmup_epochs=1),
-        batch=BatchConfig(global_batch=32, micro_batch=4),
-        run=RunConfig(dir="run", epochs=1),
-        parallel=ParallelConfig(**MEMORY_LAYOUTS[layout]),
-    )
+def memory_config(path: Path, layout: str) -> Config:
+    """The tests' ViT, wide enough for its matrices to outweigh its vectors by far, as in models worth splitting."""
+    wide = {"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 4, "num_heads": 4}
+    config = load_config(path).replace({"model.kwargs": wide})
+    return replace(config, parallel=ParallelConfig(**MEMORY_LAYOUTS[layout]))
 
 
-def measure_memory(rank: int, port: int, dataset: Path, path: Path) -> None:
-    """What one of four ranks holds in each layout: bytes of weights and of the optimizer's state."""
-    torch.set_num_threads(1)
-    launch = Launch(
-        rank=rank, world_size=4, local_rank=rank, local_world_size=4, host="localhost", port=port, launcher="test"
-    )
+def measure_memory(rank: int, path: Path) -> None:
+    """Measure what one of four ranks holds in each layout: bytes of weights and of the optimizer's state."""
     found = {}
-    with process_group(launch, torch.device("cpu")) as launch:
+    with process_group(discover(LaunchOptions()), torch.device("cpu")) as launch:
         for name in MEMORY_LAYOUTS:
-            config = memory_config(dataset, name)
+            config = memory_config(path, name)
             layout = Layout.from_config(launch, config.parallel)
             built = build_state(config, layout, 5, torch.device("cpu"), evaluates=False)
             for parameter in built.model.parameters():
@@ -217,19 +185,19 @@ def measure_memory(rank: int, port: int, dataset: Path, path: Path) -> None:
             built.optimizer.step()
             states = [value for state in built.optimizer.state.values() for value in state.values()]
             found[name] = (layout.pipeline_rank, local_bytes(built.model.parameters()), local_bytes(states))
-    (path / f"{rank}.json").write_text(json.dumps(found))
+    path.with_name(f"{rank}.json").write_text(json.dumps(found))
 
 
 def local_bytes(tensors: Iterable[Any]) -> int:
     return sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
-def test_each_rank_holds_what_plan_says(dataset: Path, tmp_path: Path) -> None:
-    in_ranks(4, measure_memory, free_port(), dataset, tmp_path)
+def test_each_rank_holds_what_plan_says(tiny_config: Path, tmp_path: Path) -> None:
+    in_ranks(4, measure_memory, tiny_config)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     launch = Launch(rank=0, world_size=4, local_rank=0, local_world_size=4, host="localhost", port=1, launcher="plan")
     for name in MEMORY_LAYOUTS:
-        config = memory_config(dataset, name)
+        config = memory_config(tiny_config, name)
         model = build_model(config, 5, torch.device("meta"))
         plans = describe_ranks(model, config, Layout.from_config(launch, config.parallel), estimate_memory(config, 5))
         for place, weight_bytes, optimizer_bytes in (each[name] for each in found):

@@ -207,7 +207,7 @@ def trainer(task: Task, config: Config, pipe: Connection) -> None:
         max_seconds=None,
         resume="never",
         eval_every_epochs=None,
-        checkpoint_every_steps=1 << 60,
+        checkpoint_every_steps=10**15,
     )
     hooks = replace(config.hooks, log_every_steps=1 + task.steps, user=(*config.hooks.user, lambda: Gate(meter)))
     train(replace(config, run=run, hooks=hooks), launch, device, sys.argv, StopRequests(None))
