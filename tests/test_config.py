@@ -93,7 +93,7 @@ WRONG = [
     ("hooks.log_every_steps", True, "a whole number from 1"),
     ("hooks.log_every_steps", 10.0, "a whole number from 1"),
     ("hooks.trace_samples", 1, "true or false"),
-    ("hooks.user", DataConfig, r"\(HOOK,\)"),
+    ("hooks.user", DataConfig, r"\(VALUE,\)"),
 ]
 
 

@@ -223,7 +223,7 @@ def test_a_required_hook_ends_the_run(train: Train, tiny_config: Path, tmp_path:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"user": (Health(),)}, r"use \(HOOK,\), a tuple of classes or functions"),
+        ({"user": (Health(),)}, "a class or a function that makes a hook, not a hook itself"),
         ({"profile": (3, 2)}, r"hooks.profile is \(3, 2\): use a first step from 1 on"),
         ({"detail_every_steps": 0}, "hooks.detail_every_steps is 0: use a whole number from 1"),
     ],

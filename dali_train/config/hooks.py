@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from dali_train.config.check import Count, CountOr0, Rule, require, section
 
-Factory = Annotated[Callable[[], Any], Rule("(HOOK,), a tuple of classes or functions that make a hook, not of hooks")]
+Factory = Annotated[Callable[[], Any], Rule("a class or a function that makes a hook, not a hook itself")]
 STEPS = "a first step from 1 on and a last step that is not before it"
 
 
