@@ -147,7 +147,7 @@ BLOCK_ORDER = words("--data.shuffle block --data.block_images 4 --data.window_bl
 IN_BLOCKS = (
     *BLOCK_ORDER,
     *words("--data.repeats 2 --data.crop inception --data.augment big-vision --model.kwargs.dynamic_img_size true"),
-    *("--data.progressive", "0.5,16 1,24"),
+    *words("--data.progressive 0.5,16 1,24"),
 )
 
 
@@ -162,7 +162,7 @@ def test_a_recipes_options_do_not_depend_on_ranks(train: Train, tmp_path: Path, 
 
 
 def test_a_run_with_a_recipes_options_resumes_with_the_same_bits(train: Train, tmp_path: Path) -> None:
-    options = (*AUGMENTED, *OFTEN, "--data.repeats", "2", "--data.progressive", "2,16 6,24")
+    options = (*AUGMENTED, *OFTEN, "--data.repeats", "2", "--data.progressive", "2,16", "6,24")
     options += ("--model.kwargs.dynamic_img_size", "true")
     train("undisturbed", *options, ranks=2)
     train("resumed", *options, *FOUR_STEPS, ranks=2)
