@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dali_train.cli import main
-from dali_train.commands import trainer as trainer_module
+from dali_train.training import build
 
 from .helpers import FAST
 
@@ -33,7 +33,7 @@ def test_a_step_reads_no_value(
 ) -> None:
     steps = []
 
-    class Watched(trainer_module.Trainer):
+    class Watched(build.Trainer):
         def step(self, *args: Any) -> Any:
             # LAMB counts its steps in a tensor that is always in host memory: reading that waits for nothing.
             counters = {id(group["step"]) for group in self.optimizer.param_groups if "step" in group}
@@ -43,7 +43,7 @@ def test_a_step_reads_no_value(
             steps.append([tensor for tensor in values.tensors if id(tensor) not in counters])
             return result
 
-    monkeypatch.setattr(trainer_module, "Trainer", Watched)
+    monkeypatch.setattr(build, "Trainer", Watched)
     words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run"), "--run.max_steps", "3", *options]
     assert main(["train", *words]) == 0
     # With fp16 the step that makes the optimizer's state asks once whether it overflowed.

@@ -200,6 +200,13 @@ def test_models_that_cannot_be_sharded(make: Callable[[], nn.Module], tensor: Te
         check_model(model, tensor)
 
 
+def test_tokens_that_ranks_do_not_divide_need_torch_2_15(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.14.1"))
+    with pytest.raises(ConfigError, match=r"sequence_parallel.* 4 ranks .* 17 tokens.*torch 2\.15"):
+        check_model(vit(), TensorConfig(size=4, sequence_parallel=True))
+    check_model(vit(class_token=False, global_pool="avg"), TensorConfig(size=4, sequence_parallel=True))
+
+
 def test_parameters_of_vit_base_on_two_ranks() -> None:
     """Counted by hand: all of it, less half of each block's matrices and of the MLP's first bias."""
     with torch.device("meta"):
