@@ -50,7 +50,7 @@ def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
     ranks = Ranks(["doctor", "--config", str(tiny_config), *words], 4, tmp_path / "log")
     assert ranks.wait() == [0] * 4, (tmp_path / "log").read_text()
     output = (tmp_path / "log").read_text()
-    assert "pass  layout          4 ranks = pipeline 2 x data 2, state divided among 2 data-parallel ranks" in output
+    assert "pass  layout          4 ranks = pipeline 2 x data 2, state sharded over 2 data-parallel ranks" in output
     for name in ("pipeline", "shard"):
         assert re.search(rf"pass  {name} +(gloo|nccl), 2 ranks, \d+ MB in [\d.]+ ms, [\d.]+ GB/s", output), output
     assert "32 images per step: 4 x 4 on each rank" in output
@@ -71,7 +71,7 @@ def test_what_training_would_refuse(run_command: Train, tiny_config: Path, tmp_p
 def test_a_model_with_other_images_than_the_configs(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
     words = ["--data.normalise", "123,116,103", "127.5,127.5,127.5", "--run.dir", str(tmp_path / "run")]
     output = run_command("doctor", "--config", str(tiny_config), *words)
-    assert "timm's vit_tiny_patch16_224 has mean (127.5, 127.5, 127.5), data.mean is (123.0, 116.0, 103.0)" in output
+    assert "timm's vit_tiny_patch16_224 has mean (127.5, 127.5, 127.5), data.mean is (123, 116, 103)" in output
     assert "fine for weights drawn anew, wrong for pretrained ones" in output
 
 
