@@ -117,6 +117,8 @@ def test_a_frozen_rank_0_is_named_by_the_others(three: Ranks, capfd: pytest.Capt
     """It holds the store, so nobody gets an answer."""
     three.enter("backward", 1, 2)
     os.kill(three.store.pid or 0, signal.SIGSTOP)
+    while any("State:\tT" not in task.read_text() for task in Path(f"/proc/{three.store.pid}/task").glob("*/status")):
+        time.sleep(0.01)  # each of its threads stops when it next runs
     three.pass_time(40, beating=())
     assert not three.dogs[1].check() and not three.dogs[2].check()
     output = capfd.readouterr().err
