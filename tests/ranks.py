@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partialmethod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,7 +34,6 @@ FORK.set_forkserver_preload(
     ]
 )
 TIMEOUT_S = 300.0
-_MOST_THREADS = 30  # in a process of the pool between two jobs; a fresh one has two
 
 
 def free_port() -> int:
@@ -203,10 +203,18 @@ def _serve(jobs: Connection) -> None:
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         gc.collect()
-        # torch keeps the process groups of a DeviceMesh: each leaves gloo's threads behind, which go on polling.
-        num_threads = len(list(Path("/proc/self/task").iterdir()))
-        reusable = status in (0, 2, 75) and not torch.distributed.is_initialized() and num_threads <= _MOST_THREADS
+        # torch keeps a DeviceMesh's process groups, and DTensor's caches would name them to a later job.
+        kept_groups = torch.distributed.is_initialized() or "pt_gloo_runloop" in _thread_names()
+        reusable = status in (0, 2, 75) and not kept_groups
         jobs.send((status, reusable))
+
+
+def _thread_names() -> set[str]:
+    names = set()
+    for thread in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended
+            names.add(thread.read_text().strip())
+    return names
 
 
 def _call(target: Callable[..., int | None], arguments: tuple[Any, ...]) -> int:
