@@ -38,7 +38,7 @@ case $status in
         if [[ $after == "$before" ]]; then
             echo "job $SLURM_JOB_ID: failed with status $status and no checkpoint after step $before; not requeued" >&2
             exit $status
-        elif [[ $state != *"Slurm job $SLURM_JOB_ID" ]]; then
+        elif [[ ! $state =~ "Slurm job $SLURM_JOB_ID"(,|$) ]]; then
             echo "job $SLURM_JOB_ID: failed with status $status; the checkpoint of step $after is another job's; not requeued" >&2
             exit $status
         fi
