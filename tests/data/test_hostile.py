@@ -19,7 +19,7 @@ from PIL import Image
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.pictures import picture
 from dali_train.data.dataset.tfrecord import TFRecordError
@@ -277,6 +277,10 @@ def test_the_indexer_refuses_what_training_cannot_decode(tmp_path: Path, content
     assert message in str(error.value) and f"{tmp_path}/train/a: at byte " in str(error.value)
 
 
+def stored_picture(split: Split, number: int) -> Image.Image:
+    return picture(split, number, MappedShards(split).image(number))
+
+
 def test_verify_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The header of a truncated image is sound, so that only decoding finds it; and the picture of it names its
     place."""
@@ -295,7 +299,7 @@ def test_verify_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "cannot be decoded: image file is truncated" in output and output.count("fault:") == 1
     assert verify([str(tmp_path), "--no-decode"]) == 0
     with pytest.raises(DatasetError, match=r"image 1 \(.*train/a, \d+ bytes at byte \d+\) cannot be decoded"):
-        picture(Split(tmp_path, "train"), 1)
+        stored_picture(Split(tmp_path, "train"), 1)
     assert tool("show_dataset").main([str(tmp_path), "--out", str(tmp_path / "sheets")]) == 2
     assert "image 1 (" in capsys.readouterr().err
 
@@ -349,5 +353,5 @@ def test_thumbnails_open_only_known_formats(indexed: Path) -> None:
     content[start : start + len(EPS)] = EPS
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=r"image 0 \(.*\) is not an image in a known format"):
-        picture(Split(indexed, "train", local=False), 0)
-    assert isinstance(picture(Split(indexed, "train", local=False), 1), Image.Image)
+        stored_picture(Split(indexed, "train", local=False), 0)
+    assert isinstance(stored_picture(Split(indexed, "train", local=False), 1), Image.Image)
