@@ -191,7 +191,7 @@ def test_a_layout_divides_the_ranks() -> None:
     places = [(layout.pipeline_rank, layout.data_rank, layout.tensor_rank) for layout in layouts]
     assert places == [(pipeline, data, tensor) for pipeline in range(2) for data in range(4) for tensor in range(2)]
     with pytest.raises(
-        ConfigError, match=r"16 ranks cannot be divided into pipeline 3 x shard 1 x tensor 2 = 6 ranks per copy"
+        ConfigError, match=r"16 ranks do not divide into pipeline 3 x shard 1 x tensor 2 = 6 ranks per copy"
     ):
         Layout.from_sizes(launches[0], pipeline=3, tensor=2)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 0: use at least 1"):
