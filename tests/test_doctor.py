@@ -1,7 +1,6 @@
 """dali-train doctor: what it says of a healthy environment, and of one where something is wrong."""
 
 import re
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,9 @@ from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.runtime.launch import LaunchOptions, discover
 
-from .conftest import Train, jpeg, photograph, write_shard
-from .ranks import Ranks
+from .conftest import Train, jpeg, photograph, run_in_pool, write_shard
+
+ALONE = discover(LaunchOptions(), {})
 
 
 def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
@@ -36,43 +36,48 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
     assert not (tmp_path / "run").exists(), "it leaves nothing behind, not even the directory"
 
 
-def test_on_several_ranks(tiny_config: Path, tmp_path: Path) -> None:
-    ranks = Ranks(["doctor", "--config", str(tiny_config), "--run.dir", str(tmp_path / "run")], 2, tmp_path / "log")
-    assert ranks.wait() == [0, 0]
-    output = (tmp_path / "log").read_text()
-    assert re.search(r"pass  all-reduce +(gloo|nccl), 2 ranks, \d+ MB in [\d.]+ ms, [\d.]+ GB/s", output), output
-    assert "pass  clocks          all within 1 s" in output
-    assert output.count("decode on CPU") == 1
-
-
 def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
-    words = ["--parallel.pipeline", "2", "--parallel.shard", "full", "--run.dir", str(tmp_path / "run")]
-    ranks = Ranks(["doctor", "--config", str(tiny_config), *words], 4, tmp_path / "log")
-    assert ranks.wait() == [0] * 4, (tmp_path / "log").read_text()
-    output = (tmp_path / "log").read_text()
+    words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run")]
+    words += ["--parallel.pipeline", "2", "--parallel.shard", "full"]
+    words += ["--data.normalise", "123,116,103", "127.5,127.5,127.5"]
+    output = run_in_pool(["doctor", *words], tmp_path / "log", ranks=4)
+    for name, ranks in (("all-reduce", 4), ("pipeline", 2), ("shard", 2)):
+        measured = rf"pass  {name} +(gloo|nccl), {ranks} ranks, \d+ MB in [\d.]+ ms, [\d.]+ GB/s"
+        assert re.search(measured, output), output
+    assert "pass  clocks          all within 1 s" in output
+    assert output.count("decode on CPU") == output.count("decode a batch") == 1
     assert "pass  layout          4 ranks = pipeline 2 x data 2, state sharded over 2 data-parallel ranks" in output
-    for name in ("pipeline", "shard"):
-        assert re.search(rf"pass  {name} +(gloo|nccl), 2 ranks, \d+ MB in [\d.]+ ms, [\d.]+ GB/s", output), output
     assert "32 images per step: 4 x 4 on each rank" in output
-
-
-def test_what_training_would_refuse(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
-    words = ["--data.eval_size", "28", "--batch.global_batch", "28", "--run.dir", str(tmp_path / "run")]
-    ranks = Ranks(["doctor", "--config", str(tiny_config), *words], 2, tmp_path / "log")
-    assert ranks.wait() == [1, 1]
-    output = (tmp_path / "log").read_text()
-    assert "batch.global_batch 28 is not divisible by batch.micro_batch 4 x 2 ranks = 8" in output
-    assert re.search(
-        r"fail  model +data.eval_size is 28, but model.name vit_tiny_patch16_224 takes images of 32 pixels", output
-    ), output
-    assert "set data.eval_size 32" in output
-
-
-def test_a_model_with_other_images_than_the_configs(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
-    words = ["--data.normalise", "123,116,103", "127.5,127.5,127.5", "--run.dir", str(tmp_path / "run")]
-    output = run_command("doctor", "--config", str(tiny_config), *words)
+    # A model that timm gives other images than the config.
     assert "timm's vit_tiny_patch16_224 has mean (127.5, 127.5, 127.5), data.mean is (123, 116, 103)" in output
     assert "fine for weights drawn anew, wrong for pretrained ones" in output
+
+
+def test_what_training_would_refuse(tiny_config: Path, tmp_path: Path) -> None:
+    """Images that cannot be decoded, a shard that changed after indexing, a batch for another number of ranks, sizes
+    that the model does not take, and a run directory that cannot be made."""
+    root = tmp_path / "data"
+    for split, kept in (("train", -200), ("validation", None)):
+        records = [(jpeg(photograph(image, 40, 40))[:kept], 1) for image in range(8)]
+        write_shard(root / split / f"{split}-00000-of-00001", records)
+    build_index(root)
+    shard = root / "validation" / "validation-00000-of-00001"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    (tmp_path / "file").write_text("")
+    words = ["--config", str(tiny_config), "--data.root", str(root), "--run.dir", str(tmp_path / "file" / "run")]
+    words += ["--data.eval_size", "28", "--batch.global_batch", "28"]
+    output = run_in_pool(["doctor", *words], tmp_path / "log", ranks=2, status=1)
+    for expected in (
+        r"fail  batch +batch.global_batch 28 is not divisible by batch.micro_batch 4 x 2 ranks = 8",
+        r"fail  model +data.eval_size is 28, but model.name vit_tiny_patch16_224 takes images of 32 pixels",
+        r"set data.eval_size 32",
+        r"pass  data train",
+        r"fail  data validation .*validation-00000-of-00001",
+        r"fail  decode a batch .*cannot be decoded.* \(rank 0 on ",
+        r"fail  run directory .*file/run'",
+        r"-> a part of the path is a file: set run.dir to a directory that this user may write to",
+    ):
+        assert re.search(expected, output), output
 
 
 def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,34 +85,21 @@ def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: 
     crashing.write_text("#!/bin/sh\nkill -SEGV $$\n")
     crashing.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(crashing))
-    (finding,) = doctor_run.decoding_a_batch(load_config(tiny_config), torch.device("cpu"))
+    (finding,) = doctor_run.decoding_a_batch(load_config(tiny_config), ALONE, torch.device("cpu"))
     assert finding.verdict == "fail" and finding.found == "the process was ended by SIGSEGV while decoding on the CPU"
     assert finding.remedy == "a fault of the decoder: install another version of DALI, or set data.device cpu"
 
 
-def test_an_image_that_cannot_be_decoded(tiny_config: Path, tmp_path: Path) -> None:
-    write_shard(
-        tmp_path / "train" / "train-00000-of-00001", [(jpeg(photograph(i, 40, 40))[:-200], 1) for i in range(8)]
-    )
-    build_index(tmp_path)
-    config = load_config(tiny_config)
-    config = replace(config, data=replace(config.data, root=str(tmp_path)))
-    (finding,) = doctor_run.decoding_a_batch(config, torch.device("cpu"))
-    assert finding.verdict == "fail" and "cannot be decoded" in finding.found
-
-
 def test_too_little_space(tiny_config: Path, tmp_path: Path) -> None:
     run = replace(load_config(tiny_config).run, dir=str(tmp_path / "run"))
-    findings = {
-        finding.check: finding for finding in doctor_run.run_directory(run, discover(LaunchOptions(), {}), 10**18)
-    }
+    findings = {finding.check: finding for finding in doctor_run.run_directory(run, ALONE, 10**18)}
     assert findings["free space"].verdict == "fail" and "102 checkpoints take" in findings["free space"].found
     assert findings["run directory"].verdict != "fail" and not (tmp_path / "run").exists()
 
 
 def test_a_directory_that_nobody_may_write_to(tiny_config: Path) -> None:
     run = replace(load_config(tiny_config).run, dir="/sys/dali_train")
-    (finding,) = doctor_run.run_directory(run, discover(LaunchOptions(), {}), 0)
+    (finding,) = doctor_run.run_directory(run, ALONE, 0)
     assert finding.verdict == "fail"
     assert re.search(
         "mounted read-only: mount it writable|this user may not write there: change its permissions", finding.remedy
@@ -116,27 +108,6 @@ def test_a_directory_that_nobody_may_write_to(tiny_config: Path) -> None:
 
 def test_without_a_config(run_command: Train) -> None:
     assert "dataset and run directory were not checked: name them with --config FILE" in run_command("doctor")
-
-
-def test_a_dataset_that_changed_after_indexing(
-    run_command: Train, tiny_config: Path, dataset: Path, tmp_path: Path
-) -> None:
-    root = tmp_path / "data"
-    shutil.copytree(dataset, root)
-    shard = root / "train" / "train-00001-of-00003"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    output = run_command(
-        "doctor", "--config", str(tiny_config), "--data.root", str(root), "--run.dir", str(tmp_path), status=1
-    )
-    assert re.search(r"fail  data train .*train-00001-of-00003", output), output
-    assert "pass  data validation" in output
-
-
-def test_an_unusable_run_directory(run_command: Train, tiny_config: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    output = run_command("doctor", "--config", str(tiny_config), "--run.dir", str(tmp_path / "file" / "run"), status=1)
-    assert re.search(r"fail  run directory .*file/run'", output), output
-    assert "-> a part of the path is a file: set run.dir to a directory that this user may write to" in output
 
 
 def test_old_versions_and_a_wrong_decoder(monkeypatch: pytest.MonkeyPatch) -> None:

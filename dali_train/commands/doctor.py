@@ -43,7 +43,7 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
     ]
     if config is not None:
         checked, memory = model_and_batch(config, launch, device)
-        findings += [*checked, *splits(config), *decoding_a_batch(config, device)]
+        findings += [*checked, *splits(config), *decoding_a_batch(config, launch, device)]
         findings += run_directory(config.run, launch, memory.checkpoint_bytes if memory is not None else 0)
     gathered: list[tuple[str, list[Finding]]] = [(f"rank {launch.rank} on {platform.node()}", findings)]
     if launch.world_size > 1:

@@ -23,9 +23,9 @@ from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_bat
 from dali_train.config import Config, HooksConfig, RunConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
-from dali_train.data.loading.loader import make_loader
+from dali_train.data.loading.first_batch import decoding_device
 from dali_train.data.loading.storage import open_storage, read_stored
-from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.errors import ConfigError, DatasetError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.launch import Launch
@@ -122,9 +122,12 @@ def splits(config: Config) -> Iterator[Finding]:
         )
 
 
-def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
-    """Run the training graph on a first micro-batch, in a process of its own: some decoders end the process."""
-    if config.data.reader == "synthetic":
+def decoding_a_batch(config: Config, launch: Launch, device: torch.device) -> Iterator[Finding]:
+    """Run the training graph on a first micro-batch, in a process of its own: some decoders end the process.
+
+    Each rank tries its own GPU. On the CPU one rank of a host speaks for all.
+    """
+    if config.data.reader == "synthetic" or (device.type == "cpu" and launch.local_rank > 0):
         return
     # Hooks are the user's own code, which may not travel, and a batch of 64 shows as much as a larger one.
     size = min(config.batch.micro_batch, 64)
@@ -134,11 +137,7 @@ def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
     check = "decode a batch"
     try:
         child = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from dali_train.commands.doctor_run import decode_first_batch; decode_first_batch()",
-            ],
+            [sys.executable, "-m", "dali_train.data.loading.first_batch"],
             input=pickle.dumps((small, device)),
             capture_output=True,
             env=environment,
@@ -152,7 +151,7 @@ def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
     errors = child.stderr.decode(errors="replace")
     if child.returncode < 0:
         name = signal.Signals(-child.returncode).name
-        found = f"the process was ended by {name} while decoding on {_decoding_device(config, device)}"
+        found = f"the process was ended by {name} while decoding on {decoding_device(config, device)}"
         yield Finding(
             check, "fail", found, "a fault of the decoder: install another version of DALI, or set data.device cpu"
         )
@@ -160,7 +159,7 @@ def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
         said = [line for line in errors.splitlines() if line.strip() and "nvimgcodec" not in line]
         yield Finding(check, "fail", child.stdout.decode().strip() or (said or ["no message"])[-1], "see the message")
     else:
-        on_gpu = _decoding_device(config, device) == "the GPU"
+        on_gpu = decoding_device(config, device) == "the GPU"
         decoders = decoder_in_log(errors) if on_gpu else {}  # the library is named even where nothing uses it
         found = child.stdout.decode().strip() + "".join(f", {name} {value}" for name, value in decoders.items())
         silent = on_gpu and "nvJPEG" not in decoders
@@ -169,32 +168,6 @@ def decoding_a_batch(config: Config, device: torch.device) -> Iterator[Finding]:
             "nvidia-nvimgcodec"
         )
         yield Finding(check, "warn" if silent else "pass", found, remedy if silent else "")
-
-
-def _decoding_device(config: Config, device: torch.device) -> str:
-    on_gpu = config.data.device == "gpu" or (config.data.device == "auto" and device.type == "cuda")
-    return "the GPU" if on_gpu else "the CPU"
-
-
-def decode_first_batch() -> None:
-    """Decode in the child of `decoding_a_batch`, which sends config and device through standard input."""
-    config, device = pickle.load(sys.stdin.buffer)
-    try:
-        split = Split(config.data.root, "train")
-        start = time.perf_counter()
-        batch = make_loader(
-            split, config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=config.data.num_threads
-        ).next()
-        mean = float(batch.images.float().mean())
-    except (ConfigError, DatasetError, RunError, OSError) as error:
-        print(error)
-        sys.exit(1)
-    seconds = time.perf_counter() - start
-    print(
-        f"{len(batch.images)} images of {batch.images.shape[-1]} px as "
-        f"{str(batch.images.dtype).removeprefix('torch.')} on {_decoding_device(config, device)}, mean {mean:.2f}, "
-        f"first after {seconds:.1f} s"
-    )
 
 
 _CAUSES = {
