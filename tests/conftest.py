@@ -22,6 +22,7 @@ from .ranks import POOL, Ranks, command, free_port
 REPOSITORY = Path(__file__).parent.parent
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for every process the tests start: ranks share few cores
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # nor does each compile the package, for a second or two
 
 # A ViT and a recipe with everything on that could depend on ranks: dropout, stochastic depth, Mixup, clipping.
 TINY_CONFIG = """

@@ -17,7 +17,7 @@ from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.status import newest_step, read_status
 
 from .conftest import REPOSITORY, Train, final_weights
-from .helpers import samples
+from .helpers import extended, samples
 from .slurm_cluster import Cluster, reason_against
 
 pytestmark = pytest.mark.skipif(bool(reason_against()), reason=reason_against())
@@ -32,16 +32,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster.close()
 
 
-def discovered(cluster: Cluster, directory: Path, *options: str) -> list[Launch]:
-    """What each task of a step finds, by rank."""
-    directory.mkdir()
-    cluster.run("srun", *options, "bash", "-c", f"env -0 >{directory}/$SLURM_STEP_ID.$SLURM_PROCID")
+def dump_into(directory: Path) -> str:
+    """What a task runs to leave its environment in `directory`, which `launches_of` reads."""
+    return f"env -0 >{directory}/$SLURM_STEP_ID.$SLURM_PROCID"
+
+
+def launches_of(directory: Path) -> list[Launch]:
+    """What each task finds, by rank."""
     launches = []
     for path in directory.iterdir():
         variables = dict(entry.split("=", 1) for entry in path.read_text().split("\0") if "=" in entry)
-        launches.append(
-            discover(LaunchOptions(), {name: text for name, text in variables.items() if name.startswith("SLURM")})
-        )
+        slurm = {name: text for name, text in variables.items() if name.startswith("SLURM")}
+        launches.append(discover(LaunchOptions(), slurm))
     return sorted(launches, key=lambda launch: launch.rank)
 
 
@@ -52,51 +54,58 @@ def places(launches: list[Launch]) -> list[tuple[int, int, int, int]]:
 
 
 def test_ranks_are_found(cluster: Cluster, tmp_path: Path) -> None:
-    block = discovered(cluster, tmp_path / "block", "-N2", "-n4", "--ntasks-per-node=2")
-    assert places(block) == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
-    cyclic = discovered(cluster, tmp_path / "cyclic", "-N2", "-n4", "--ntasks-per-node=2", "--distribution=cyclic")
-    assert places(cyclic) == [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]
-    uneven = discovered(cluster, tmp_path / "uneven", "-N2", "-n3")
-    assert sorted(place[3] for place in places(uneven)) == [1, 2, 2]
-    one_device_each = discovered(cluster, tmp_path / "device", "-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1")
-    assert [place[2] for place in places(one_device_each)] == [0, 1, 0, 1]
+    def found(name: str, *options: str) -> list[tuple[int, int, int, int]]:
+        (tmp_path / name).mkdir()
+        cluster.run("srun", "-N2", *options, "bash", "-c", dump_into(tmp_path / name))
+        return places(launches_of(tmp_path / name))
+
+    four = ("-n4", "--ntasks-per-node=2")
+    assert found("block", *four) == [(0, 4, 0, 2), (1, 4, 1, 2), (2, 4, 0, 2), (3, 4, 1, 2)]
+    assert found("cyclic", *four, "--distribution=cyclic") == [(0, 4, 0, 2), (1, 4, 0, 2), (2, 4, 1, 2), (3, 4, 1, 2)]
+    assert sorted(place[3] for place in found("uneven", "-n3")) == [1, 2, 2]
+    assert [place[2] for place in found("device", *four, "--gpus-per-task=1")] == [0, 1, 0, 1]
 
 
 def test_two_steps_of_a_job_use_two_ports(cluster: Cluster, tmp_path: Path) -> None:
-    dump = f"env -0 >{tmp_path}/$SLURM_STEP_ID"
-    cluster.run("salloc", "-n2", "bash", "-c", f"srun -n1 bash -c '{dump}' & srun -n1 bash -c '{dump}'; wait")
-    ports = set()
-    for path in tmp_path.iterdir():
-        variables = dict(entry.split("=", 1) for entry in path.read_text().split("\0") if "=" in entry)
-        ports.add(
-            discover(LaunchOptions(), {name: text for name, text in variables.items() if name.startswith("SLURM")}).port
-        )
-    assert len(ports) == 2
+    step = f"srun -n1 bash -c '{dump_into(tmp_path)}'"
+    cluster.run("salloc", "-n2", "bash", "-c", f"{step} & {step}; wait")
+    assert len({launch.port for launch in launches_of(tmp_path)}) == 2
+
+
+# Ends at the step that the file names. While that is empty there is time to do something to the run, and a step is
+# mostly sleep: the cores are for what starts beside it.
+ENDLESS = """
+import time
+from pathlib import Path
+from dali_train.hooks import Hook
+
+LAST = Path(END).read_text()
+
+class Slow(Hook):
+    def step(self, record):
+        if not LAST:
+            time.sleep(1)
+
+config = config.replace({
+    "run.dir": RUN, "run.epochs": 4000, "run.eval_every_epochs": None, "run.checkpoint_every_steps": 2,
+    "run.max_steps": int(LAST or 6000), "hooks.user": (Slow,),
+})
+"""
 
 
 @pytest.fixture
 def config(tiny_config: Path, tmp_path: Path) -> Path:
-    """The tiny recipe, 400 epochs of it, which ends at the step that the file `end` names."""
-    text = tiny_config.read_text().replace(
-        'RunConfig(dir="run", epochs=4, keep_checkpoints=100)',
-        f"RunConfig(dir={str(tmp_path / 'run')!r}, epochs=4000, eval_every_epochs=None, checkpoint_every_steps=5, "
-        f"max_steps=int(open({str(tmp_path / 'end')!r}).read()))",
-    )
-    assert "max_steps" in text
-    (tmp_path / "end").write_text("6000")
-    path = tmp_path / "recipe.py"
-    path.write_text(text)
-    return path
+    (tmp_path / "end").touch()
+    text = ENDLESS.replace("END", repr(str(tmp_path / "end"))).replace("RUN", repr(str(tmp_path / "run")))
+    return extended(tiny_config, text)
 
 
 def test_colossalai_command_line(cluster: Cluster, config: Path, tmp_path: Path) -> None:
     (tmp_path / "end").write_text("2")
     options = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500"
     line = f"exec python -m dali_train train {options} --config={config}"
-    output = cluster.run(
-        "srun", "-N2", "--ntasks-per-node=2", "bash", "-c", line, environment={**ENVIRONMENT, "HOST": ""}
-    )
-    assert "2 accumulated x 4 ranks (srun)" in output
+    output = cluster.run("srun", "-N2", "-n2", "bash", "-c", line, environment={**ENVIRONMENT, "HOST": ""})
+    assert "4 accumulated x 2 ranks (srun)" in output
     status = read_status(tmp_path / "run")
     assert status is not None and (status.state, status.step) == ("finished", 2)
 
@@ -118,7 +127,7 @@ class Job:
                     "scontrol", "show", "job", self.number, check=False
                 )
                 raise AssertionError(f"{what} did not come:\n{self.text()}\n{queue}")
-            time.sleep(0.05)
+            time.sleep(0.3)  # many a question costs two processes
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
@@ -153,12 +162,25 @@ def task_of_rank(rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+def one_per_node(nodes: int) -> tuple[str, ...]:
+    return (f"--nodes={nodes}", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
+
+
 def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train: Train) -> None:
-    run = tmp_path / "run"
-    resources = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--partition=low")
-    job = Job(cluster, run, *resources, "--time=1", "--signal=USR1@5", "slurm/train.sbatch", str(config))
+    run, script = tmp_path / "run", ("slurm/train.sbatch", str(config))
+    job = Job(cluster, run, *one_per_node(2), "--partition=low", "--time=60", "--signal=USR1@600", *script)
+    job.trains_on(1)
+
+    # The same line is submitted again: refused, and the first job's progress does not requeue the second.
+    (tmp_path / "second").mkdir()
+    second = Job(cluster, tmp_path / "second" / "run", "--nodelist=n2", *one_per_node(1), *script)
+    second.until("the refusal", lambda: "FAILED" in cluster.run("scontrol", "show", "job", second.number))
+    in_use = rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {job.number}, since"
+    assert re.search(in_use, second.text()) and "is in use" not in job.text(), second.text()
+    assert "requeued" not in second.text()
 
     # The time limit comes near: USR1 to all tasks.
+    cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
     job.until("the signal before the time limit", lambda: job.count("stopped after saving: signal USR1") == 1)
     job.until("the requeue", lambda: job.count("requeued") == 1)
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
@@ -173,84 +195,44 @@ def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train
     cluster.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=8", "true")
     assert job.count("stopped after saving: signal TERM") == 2, job.text()
 
-    # One task dies. The others end by themselves and say which one; the job has saved something new, so it is queued
+    # One task dies. The other ends by itself and says which one; the job has saved something new, so it is queued
     # again.
     job.trains_on(4)
-    os.kill(task_of_rank(3), signal.SIGKILL)
-    job.until("the report of the loss", lambda: "Missing or late: rank 3 on n2 (pid " in job.text())
-    (tmp_path / "end").write_text(str(job.steps() + 100))
+    os.kill(task_of_rank(1), signal.SIGKILL)
+    job.until("the report of the loss", lambda: "Missing or late: rank 1 on n2 (pid " in job.text())
+    (tmp_path / "end").write_text(str(job.steps() + 10))
 
     # And in the end it is as if nothing had happened.
-    job.until("the end", lambda: (status := read_status(run)) is not None and status.state == "finished")
     job.until("the end of the job", lambda: "COMPLETED" in cluster.run("scontrol", "show", "job", job.number))
+    status = read_status(run)
+    assert status is not None and status.state == "finished"
     assert job.count("directory  ") == 5, job.text()
     assert job.count("resuming from step") == 4
-    train("undisturbed", ranks=4, config=config)
+    train("undisturbed", ranks=2, config=config)
     undisturbed = tmp_path / "undisturbed"
     assert samples(run) == samples(undisturbed)
     ours, theirs = final_weights(run), final_weights(undisturbed)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_same_line_twice(cluster: Cluster, config: Path, tmp_path: Path) -> None:
-    """The second job refuses, and the first one's progress does not requeue it."""
-    words = (
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--gpus-per-node=0",
-        "--cpus-per-task=1",
-        "slurm/train.sbatch",
-        str(config),
-    )
-    first = Job(cluster, tmp_path / "run", *words)
-    first.trains_on(1)
-    (tmp_path / "second").mkdir()
-    second = Job(cluster, tmp_path / "second" / "run", "--nodelist=n2", *words)
-    second.until("the refusal", lambda: "FAILED" in cluster.run("scontrol", "show", "job", second.number))
-    assert re.search(rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {first.number}, since", second.text()), (
-        second.text()
-    )
-    assert "requeued" not in second.text()
-    assert "is in use" not in first.text()
-    cluster.run("scancel", first.number)
-
-
 def test_a_job_that_fails_at_once_is_not_requeued(cluster: Cluster, config: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)  # empty: no checkpoint is complete
-    job = Job(
-        cluster,
-        tmp_path / "run",
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--gpus-per-node=0",
-        "--cpus-per-task=1",
-        "slurm/train.sbatch",
-        str(config),
-    )
+    job = Job(cluster, tmp_path / "run", *one_per_node(1), "slurm/train.sbatch", str(config))
     job.until("the failure", lambda: "FAILED" in cluster.run("scontrol", "show", "job", job.number))
     assert "is complete: " in job.text()
     assert "failed with status 1 and no checkpoint after step 3; not requeued" in job.text()
 
 
-def test_scripts_explain_themselves(cluster: Cluster) -> None:
-    done = subprocess.run(["bash", "slurm/run.sh"], capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    assert done.returncode == 2 and "usage: sbatch slurm/train.sbatch CONFIG" in done.stderr
-    environment = {name: text for name, text in os.environ.items() if name != "SLURM_JOB_ID"}
-    done = subprocess.run(
-        ["bash", "slurm/run.sh", "x.py"], capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment
-    )
-    assert done.returncode == 2 and "is not in a Slurm job: submit it with sbatch" in done.stderr
-    environment |= {"SLURM_JOB_ID": "1", "PATH": "/usr/sbin:/usr/bin:/bin"}  # without the environment of the project
-    done = subprocess.run(
-        ["bash", str(REPOSITORY / "slurm" / "run.sh"), "x.py"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd="/",
-        env=environment,
-    )
-    assert done.returncode == 2 and re.search(
-        r"python\S* .* has no dali_train: activate its environment", done.stderr
-    ), done.stderr
-    for script in (REPOSITORY / "slurm").iterdir():
-        subprocess.run(["bash", "-n", script], check=True)
+def test_scripts_explain_themselves() -> None:
+    script, outside = str(REPOSITORY / "slurm" / "run.sh"), {"SLURM_JOB_ID": ""}
+    no_project = {"SLURM_JOB_ID": "1", "PATH": "/usr/sbin:/usr/bin:/bin", "PYTHONPATH": ""}
+    for words, environment, message in (
+        ([], outside, "usage: sbatch slurm/train.sbatch CONFIG"),
+        (["x.py"], outside, "is not in a Slurm job: submit it with sbatch"),
+        (["x.py"], no_project, r"python\S* .* has no dali_train: activate its environment"),
+    ):
+        line = ["bash", script, *words]
+        done = subprocess.run(line, capture_output=True, text=True, check=False, cwd="/", env=os.environ | environment)
+        assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    for path in (REPOSITORY / "slurm").iterdir():
+        subprocess.run(["bash", "-n", path], check=True)
