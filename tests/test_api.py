@@ -20,6 +20,7 @@ from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 
 from .conftest import TINY_CONFIG, jpeg, photograph, write_shard
+from .helpers import events
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +31,9 @@ def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "config.py").write_text(text)
     result = dali_train.run(place / "config.py")
     assert (result.run_dir, result.step, result.total_steps, bool(result.stopped)) == (place / "run", 2, 2, False)
-    events = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert result.best_top1 == next(event["top1"] for event in events if event["event"] == "eval")
-    assert (
-        result.epoch_accuracies
-        == [result.best_top1]
-        == json.loads((result.run_dir / "epoch_accuracies.json").read_text())
-    )
+    assert result.best_top1 == events(result.run_dir, "eval")[0]["top1"]
+    written = json.loads((result.run_dir / "epoch_accuracies.json").read_text())
+    assert result.epoch_accuracies == [result.best_top1] == written
     return result.run_dir
 
 
@@ -52,11 +49,9 @@ def test_a_model_comes_back_with_its_weights(finished: Path) -> None:
     images, labels = EvaluationPipeline(
         split, [torch.arange(13).numpy()], config.data, pixel_format(config, torch.device("cpu"), 1)
     ).run()
-    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     with torch.inference_mode():
-        assert (model(images).argmax(dim=1) == labels).double().mean() == next(
-            e["top1"] for e in events if e["event"] == "eval"
-        )
+        top1 = (model(images).argmax(dim=1) == labels).double().mean()
+    assert top1 == events(finished, "eval")[0]["top1"]
 
 
 def test_timm_prepares_images_for_a_loaded_model(finished: Path, tmp_path: Path) -> None:
@@ -83,15 +78,11 @@ def test_final_weights_are_a_file_of_their_own(finished: Path, tmp_path: Path) -
     for name, tensor in dali_train.load_model(finished, "newest").state_dict().items():
         assert torch.equal(tensor, weights[name])
 
-    averaged = dali_train.load_config(finished.parent / "config.py").replace(
-        {"run.dir": str(tmp_path / "ema"), "ema.decay": 0.9}
-    )
-    result = dali_train.run(averaged)
+    averaged = dali_train.load_config(finished.parent / "config.py")
+    result = dali_train.run(averaged.replace({"run.dir": str(tmp_path / "ema"), "ema.decay": 0.9}))
     assert result.model_file is not None
-    weights, average = (
-        load_file(result.model_file),
-        dali_train.load_model(result.run_dir, "newest", weights="ema").state_dict(),
-    )
+    weights = load_file(result.model_file)
+    average = dali_train.load_model(result.run_dir, "newest", weights="ema").state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in average.items())
 
 
@@ -119,8 +110,7 @@ def test_weights_that_cannot_be_written_cost_no_training(finished: Path, tmp_pat
 
 
 def test_eval_takes_the_settings_of_the_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    top1 = next(event["top1"] for event in events if event["event"] == "eval")
+    top1 = events(finished, "eval")[0]["top1"]
     for words in (
         [str(finished)],
         [str(finished), "--checkpoint", "newest"],

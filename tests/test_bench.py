@@ -6,8 +6,8 @@ import faulthandler
 import io
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from dali_train.data.dataset.index import MappedShards, Split
-from tools.bench import gpu, startup
+from tools.bench import gpu, simulate_scale, startup
 from tools.bench.check_ratios import Bound, report
 from tools.bench.generated import generated_jpeg, write_dataset
 from tools.bench.goals import goal_table
@@ -27,14 +27,12 @@ from tools.bench.goals import goal_table
 from .conftest import REPOSITORY
 from .data.files import tool
 from .helpers import words
+from .ranks import POOL
 
 
-def python(*words: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run a Python command of this repository, which must end with `status`."""
-    command = [sys.executable, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+def bench_step(arguments: list[str]) -> None:
+    sys.argv = ["bench_step.py", *arguments]
+    runpy.run_path(str(REPOSITORY / "tools" / "bench_step.py"), run_name="__main__")
 
 
 def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
@@ -151,23 +149,31 @@ def test_every_part_ends_within_eight_minutes(tmp_path: Path) -> None:
     assert len({part.name for part in parts}) == len(parts) and all(part.limit_s <= 480 for part in parts)
 
 
-def test_a_second_call_continues(tmp_path: Path) -> None:
-    options = words("-m tools.bench.gpu --device cpu --quick --parts smoke-whole smoke-box-0")
+def test_a_second_call_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = words("gpu --device cpu --quick --parts smoke-whole smoke-box-0")
     options += ("--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"))
     begun = []
     for more, status in ((["--minutes", "0.0001"], 75), (["--parts", "smoke-whole"], 0), ([], 0)):
-        done = python(*options, *more, status=status)
-        begun.append([line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("[")])
+        monkeypatch.setattr(sys, "argv", [*options, *more])
+        assert gpu.main() == status
+        lines = capsys.readouterr().out.splitlines()
+        begun.append([line.split()[1].rstrip(":") for line in lines if line.startswith("[")])
     assert begun == [[], ["smoke-whole"], ["smoke-box-0"]]
     (report,) = (tmp_path / "out").glob("*.md")
     assert "| smoke-box-0 | decoding boxes, 0% to the hardware decoder | done |" in report.read_text()
 
 
-def test_orders_and_scale_of_small_datasets(tmp_path: Path) -> None:
+def test_orders_and_scale_of_small_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_dataset(tmp_path, num_train=12, num_classes=3)
-    scale = words("-m tools.bench.simulate_scale --ranks 2 --global-batch 8 --images 5")
-    for options in (("tools/compare_orders.py", str(tmp_path)), ("tools/compare_orders.py", "--images", "9"), scale):
-        python(*options)
+    orders, scale = tool("compare_orders").main, words("--ranks 2 --global-batch 8 --images 5")
+    for main, options in ((orders, (str(tmp_path),)), (orders, ("--images", "9")), (simulate_scale.main, scale)):
+        monkeypatch.setattr(sys, "argv", ["tool", *options])
+        main()
+        assert "images" in capsys.readouterr().out
 
 
 def test_a_short_campaign_of_damaged_files(tmp_path: Path) -> None:
@@ -204,8 +210,9 @@ def test_a_ratio_beyond_its_bound_fails(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_parts_of_a_step_add_up(tiny_config: Path, tmp_path: Path) -> None:
     options = words("--rounds 2 --steps 2 --only synthetic bare --profile --model.activation_checkpointing true")
     files = ("--config", tiny_config, "--json", tmp_path / "rounds.jsonl", "--plot", tmp_path / "rounds.png")
-    process = python("tools/bench_step.py", *map(str, files), *options)
-    assert process.stdout.splitlines()[-1].startswith("trainer, synthetic data")
+    log = tmp_path / "log"
+    assert POOL.run(1, bench_step, [*map(str, files), *options], log=log) == [0], log.read_text()
+    assert log.read_text().splitlines()[-1].startswith("trainer, synthetic data")
     start, *rounds = (json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines())
     assert [(line["contender"], line["round"]) for line in rounds] == [
         (name, number) for number in range(3) for name in ("trainer, synthetic data", "bare loop")
@@ -225,5 +232,6 @@ def test_the_parts_of_a_step_add_up(tiny_config: Path, tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_told(tiny_config: Path, tmp_path: Path) -> None:
-    process = python("tools/bench_step.py", "--config", str(tiny_config), "--data.root", str(tmp_path), status=1)
-    assert "bench_step.py: " in process.stderr and "Traceback" not in process.stderr
+    arguments, log = ["--config", str(tiny_config), "--data.root", str(tmp_path)], tmp_path / "log"
+    assert POOL.run(1, bench_step, arguments, log=log) == [1]
+    assert "bench_step.py: " in log.read_text() and "Traceback" not in log.read_text()

@@ -1,6 +1,5 @@
 """The commands as a user types them: overrides, ColossalAI's options, plan, eval, and what mistakes look like."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,12 +8,14 @@ import pytest
 from dali_train.cli import main
 
 from .conftest import REPOSITORY, Train
+from .helpers import events
 
 B16 = str(REPOSITORY / "configs" / "vit-b16.py")
 
 
-@pytest.mark.parametrize("name", ["vit-b16", "vit-b32", "vit-l32"])
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 128), (4, 32), (8, 16), (128, 1)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "accumulation"), [("vit-b16", 4, 32), ("vit-b32", 1, 128), ("vit-l32", 128, 1)]
+)
 def test_plan(name: str, ranks: int, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", str(REPOSITORY / "configs" / f"{name}.py"), "--world-size", str(ranks)]) == 0
     printed = capsys.readouterr().out
@@ -25,13 +26,6 @@ def test_plan(name: str, ranks: int, accumulation: int, capsys: pytest.CaptureFi
     )
     rates = {float(epoch): float(rate) for epoch, rate in re.findall(r"epoch +(\S+) +step +\S+ +(\S+)", printed)}
     assert rates == {0: 0.000119205, 75: 0.0090596, 150: 0.018, 225: 0.009, 300: 0}
-
-
-def test_plan_that_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", B16, "--world_size", "6"]) == 2
-    assert (
-        "batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536" in capsys.readouterr().err
-    )
 
 
 def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,32 +50,31 @@ def test_plan_tells_the_order_in_words(tiny_config: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["--model.name", "vit_base_patch16_222"],
-            "'vit_base_patch16_222', which timm does not know; close: vit_base_patch16_224",
-        ),
-        (["--model.name", "resnet18"], "do not fit model.name resnet18"),
-    ],
-)
-def test_values_that_cannot_be(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", B16, *overrides]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "invalid choice: 'trian'"),
+        ("train", "--config FILE is missing; the recipes are in configs/"),
+        (
+            f"train --config {B16} --data.root nowhere",
+            "nowhere: this directory does not exist; data.root names a dataset",
+        ),
+        (
+            f"plan --config {B16} --world_size 6",
+            "batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536",
+        ),
+        (f"plan --config {B16} --model.name vit_base_patch16_222", "timm does not know; close: vit_base_patch16_224"),
+        (f"plan --config {B16} --model.name resnet18", "do not fit model.name resnet18"),
+        (
+            f"eval --config {B16}",
+            "name the run, `dali-train eval RUN`, or a checkpoint, --checkpoint RUN/checkpoints/newest",
+        ),
+        ("doctor frobnicate", "frobnicate: without --config FILE doctor takes no further arguments"),
+        (f"doctor --config {B16} frobnicate", "'frobnicate' belongs to no setting"),
+        (f"doctor --config {B16} --run.epoch 3", "use --run.epochs"),
     ],
 )
-def test_mistyped_words(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
-    printed = capsys.readouterr()
-    assert message in printed.err + printed.out
+def test_what_cannot_be(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,51 +88,21 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "--help"], "Evaluate a checkpoint"),
         (["doctor", "--help"], "usage: dali-train doctor"),
         (["--version"], "dali-train 0."),
+        (["trian"], "invalid choice: 'trian'"),
     ):
         with pytest.raises(SystemExit) as exit_:
             main(arguments)
-        assert exit_.value.code == 0
-        assert message in " ".join(capsys.readouterr().out.replace("│", " ").split())
-
-
-def test_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train"]) == 2
-    assert "--config FILE is missing; the recipes are in configs/" in capsys.readouterr().err
-
-
-def test_doctor_refuses_words_that_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "frobnicate"]) == 2
-    assert "frobnicate: without --config FILE doctor takes no further arguments" in capsys.readouterr().err
-    for words, message in (
-        (["frobnicate"], "'frobnicate' belongs to no setting"),
-        (["--run.epoch", "3"], "use --run.epochs"),
-    ):
-        assert main(["doctor", "--config", B16, *words]) == 2
-        assert message in capsys.readouterr().err
-
-
-def test_eval_needs_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--config", B16]) == 2
-    assert (
-        "name the run, `dali-train eval RUN`, or a checkpoint, --checkpoint RUN/checkpoints/newest"
-        in capsys.readouterr().err
-    )
-
-
-def test_dataset_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--config", B16, "--data.root", str(tmp_path / "nowhere")]) == 2
-    assert "/nowhere: this directory does not exist; data.root names a dataset's directory" in capsys.readouterr().err
+        assert exit_.value.code == (2 if arguments == ["trian"] else 0)
+        printed = capsys.readouterr()
+        assert message in " ".join((printed.out + printed.err).replace("│", " ").split())
 
 
 def test_eval_repeats_the_last_evaluation(
     train: Train, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train("run", "--run.max_steps", "3")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if line["event"] == "eval"][-1]
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-00000003")
+    last = events(tmp_path / "run", "eval")[-1]
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
     assert main(["eval", "--config", str(tiny_config), "--checkpoint", str(checkpoint)]) == 0
-    assert (
-        f"step 3: top-1 {last['top1']:.2%}  top-5 {last['top5']:.2%}  loss {last['loss']:.4f}  (13 images)"
-        in capsys.readouterr().out
-    )
+    expected = f"step 3: top-1 {last['top1']:.2%}  top-5 {last['top5']:.2%}  loss {last['loss']:.4f}  (13 images)"
+    assert expected in capsys.readouterr().out

@@ -19,6 +19,7 @@ from dali_train.cli import main
 
 from .conftest import TINY_CONFIG, photograph
 from .data.files import EPS
+from .helpers import events
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +66,18 @@ def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: py
 
 
 def test_a_run_begins_with_exported_weights(finished: Path, tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    """With the moving average, unless the weights are asked for."""
     assert main(["export", str(finished), "--output", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out" / "preprocessing.json").read_text())["weights"] == "ema"
     weights = str(tmp_path / "out" / "model.safetensors")
     tuned = make_run(
         ('name="vit_tiny_patch16_224",', f'name="vit_tiny_patch16_224", weights={weights!r},'), ("lr=1e-2", "lr=1e-9")
     )
     first, second = (load_trained(run).model.state_dict() for run in (finished, tuned))
+    raw = load_trained(finished, weights="raw").model.state_dict()
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-6)
-
-
-def test_the_moving_average_is_exported_unless_the_weights_are_asked_for(finished: Path, tmp_path: Path) -> None:
-    for weights, words in (("ema", []), ("raw", ["--weights", "raw"])):
-        assert main(["export", str(finished), "--output", str(tmp_path / weights), *words]) == 0
-        assert json.loads((tmp_path / weights / "preprocessing.json").read_text())["weights"] == weights
-    assert (tmp_path / "ema" / "model.safetensors").read_bytes() != (
-        tmp_path / "raw" / "model.safetensors"
-    ).read_bytes()
+        assert not torch.equal(tensor, raw[name])
 
 
 def test_torch_reads_what_was_exported(finished: Path) -> None:
@@ -144,9 +140,7 @@ def test_both_decoders_are_compared_on_the_validation_split(finished: Path, caps
     assert main(["predict", str(finished)]) == 0
     found = re.search(r"13 validation images .* top-1 (\S+)% decoded by DALI, (\S+)% by PIL", capsys.readouterr().out)
     assert found is not None
-    events = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    last = next(event for event in reversed(events) if event["event"] == "eval")
-    assert float(found[1]) == pytest.approx(100 * last["ema_top1"], abs=0.01)
+    assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""A real notebook in a real kernel: training on one and two processes, errors and interrupts in the cell, README's
-cells; and the loop in docs/running.md, for those who write their own."""
+"""A real notebook in a real kernel: README's cells on two processes, training on one, errors and interrupts in the
+cell; and the loop in docs/running.md, for those who write their own."""
 
 import json
 import os
@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dali_train.config import load_config
+
 from .conftest import REPOSITORY, Train
 from .helpers import FLOAT32_BOUND, in_ranks, largest_difference, losses, samples
 
@@ -19,22 +21,6 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-# Fails on rank 1 after a step.
-FAILING = """
-from dali_train.hooks import Hook
-
-class Fail(Hook):
-    required = True
-
-    def start(self, record):
-        self.fails = record.launch.rank == 1
-
-    def step(self, record):
-        if self.fails:
-            raise KeyError("enough")
-
-config = config.replace({"hooks.user": (Fail,), "run.dir": "failing"})
-"""
 # Interrupts as Jupyter does, with a signal for the kernel's process group, once the run has logged its fourth step.
 INTERRUPT = """
 import os, signal, threading, time
@@ -72,54 +58,42 @@ def kernel_environment() -> None:
 
 
 def test_training_in_cells(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    tiny_config.with_name("failing.py").write_text(tiny_config.read_text() + FAILING)
+    text = (REPOSITORY / "README.md").read_text()
+    block = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "num_processes" in block)
+    readme = block.replace('"auto"', "2").split("# %%\n")
+    assert len(readme) == 4
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "digits.py").write_text(tiny_config.read_text())
     cells = [
-        "import dali_train, json; from pathlib import Path; place = Path.cwd()",
-        f"config = dali_train.load_config({str(tiny_config)!r})",
+        *readme,
+        "type(model).__name__",
+        "import json; from pathlib import Path; place = Path.cwd()",
         "one = dali_train.run(config.replace({'run.dir': str(place / 'one')})); "
         "print(json.dumps(one.epoch_accuracies))",
-        "two = dali_train.run(config.replace({'run.dir': str(place / 'two')}), num_processes=2); "
-        "two.model_file.exists()",
-        "dali_train.run(config.replace({'batch.micro_batch': 32}), num_processes=2)",
-        "dali_train.run('failing.py', num_processes=2)",
+        "dali_train.run(config.replace({'data.eval_size': 28}))",
         INTERRUPT,
         "run_and_interrupt('stopped').stopped.describe()",
         "result = run_and_interrupt('stopped-2', num_processes=2); result.stopped.describe(), result.step",
     ]
-    _, _, one, two, mistake, failure, _, stopped, stopped_2 = executed(cells, tmp_path)
+    results = executed(cells, tmp_path)
+    assert [error for number, (_, error) in enumerate(results) if number != 7] == [""] * 10
+    _, _, (two, _), (accuracies, _), (model, _), _, (one, _), (_, mistake), _, (stopped, _), (stopped_2, _) = results
 
+    assert (tmp_path / load_config(REPOSITORY / "configs" / "digits.py").data.root / "dataset.json").exists()
     train("torchrun", ranks=2)
-    assert one[0].endswith((tmp_path / "torchrun" / "epoch_accuracies.json").read_text())
-    assert "step 7/7" in two[0] and "finished at step 7/7" in two[0] and two[0].endswith("True") and two[1] == ""
-    assert samples(tmp_path / "one") == samples(tmp_path / "two") == samples(tmp_path / "torchrun")
-    assert largest_difference(tmp_path / "one", tmp_path / "two") < FLOAT32_BOUND
-    assert largest_difference(tmp_path / "two", tmp_path / "torchrun") == 0
-    assert losses(tmp_path / "two") == losses(tmp_path / "torchrun")
+    two_dir = tmp_path / "runs" / "notebook"
+    assert one.endswith((tmp_path / "torchrun" / "epoch_accuracies.json").read_text())
+    assert json.loads(accuracies) == json.loads((two_dir / "epoch_accuracies.json").read_text())
+    assert "2 ranks" in two and "step 7/7" in two and "finished at step 7/7" in two and model == "'VisionTransformer'"
+    assert samples(tmp_path / "one") == samples(two_dir) == samples(tmp_path / "torchrun")
+    assert largest_difference(tmp_path / "one", two_dir) < FLOAT32_BOUND
+    assert largest_difference(two_dir, tmp_path / "torchrun") == 0
+    assert losses(two_dir) == losses(tmp_path / "torchrun")
 
-    assert mistake[1].startswith("ConfigError: ") and "global_batch 32" in mistake[1]
-    assert re.fullmatch(r"(?s)WorkerError: rank 1 of 2 failed: Traceback.*in step\n.*KeyError: 'enough'", failure[1])
-
-    assert stopped == (stopped[0], "") and "'Ctrl-C'" in stopped[0]
-    assert stopped_2[1] == "" and "stopped after saving: Ctrl-C" in stopped_2[0]
-    step = int(re.findall(r"\('Ctrl-C', (\d+)\)", stopped_2[0])[0])
+    assert mistake.startswith("ConfigError: data.eval_size is 28")
+    assert "'Ctrl-C'" in stopped and "stopped after saving: Ctrl-C" in stopped_2
+    step = int(re.findall(r"\('Ctrl-C', (\d+)\)", stopped_2)[0])
     assert (tmp_path / "stopped-2" / "checkpoints" / f"step-{step:08d}").is_dir()
-
-
-def test_the_cells_in_the_readme(tmp_path: Path) -> None:
-    text = (REPOSITORY / "README.md").read_text()
-    block = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "num_processes" in block)
-    cells = block.split("# %%\n")
-    assert len(cells) == 4
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    small = '"run.epochs": 1, "schedule.warmup_epochs": 0.5, '
-    cells = [cell.replace(".replace({", ".replace({" + small).replace('"auto"', "2") for cell in cells]
-    results = executed([*cells, "type(model).__name__"], tmp_path)
-    assert [error for _, error in results] == [""] * 5
-    assert "2 ranks" in results[2][0] and "finished" in results[2][0]
-    assert json.loads(results[3][0]) == json.loads(
-        (tmp_path / "runs" / "notebook" / "epoch_accuracies.json").read_text()
-    )
-    assert results[4][0] == "'VisionTransformer'"
 
 
 SAVE = """

@@ -72,7 +72,7 @@ def test_what_was_trained_is_not_trained_again(place: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.splitlines()[-2:] == first and trainings(work) == [1]
     # A file that is gone is made again, from the run's last checkpoint.
     model.unlink()
-    assert workflow.main(words(place, *two)) == 0
+    assert workflow.main(words(place)) == 0
     assert model.is_file() and trainings(work) == [2]
     page = next(Path(run.removeprefix("run ")).glob("*/report.html")).read_text()
     assert page.count("<tr><td><img src=") == 320 and "srcdoc=" in page and "score 9" in page

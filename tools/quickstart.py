@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 
 from dali_train.cli import config_with
+from dali_train.commands import data
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.report.page import write_report
 from dali_train.training.events import read_events
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import build_model
@@ -32,7 +34,8 @@ def main() -> None:
     config = config_with(CONFIG, overrides, "quickstart")
     dataset, runs = Path(config.data.root), Path(config.run.dir)
     say(1, f"writing the digits as TFRecords to {dataset}")
-    run("tools/make_tfrecords.py", "digits", "--out", str(dataset))
+    if status := data.main("convert", ["digits", "--out", str(dataset)]):
+        sys.exit(status)  # it has said why
 
     num_gpus = torch.cuda.device_count()
     ranks = 1 << (num_gpus.bit_length() - 1) if num_gpus else 2  # a power of two divides the batch
@@ -42,38 +45,17 @@ def main() -> None:
     say(3, f"training {config.model.name} on {ranks} {'GPUs' if num_gpus else 'CPU ranks'} in {dtype} into {directory}")
     # One thread per rank, unless the user knows better: the ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    run(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "dali_train",
-        "train",
-        "--config",
-        str(CONFIG),
-        *overrides,
-        "--run.dir",
-        str(directory),
-        "--precision.dtype",
-        dtype,
-        "--batch.micro_batch",
-        str(micro_batch),
-    )
-    run("-m", "dali_train", "report", str(directory))
-    print_results(directory, config, ranks, dtype)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    settings = ["--run.dir", str(directory), "--precision.dtype", dtype, "--batch.micro_batch", str(micro_batch)]
+    train = [*torchrun, "-m", "dali_train", "train", "--config", str(CONFIG), *overrides, *settings]
+    if status := subprocess.run([sys.executable, *train], check=False).returncode:
+        sys.exit(status)
+    report = write_report([directory], directory / "report")
+    print_results(directory, report, config, ranks, dtype)
 
 
 def say(number: int, text: str) -> None:
     print(f"[{number}/3] {text}", flush=True)
-
-
-def run(*words: str) -> None:
-    """Run a Python command of this repository; its failure is ours, and it has said why."""
-    status = subprocess.run([sys.executable, *words], cwd=REPOSITORY, check=False).returncode
-    if status:
-        sys.exit(status)
 
 
 def next_run(runs: Path) -> Path:
@@ -114,7 +96,7 @@ def fastest_precision(config: Config) -> str:
     return fastest
 
 
-def print_results(directory: Path, config: Config, ranks: int, dtype: str) -> None:
+def print_results(directory: Path, report: Path, config: Config, ranks: int, dtype: str) -> None:
     events = read_events(directory / "metrics.jsonl")
     last = [event for event in events if event["event"] == "eval"][-1]
     rate = statistics.median(event["images_per_second"] for event in events if event["event"] == "train")
@@ -126,7 +108,7 @@ def print_results(directory: Path, config: Config, ranks: int, dtype: str) -> No
         ("images/s", f"{rate:,.0f} on {ranks} ranks in {dtype}"),
         ("time", f"{total:.0f} s: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())),
         ("run", f"{directory}: config.json, metrics.jsonl, checkpoints"),
-        ("report", f"{directory}/report/index.html"),
+        ("report", f"{report}"),
     ]
     print()
     for name, value in rows:

@@ -1,6 +1,7 @@
 """The memory of a rank, computed from shapes alone: no GPU, no data, no arithmetic."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -158,13 +159,22 @@ class _Results(TorchDispatchMode):
 
 
 def _optimizer_bytes(model: nn.Module, config: Config) -> int:
-    """Return the size of the optimizer's state after a first step, which fake tensors make at no cost."""
+    """Return the size of the optimizer's state after a first step, which fake tensors make at no cost.
+
+    Parameters of one group and shape have states of one size, so one of them steps for all.
+    """
     optimizer = make_optimizer(model, config.optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    alike: dict[tuple[int, torch.Size], list[nn.Parameter]] = defaultdict(list)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                alike[number, parameter.shape].append(parameter)
+    for first, *_ in alike.values():
+        first.grad = torch.empty_like(first)
     optimizer.step()
-    return _num_bytes(
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    return sum(
+        len(same) * _num_bytes(value for value in optimizer.state[same[0]].values() if isinstance(value, torch.Tensor))
+        for same in alike.values()
     )
 
 
