@@ -49,12 +49,16 @@ def main() -> None:
         "--loads",
         nargs="+",
         type=float,
-        default=[0.0, 0.5, 0.75, 1.0],
+        default=[0.0, 0.2, 0.4, 0.6, 0.85],
         metavar="SHARE",
         help="data.hw_decoder_load, for JPEGs",
     )
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one per core"
+        "--threads",
+        type=int,
+        default=max(1, len(os.sched_getaffinity(0)) - 3),
+        metavar="N",
+        help="default: as in training, all cores but three",
     )
     parser.add_argument("--batch", type=int, default=256, metavar="N", help="images per batch (default: %(default)s)")
     parser.add_argument(

@@ -17,6 +17,7 @@ from nvidia.dali import backend_impl, fn, types
 from nvidia.dali.pipeline import Pipeline, pipeline_def
 
 from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.loading.decoder import COMMON_OPTIONS
 
 BATCHES = 4
 
@@ -80,9 +81,10 @@ def _graph(source: Any, what: str, load: float, on_gpu: bool) -> Any:
     encoded, anchor, shape = fn.external_source(
         source=source, num_outputs=3, batch=True, dtype=[types.UINT8, types.INT32, types.INT32], ndim=[1, 1, 1]
     )
-    settings: dict[str, Any] = {"device": "cpu", "output_type": types.RGB, "adjust_orientation": False}
+    settings: dict[str, Any] = {"device": "cpu", **COMMON_OPTIONS}
     if on_gpu:
-        settings |= {"device": "mixed", "hw_decoder_load": load}
+        # As the CPU's decoder upsamples colour; by default the GPU's repeats it, 6 grey levels off where 4:2:0 is noisy.
+        settings |= {"device": "mixed", "hw_decoder_load": load, "jpeg_fancy_upsampling": True}
     if what == "whole":
         return fn.decoders.image(encoded, **settings)
     return fn.decoders.image_slice(

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -143,7 +144,11 @@ def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    return sum(sum(member.cpu_times()[:2]) for member in family(process))
+    total = 0.0
+    for member in family(process):
+        with suppress(psutil.NoSuchProcess):  # a compiler's worker that has just ended
+            total += sum(member.cpu_times()[:2])
+    return total
 
 
 def describe_machine() -> str:

@@ -28,8 +28,10 @@ LOG_VARIABLE = "DALI_NVIMGCODEC_LOG_LEVEL"
 # virtual machines and containers may not support, and override the placement that was chosen at the start.
 COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine": False}
 
-# NVIDIA's configurations for MLPerf and for DALI's own tests: decoding threads per GPU, and the hardware's share.
-_KNOWN_THREADS, _KNOWN_SHARES = (6, 70), (0.99, 0.12)
+# A decoding thread's speed over that of the hardware decoder: 600 ImageNet photographs/s, the Huffman decoding of which
+# nvJPEG leaves to the CPU, over the 7,000/s of an H100's seven engines (NVIDIA gives 5,000/s for an A100's five). An
+# estimate: `python -m tools.bench.gpu_data` measures which share is fastest.
+_THREAD_OVER_HARDWARE = 600 / 7000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +63,12 @@ def _nvimagecodec_version() -> int:
 def hardware_share(data: DataConfig, num_threads: int) -> float:
     """Return the share of the JPEGs that a GPU's hardware decoder takes: data.hw_decoder_load, or by `num_threads`.
 
-    The hardware has a fixed speed, so the more threads there are beside it, the smaller its share. Published are 0.99
-    with 6 threads per GPU and 0.12 with 70; between them the share falls in a straight line, beyond them it stays.
+    Hardware and threads decode at the same time, so both should end together: each takes as much as it is fast. NVIDIA's
+    MLPerf configuration for 70 threads per GPU has 0.12, this formula 0.14.
     """
     if data.hw_decoder_load is not None:
         return data.hw_decoder_load
-    return float(np.interp(num_threads, _KNOWN_THREADS, _KNOWN_SHARES))
+    return 1 / (1 + _THREAD_OVER_HARDWARE * num_threads)
 
 
 def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None = None) -> dict[str, Any]:
