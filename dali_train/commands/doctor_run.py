@@ -133,7 +133,7 @@ def decoding_a_batch(config: Config, launch: Launch, device: torch.device) -> It
     size = min(config.batch.micro_batch, 64)
     small = replace(config, batch=replace(config.batch, global_batch=size, micro_batch=size), hooks=HooksConfig())
     small = replace(small, data=replace(small.data, num_threads=min(4, config.data.num_threads or 4)))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), LOG_VARIABLE: "3"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), LOG_VARIABLE: "4"}
     check = "decode a batch"
     try:
         child = subprocess.run(

@@ -9,8 +9,6 @@ import contextlib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import tyro
-
 from dali_train.config.check import alternatives
 from dali_train.config.config import KWARGS, SETTINGS, Config
 from dali_train.config.load import load_config
@@ -27,6 +25,8 @@ def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
     """
     config = load_config(path)
     if {"-h", "--help"} & set(overrides):
+        import tyro  # takes a quarter of a second, for the help alone
+
         tyro.cli(
             Config,
             prog=f"{command} --config {path}",

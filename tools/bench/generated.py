@@ -1,8 +1,7 @@
 """Datasets for measuring where no photographs are at hand: generated JPEGs, always the same, as costly to decode.
 
-An image is noise whose amplitude grows with its wavelength, as in photographs. Sizes are those of 1,000 photographs from
-ImageNet: 201,729 pixels and 109,576 bytes on average; 761 of them are stored with colour at full resolution (4:4:4), so
-all of these are.
+An image is noise whose amplitude grows with its wavelength, as in photographs. Sizes are those of 1,000 of ImageNet's:
+201,729 pixels and 109,576 bytes on average. 761 of them have colour at full resolution (4:4:4), so all of these have.
 """
 
 import io

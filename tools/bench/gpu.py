@@ -16,7 +16,7 @@ What the rehearsal cannot show, because only a GPU can fail at it:
   - decoding on the GPU: boxes, the hardware decoder, its share of the images (smoke, parity, data)
   - the decoder falling back to the CPU without a word: look for "nvJPEG version" and "num_hw_engines" in smoke's output
   - streams: that DALI's outputs are ready before torch reads them (parity)
-  - NCCL, CUDA graphs, cuDNN's attention kernels, Triton (step-*); fp16's loss scale on real gradients (train)
+  - CUDA graphs, cuDNN's attention kernels, Triton (model-*, step-*); fp16's loss scale on real gradients (train)
   - memory: a micro-batch that does not fit (step-b32-*: 1,024 images)
 """
 
@@ -86,6 +86,7 @@ class Part:
     title: str
     words: list[str]  # after "python"
     limit_s: int
+    expected_s: int = 60  # on an H100; with --minutes it is not begun with less than that left
     rounds: bool = False  # the tool appends its rounds as JSON lines to --json FILE
     environment: dict[str, str] = field(default_factory=dict)
     notable: str = ""  # lines of the error output that belong into the report, a pattern
@@ -108,17 +109,22 @@ def main() -> int:
     waiting = [
         part for part in parts if options.again or results.get(part.name, {}).get("state") not in ("done", "cut short")
     ]
+    left_over = []
     for number, part in enumerate(waiting, start=1):
         left = 60 * options.minutes - (time.monotonic() - begin) if options.minutes else float("inf")
-        if left < min(part.limit_s, 60):
-            names = ", ".join(part.name for part in waiting[number - 1 :])
-            print(f"\n{len(waiting) - number + 1} parts are left: {names}. The same command continues with them")
-            return UNFINISHED
+        if left < part.expected_s:
+            left_over.append(part.name)
+            continue
         limit = int(min(part.limit_s, left))
         print(f"[{number}/{len(waiting)}] {part.name}: {part.title}, at most {limit} s", flush=True)
         results[part.name] = result = run_part(part, work, limit)
+        if result["state"] == "cut short" and limit < part.limit_s:
+            result["state"] = "cut short by --minutes"  # another call repeats it
         print(indented(result["output"]) + f"\n  {result['state']} after {result['seconds']:.0f} s", flush=True)
         write(options, results)  # what was measured is kept, whatever comes
+    if left_over:
+        print(f"\n{len(left_over)} parts are left: {', '.join(left_over)}. The same command continues with them")
+        return UNFINISHED
     write(options, results)
     print("\n".join(["", *goal_table(results, rehearsal=options.quick), "", f"report: {report_path(options)}"]))
     return 0 if all(results[part.name]["state"] == "done" for part in parts) else 1
@@ -223,126 +229,150 @@ def source(options: argparse.Namespace, work: Path) -> list[str]:
 def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list[Part]:
     """In the order of what is most worth knowing when the time is short."""
     original = sets.get("original", next(iter(sets.values())))
-    parts = [*smoke_parts(options, original)]
-    # One checkpoint: each step of so large a batch is several epochs of a small dataset.
-    short = ["--hooks.log_every_steps", "5", "--run.max_steps", "20", "--run.checkpoint_every_steps", "20"]
-    short += [
-        "--run.dir",
-        str(work / f"run-{os.getpid()}"),
-        *([] if options.quick else ["--batch.global_batch", "1024"]),
-    ]
-    parts.append(
-        Part(
-            name="train",
-            title="a short training, ViT-B/16 in FP16",
-            limit_s=240,
-            words=[
-                "-m",
-                "dali_train",
-                "train",
-                *recipe("vit-b16", options, work),
-                "--data.root",
-                str(original),
-                *short,
-            ],
-        )
-    )
+    smoke = smoke_parts(options, original)
+    parts = [*model_parts(options, work), smoke[0], *training_parts(options, original, work)]
     few = ["--loads", "0.65", "--batch", "8", "--batches", "4", "--rounds", "1"]
-    usual = ["--loads", "0.5", "0.75", "1.0", "--rounds", "2"]
     for name, root in sets.items():
-        words = ["-m", "tools.bench.gpu_data", "--device", options.device, *(few if options.quick else usual)]
+        words = [
+            "-m",
+            "tools.bench.gpu_data",
+            "--device",
+            options.device,
+            *(few if options.quick else ["--rounds", "2"]),
+        ]
+        words += ["--data", f"{name}={root}"]
         title = f"the data path alone, images from {name}"
-        parts.append(
-            Part(name=f"data-{name}", title=title, words=[*words, "--data", f"{name}={root}"], limit_s=400, rounds=True)
-        )
-    parts += step_parts(options, sets, work)
+        parts.append(Part(name=f"data-{name}", title=title, words=words, limit_s=300, expected_s=140, rounds=True))
+    parts += [*step_parts(options, sets, work), *smoke[1:]]
     startup = ["--rounds", "1"] if options.quick else ["--rounds", "2", "--model", "vit_base_patch16_224"]
     words = ["-m", "tools.bench.startup", *startup]
-    parts.append(Part(name="startup", title="command to first step", limit_s=300, words=words, rounds=True))
+    parts.append(
+        Part(name="startup", title="command to first step", limit_s=300, expected_s=120, words=words, rounds=True)
+    )
+    return parts
+
+
+# What the model alone is measured with: changes to a recipe, in bf16 without dropout where they do not say otherwise.
+_PLAIN = "--model.kwargs.proj_drop_rate 0 --model.kwargs.pos_drop_rate 0"
+_FAST = f"{_PLAIN} --model.fast_norm true"
+_MODELS = {
+    "b16-recipe": ("vit-b16", "its dropout"),
+    "b16": ("vit-b16", _PLAIN),
+    "b16-fast": ("vit-b16", f"{_FAST} --profile"),
+    "b16-eager": ("vit-b16", f"{_PLAIN} --model.compile none"),
+    "b16-model": ("vit-b16", f"{_FAST} --model.compile model"),
+    "b16-flash": ("vit-b16", f"{_FAST} --model.attention flash"),
+    "b32": ("vit-b32", f"{_FAST} --batch.micro_batch 1024"),
+    "r50": ("resnet50", ""),
+    "r50-heuristics": ("resnet50", "--run.deterministic true"),
+    "b16-512": ("vit-b16", f"{_FAST} --batch.micro_batch 512"),
+    "b16-fp16": ("vit-b16", "its dropout --precision.dtype fp16"),
+    "b16-depth": ("vit-b16", f"{_FAST} --model.kwargs.drop_path_rate 0.1"),
+    "r50-eager": ("resnet50", "--model.compile none"),
+    "b16-autotune": ("vit-b16", f"{_FAST} --model.compile model"),
+}
+
+
+def model_parts(options: argparse.Namespace, work: Path) -> list[Part]:
+    """Products, attention and models alone, without data and optimizer."""
+    quick = ["--device", options.device, *(["--quick"] if options.quick else [])]
+    words = ["-m", "tools.bench.kernels", *quick]
+    parts = [Part(name="model-kernels", title="products and attention alone", words=words, limit_s=120, rounds=True)]
+    for name, (config, changes) in _MODELS.items():
+        words = ["-m", "tools.bench.model", *recipe(config, options, work), "--device", options.device]
+        words += ["--precision.dtype", "bf16"]
+        # The rehearsal's model has no dropout to leave out, and compiles in other parts.
+        words += changes.removeprefix("its dropout").split() if not options.quick else ["--model.compile", "none"]
+        tuned = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"} if name == "b16-autotune" else {}
+        title = f"{config} alone: {changes or 'as it is'}{', max_autotune' if tuned else ''}"
+        parts.append(
+            Part(
+                name=f"model-{name}",
+                title=title,
+                words=words,
+                limit_s=150,
+                expected_s=45,
+                rounds=True,
+                environment=tuned,
+            )
+        )
     return parts
 
 
 def smoke_parts(options: argparse.Namespace, original: Path) -> list[Part]:
-    """Decoding, each kind in a process of its own, since a fault may end it; then the tests of the data path."""
+    """Decoding, each kind in a process of its own, since a fault may end it."""
     parts = []
     for decode, load in (("whole", 0.65), ("box", 0.0), ("box", 0.65), ("box", 1.0)):
         name = f"smoke-{decode}" + (f"-{100 * load:.0f}" if decode == "box" else "")
-        words = [
-            "-m",
-            "tools.bench.smoke",
-            str(original),
-            "--decode",
-            decode,
-            "--load",
-            str(load),
-            "--device",
-            options.device,
-        ]
+        words = ["-m", "tools.bench.smoke", str(original), "--decode", decode, "--load", str(load)]
+        words += ["--device", options.device]
         title = f"decoding {'whole images' if decode == 'whole' else f'boxes, {load:.0%} to the hardware decoder'}"
-        log = {"DALI_NVIMGCODEC_LOG_LEVEL": "3"}
+        log = {"DALI_NVIMGCODEC_LOG_LEVEL": "4"}
         notable = r"nvJPEG version|HW decoder|num_hw_engines|rror"
-        parts.append(Part(name=name, title=title, words=words, limit_s=120, environment=log, notable=notable))
-    # One worker of xdist: it is started again after a test that ends it.
-    pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-rs", "-n", "1", "-o", "addopts=-q", "tests/test_gpu.py"]
-    parts.append(Part(name="parity", title="tests of the GPU's data path and of resuming", limit_s=480, words=pytest))
+        parts.append(
+            Part(name=name, title=title, words=words, limit_s=120, expected_s=40, environment=log, notable=notable)
+        )
     return parts
 
 
+def training_parts(options: argparse.Namespace, original: Path, work: Path) -> list[Part]:
+    """Whether what trains on the CPU trains here: the data path's tests, doctor, a short training and its resume."""
+    # One worker of xdist: it is started again after a test that ends it.
+    pytest = ["-m", "pytest", "-p", "no:cacheprovider", "-rs", "-n", "1", "-o", "addopts=-q", "tests/test_gpu.py"]
+    train = [*recipe("vit-b16", options, work), "--data.root", str(original)]
+    train += ["--run.dir", str(work / "run"), *([] if options.quick else ["--batch.global_batch", "1024"])]
+    doctor = ["-m", "dali_train", "doctor", *train[:4], "--run.dir", str(work / "run-of-doctor")]
+    # Each step of so large a batch is several epochs of a small dataset, and evaluations save.
+    train = ["-m", "dali_train", "train", *train, "--run.eval_every_epochs", "None"]
+    train += ["--hooks.log_every_steps", "2", "--run.checkpoint_every_steps", "6"]
+    return [
+        Part(
+            name="parity",
+            title="tests of the GPU's data path and of resuming",
+            limit_s=300,
+            expected_s=150,
+            words=pytest,
+        ),
+        Part(name="doctor", title="doctor, ViT-B/16", limit_s=120, words=doctor),
+        Part(
+            name="train",
+            title="12 steps of ViT-B/16 in FP16",
+            limit_s=240,
+            expected_s=120,
+            words=[*train, "--run.max_steps", "12"],
+        ),
+        Part(name="resume", title="resumed to step 16", limit_s=150, words=[*train, "--run.max_steps", "16"]),
+    ]
+
+
 def step_parts(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list[Part]:
+    """The product's complete loop, on real and on synthetic data."""
     original = sets.get("original", next(iter(sets.values())))
-    small = sets.get("stored-256", original)
+    stored = sets.get("stored-256", original)
+    large = [] if options.quick else ["--batch.micro_batch", "1024"]
+    scale = ["--rounds", "1"] if options.quick else ["--rounds", "2", "--model.fast_norm", "true"]
     parts = []
-
-    def step(
-        name: str, title: str, config: str, root: Path, *words: str, profiled: bool = False, dtype: str = "bf16"
-    ) -> None:
-        # As with 4 GPUs, of the recipe's 32,768 images per step; 4 micro-batches show a profiler as much as 32.
-        scale = [] if options.quick else ["--batch.global_batch", "1024" if profiled else "8192"]
-        scale += [
-            "--rounds",
-            "1" if profiled or options.quick else "2",
-            "--steps",
-            "1",
-            *(["--profile"] if profiled else []),
-        ]
-        shared = ["--data.root", str(root), "--precision.dtype", dtype, *scale]
-        words = ("tools/bench_step.py", *recipe(config, options, work), *shared, *words)
-        parts.append(Part(name=f"step-{name}", title=title, limit_s=420, rounds=True, words=[*words]))
-
-    # A rehearsal compiles once, for b16-blocks: it takes minutes on a CPU.
-    blocks, trainer = ("--model.compile", "none" if options.quick else "blocks"), ("--only", "trainer")
-    large = () if options.quick else ("--batch.micro_batch", "1024")
-    step(
-        "b32-original",
-        "ViT-B/32, compiled blocks, from original images",
-        "vit-b32",
-        original,
-        *blocks,
-        *large,
-        *trainer,
-    )
-    step(
-        "b32-stored-256",
-        "ViT-B/32, compiled blocks, images from stored-256",
-        "vit-b32",
-        small,
-        *blocks,
-        *large,
-        *trainer,
-    )
-    step("r50-original", "ResNet-50, compiled blocks, from original images", "resnet50", original, *blocks, *trainer)
-    words = ("--model.compile", "blocks", "--only", "trainer", "bare")
-    step("b16-blocks", "ViT-B/16, compiled blocks", "vit-b16", original, *words)
-    fast = ("--model.fast_norm", "true")
-    step("b16-fast", "ViT-B/16, compiled blocks, half-precision stream", "vit-b16", original, *blocks, *fast, *trainer)
-    step(
-        "b16-profile", "the same: time by class of kernel", "vit-b16", original, *blocks, *fast, *trainer, profiled=True
-    )
-    whole = ("--model.compile", "none" if options.quick else "model")
-    step("b16-model", "ViT-B/16, compiled as one", "vit-b16", original, *whole, *trainer)
-    for dtype in ("bf16", "fp16"):
-        words = ("--model.compile", "none", "--only", "trainer", "bare")
-        step(f"b16-eager-{dtype}", f"ViT-B/16 in {dtype}, not compiled", "vit-b16", original, *words, dtype=dtype)
+    for name, config, root, words in (
+        ("b16", "vit-b16", original, ["--only", "trainer", "bare"]),
+        ("b32-original", "vit-b32", original, ["--only", "trainer", *large]),
+        ("b32-stored-256", "vit-b32", stored, ["--only", "trainer", *large]),
+        ("r50-original", "resnet50", original, ["--only", "trainer"]),
+    ):
+        # Steps as with 8 GPUs; a rehearsal compiles once, which takes minutes on a CPU.
+        batch = [] if options.quick else ["--batch.global_batch", "8192" if large and "b32" in name else "4096"]
+        compiled = "none" if options.quick and name != "b16" else "blocks"
+        words = ["tools/bench_step.py", *recipe(config, options, work), "--data.root", str(root), *words, *batch]
+        words += ["--precision.dtype", "bf16", "--steps", "1", "--model.compile", compiled, *scale]
+        parts.append(
+            Part(
+                name=f"step-{name}",
+                title=f"{config} from {root.name}, compiled blocks",
+                limit_s=300,
+                expected_s=190,
+                rounds=True,
+                words=[*words],
+            )
+        )
     return parts
 
 

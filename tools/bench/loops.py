@@ -4,7 +4,6 @@ All of them have one process: what an exchange between ranks costs is not measur
 """
 
 import os
-import re
 import resource
 import sys
 import threading
@@ -32,30 +31,9 @@ from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES
+from tools.bench.compute import time_by_class
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-# What a kernel on a GPU or an operator on a CPU does, by its name; the first that fits. Inductor's names show what it
-# fused. "other" is what fits nowhere.
-KERNEL_CLASSES = [
-    ("exchange", r"nccl|gloo|all_?reduce"),
-    ("memory copy", r"memcpy|memset|aten::(copy_|clone|contiguous|zero_|fill_)"),
-    ("image decoding", r"jpeg|nvjpeg|dali|huffman|idct|ycbcr|decode"),
-    ("attention", r"flash|fmha|attention|sdpa|mha_"),
-    ("convolution", r"conv|implicit_gemm|wgrad|dgrad|cudnn"),
-    (
-        "matrix product",
-        r"gemm|cutlass|cublas|nvjet|xmma|sm\d\d_.*tensorop|aten::(mm|bmm|addmm|baddbmm|linear)|mkldnn|splitk",
-    ),
-    ("optimizer", r"multi_tensor|foreach|lamb|lerp|addcmul"),
-    ("normalisation", r"layer_?norm|batch_?norm|native_norm|rms_?norm|GammaBeta"),
-    ("softmax and loss", r"softmax|nll_loss|cross_entropy"),
-    ("dropout", r"dropout|bernoulli|philox|random|distribution"),
-    (
-        "element-wise and reduction",
-        r"elementwise|pointwise|triton_|reduce|gelu|aten::(add|mul|div|sum|sub|where|neg|sqrt|norm)|cat",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -131,16 +109,6 @@ class Meter:
         if self._on_gpu:
             return torch.cuda.max_memory_allocated() / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-def time_by_class(profiler: profile, on_gpu: bool) -> dict[str, float]:
-    """Seconds of a GPU's kernels, or of a CPU's operators without those that they call, by what they do."""
-    seconds: dict[str, float] = {}
-    for event in profiler.key_averages():
-        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = next((kind for kind, pattern in KERNEL_CLASSES if re.search(pattern, event.key, re.IGNORECASE)), "other")
-        seconds[kind] = seconds.get(kind, 0.0) + spent / 1e6
-    return seconds
 
 
 def contend(name: str, task: Task, pipe: Connection) -> None:

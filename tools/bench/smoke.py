@@ -83,7 +83,7 @@ def _graph(source: Any, what: str, load: float, on_gpu: bool) -> Any:
     )
     settings: dict[str, Any] = {"device": "cpu", **COMMON_OPTIONS}
     if on_gpu:
-        # As the CPU's decoder upsamples colour; by default the GPU's repeats it, 6 grey levels off where 4:2:0 is noisy.
+        # As the CPU's decoder does; by default the GPU's repeats colour, 6 grey levels off on noise at 4:2:0.
         settings |= {"device": "mixed", "hw_decoder_load": load, "jpeg_fancy_upsampling": True}
     if what == "whole":
         return fn.decoders.image(encoded, **settings)

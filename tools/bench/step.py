@@ -27,30 +27,15 @@ from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import LaunchOptions, discover
-from dali_train.training.flops import Peak, data_sheet_peak, flops_per_image, measured_peak
+from dali_train.training.flops import Peak, flops_per_image
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES
+from tools.bench.compute import peak
 from tools.bench.loops import BARE, CONTENDERS, REAL, SYNTHETIC, Round, Task, contend
 from tools.bench.turns import Spread, chosen, describe_machine, plot_bars, print_ratio, take_turns, write_lines
 
 # What the last lines compare, and the least that the median of each ratio of images/s should be.
 RATIOS = [(SYNTHETIC, BARE, 0.98), (REAL, SYNTHETIC, 0.97)]
-
-
-def peak(config: Config, device: torch.device) -> Peak:
-    """Return the data sheet's for a GPU that is known, else what one large matrix product reaches here."""
-    dtype = config.precision.dtype
-    if device.type == "cuda":
-        known = data_sheet_peak(torch.cuda.get_device_name(device), dtype, tf32=config.precision.tf32)
-        if known is not None:
-            return known
-    rate = measured_peak(dtype, device)
-    threads = (
-        f"on {torch.get_num_threads()} threads" if device.type == "cpu" else f"on {torch.cuda.get_device_name(device)}"
-    )
-    return Peak(
-        rate, f"{rate / 1e12:.3g} TFLOP/s: measured, the best of several large matrix products in {dtype} {threads}"
-    )
 
 
 def main() -> None:

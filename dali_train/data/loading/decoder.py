@@ -22,7 +22,7 @@ from dali_train.data.dataset.index import Split
 _FIRST_BAD_WITH_BOXES = 900  # 0.9.0 in DALI's spelling, major * 1,000 + minor * 100 + patch
 
 LOG_VARIABLE = "DALI_NVIMGCODEC_LOG_LEVEL"
-"""Set to 3 before the first decoder is made, it has nvImageCodec print the lines that `decoder_in_log` reads."""
+"""Set to 4 before the first decoder is made, it has nvImageCodec print the lines that `decoder_in_log` reads."""
 
 # RGB, and not rotated by EXIF, as PIL and torchvision read images. affine=True would pin threads through NVML, which
 # virtual machines and containers may not support, and override the placement that was chosen at the start.

@@ -1,0 +1,57 @@
+"""What a device computes in a step, by class of kernel, and the most that it could. Needs torch and timm alone."""
+
+import re
+
+import torch
+from torch.profiler import profile
+
+from dali_train.config import Config
+from dali_train.training.flops import Peak, data_sheet_peak, measured_peak
+
+# What a kernel on a GPU or an operator on a CPU does, by its name; the first that fits. Inductor's names show what it
+# fused. "other" is what fits nowhere.
+KERNEL_CLASSES = [
+    ("exchange", r"nccl|gloo|all_?reduce"),
+    ("memory copy", r"memcpy|memset|aten::(copy_|clone|contiguous|zero_|fill_)"),
+    ("image decoding", r"jpeg|nvjpeg|dali|huffman|idct|ycbcr|decode"),
+    ("attention", r"flash|fmha|attention|sdpa|mha_"),
+    ("convolution", r"conv|implicit_gemm|wgrad|dgrad|cudnn"),
+    (
+        "matrix product",
+        r"gemm|cutlass|cublas|nvjet|xmma|sm\d\d_.*tensorop|aten::(mm|bmm|addmm|baddbmm|linear)|mkldnn|splitk",
+    ),
+    ("optimizer", r"multi_tensor|foreach|lamb|lerp|addcmul"),
+    ("normalisation", r"layer_?norm|batch_?norm|native_norm|rms_?norm|GammaBeta"),
+    ("softmax and loss", r"softmax|nll_loss|cross_entropy"),
+    ("dropout", r"dropout|bernoulli|philox|random|distribution"),
+    (
+        "element-wise and reduction",
+        r"elementwise|pointwise|triton_|reduce|gelu|aten::(add|mul|div|sum|sub|where|neg|sqrt|norm)|cat",
+    ),
+]
+
+
+def time_by_class(profiler: profile, on_gpu: bool) -> dict[str, float]:
+    """Seconds of a GPU's kernels, or of a CPU's operators without those that they call, by what they do."""
+    seconds: dict[str, float] = {}
+    for event in profiler.key_averages():
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        kind = next((kind for kind, pattern in KERNEL_CLASSES if re.search(pattern, event.key, re.IGNORECASE)), "other")
+        seconds[kind] = seconds.get(kind, 0.0) + spent / 1e6
+    return seconds
+
+
+def peak(config: Config, device: torch.device) -> Peak:
+    """Return the data sheet's for a GPU that is known, else what one large matrix product reaches here."""
+    dtype = config.precision.dtype
+    if device.type == "cuda":
+        known = data_sheet_peak(torch.cuda.get_device_name(device), dtype, tf32=config.precision.tf32)
+        if known is not None:
+            return known
+    rate = measured_peak(dtype, device)
+    threads = (
+        f"on {torch.get_num_threads()} threads" if device.type == "cpu" else f"on {torch.cuda.get_device_name(device)}"
+    )
+    return Peak(
+        rate, f"{rate / 1e12:.3g} TFLOP/s: measured, the best of several large matrix products in {dtype} {threads}"
+    )
