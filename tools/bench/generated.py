@@ -4,6 +4,7 @@ An image is noise whose amplitude grows with its wavelength, as in photographs. 
 201,729 pixels and 109,576 bytes on average. 761 of them have colour at full resolution (4:4:4), so all of these have.
 """
 
+import argparse
 import io
 from pathlib import Path
 
@@ -46,3 +47,19 @@ def write_dataset(root: Path, *, num_train: int, num_validation: int = 0, num_cl
         if seeds:
             write_shard(root / split / f"{split}-00000-of-00001", seeds, num_classes=num_classes)
     return build_index(root, num_classes=num_classes)
+
+
+def main() -> None:
+    """Write generated JPEGs as a tree of eight classes, for a conversion."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--images", type=int, default=512, metavar="N", help="default: %(default)s")
+    options = parser.parse_args()
+    for seed in range(options.images):
+        path = options.folder / f"class-{seed % 8}" / f"{seed:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(generated_jpeg(seed))
+
+
+if __name__ == "__main__":
+    main()

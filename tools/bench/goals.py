@@ -4,8 +4,11 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from tools.bench.loops import REAL, SYNTHETIC
-
+REAL, SYNTHETIC, BARE = (
+    "trainer, real data",
+    "trainer, synthetic data",
+    "bare loop",
+)  # contenders of tools/bench/step.py
 Results = dict[str, dict[str, Any]]
 
 

@@ -39,7 +39,6 @@ from typing import Any
 import torch
 
 from dali_train.commands.environment import git_commit
-from tools.bench.generated import generated_jpeg
 from tools.bench.goals import Results, goal_table
 from tools.bench.turns import describe_machine, write_lines
 
@@ -90,6 +89,7 @@ class Part:
     rounds: bool = False  # the tool appends its rounds as JSON lines to --json FILE
     environment: dict[str, str] = field(default_factory=dict)
     notable: str = ""  # lines of the error output that belong into the report, a pattern
+    makes: Path | None = None  # what later parts read: made again if it is gone
 
 
 def main() -> int:
@@ -103,12 +103,10 @@ def main() -> int:
     begin, work = time.monotonic(), options.work
     work.mkdir(parents=True, exist_ok=True)
     results = {result["part"]: result for result in earlier(report_path(options).with_suffix(".jsonl"))}
-    sets, made = prepare(options, work)
-    results.setdefault("datasets", made)
-    parts = [part for part in plan(options, sets, work) if begins(part.name, options.parts)]
-    waiting = [
-        part for part in parts if options.again or results.get(part.name, {}).get("state") not in ("done", "cut short")
-    ]
+    parts = [part for part in plan(options, work) if part.makes or begins(part.name, options.parts)]
+    if not any(reads_images(part) for part in parts):
+        parts = [part for part in parts if not part.makes]
+    waiting = [part for part in parts if options.again or is_open(part, results.get(part.name))]
     left_over = []
     for number, part in enumerate(waiting, start=1):
         left = 60 * options.minutes - (time.monotonic() - begin) if options.minutes else float("inf")
@@ -160,6 +158,17 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def reads_images(part: Part) -> bool:
+    return not part.makes and not part.name.startswith(("model-", "parity", "startup"))
+
+
+def is_open(part: Part, result: dict[str, Any] | None) -> bool:
+    """Whether it is still to be run."""
+    if part.makes and not part.makes.exists():
+        return True
+    return result is None or result["state"] not in ("done", "cut short")
+
+
 def begins(name: str, words: list[str] | None) -> bool:
     return not words or any(name.startswith(word) for word in words)
 
@@ -169,68 +178,37 @@ def begins(name: str, words: list[str] | None) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def prepare(options: argparse.Namespace, work: Path) -> tuple[dict[str, Path], dict[str, Any]]:
-    """The datasets by name: given, found in `work`, or made; and how."""
-    begin, commands, output = time.monotonic(), [], ""
+def dataset_parts(options: argparse.Namespace, work: Path) -> tuple[dict[str, Path], list[Part]]:
+    """The datasets by name, given or in `work`; and what makes those that are missing."""
     given = {name: getattr(options, name.replace("-", "_")) for name in SETS}
-    made_of = options.archive.name if options.archive else f"{64 if options.quick else 512} generated images"
-    sets = {}
+    images = 64 if options.quick else 512
+    made_of = options.archive.name if options.archive else f"{images} generated images"
+    folder = work / f"{images} generated images".replace(" ", "-")
+    if options.archive:
+        source = ["imagenet", "--train-archive", str(options.archive.resolve())]
+    else:
+        source = ["folder", "--train", str(folder), "--validation-fraction", "0.1"]
+    sets, parts = {}, []
     for name, how in SETS.items():
         if given[name] is not None:
             sets[name] = given[name].resolve()
-            continue
-        if any(given.values()) and not options.archive:
-            continue
-        sets[name] = work / f"{name} of {made_of}".replace(" ", "-")
-        if (sets[name] / "dataset.json").exists():
-            continue
-        words = [
-            "tools/make_tfrecords.py",
-            *source(options, work),
-            *how,
-            "--validation-fraction",
-            "0.1",
-            "--out",
-            str(sets[name]),
-        ]
-        if options.archive:
-            words.remove("--validation-fraction")
-            words.remove("0.1")
-        result = run_part(Part(name=name, title="", words=words, limit_s=300), work)
-        commands.append(result["command"])
-        output += result["output"] + "\n"
-        if result["state"] != "done":
-            sys.exit(f"tools.bench.gpu: cannot make the dataset {name}: {result['state']}\n{result['output']}")
-    kind = "given" if all(given.values()) else f"made of {made_of}"
-    return sets, {
-        "part": "datasets",
-        "title": f"{', '.join(sets)}: {kind}",
-        "command": "\n".join(commands),
-        "state": "done",
-        "seconds": time.monotonic() - begin,
-        "output": output,
-        "rounds": [],
-    }
+        elif options.archive or not any(given.values()):
+            sets[name] = work / f"{name} of {made_of}".replace(" ", "-")
+            words = ["tools/make_tfrecords.py", *source, *how, "--out", str(sets[name])]
+            made, title = sets[name] / "dataset.json", f"{name} of {made_of}"
+            parts.append(Part(name=f"make-{name}", title=title, words=words, limit_s=300, expected_s=20, makes=made))
+    if parts and not options.archive:
+        words = ["-m", "tools.bench.generated", str(folder), "--images", str(images)]
+        parts.insert(0, Part(name="make-images", title=f"{images} JPEGs", words=words, limit_s=300, makes=folder))
+    return sets, parts
 
 
-def source(options: argparse.Namespace, work: Path) -> list[str]:
-    """The arguments of the converter."""
-    if options.archive:
-        return ["imagenet", "--train-archive", str(options.archive.resolve())]
-    folder = work / ("images-quick" if options.quick else "images")
-    for seed in range(64 if options.quick else 512):
-        path = folder / f"class-{seed % 8}" / f"{seed:05d}.jpg"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(generated_jpeg(seed))
-    return ["folder", "--train", str(folder)]
-
-
-def plan(options: argparse.Namespace, sets: dict[str, Path], work: Path) -> list[Part]:
+def plan(options: argparse.Namespace, work: Path) -> list[Part]:
     """In the order of what is most worth knowing when the time is short."""
+    sets, making = dataset_parts(options, work)
     original = sets.get("original", next(iter(sets.values())))
     smoke = smoke_parts(options, original)
-    parts = [*model_parts(options, work), smoke[0], *training_parts(options, original, work)]
+    parts = [*model_parts(options, work), *making, smoke[0], *training_parts(options, original, work)]
     few = ["--loads", "0.65", "--batch", "8", "--batches", "4", "--rounds", "1"]
     for name, root in sets.items():
         words = [

@@ -32,6 +32,7 @@ from dali_train.training.optim import make_optimizer
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES
 from tools.bench.compute import time_by_class
+from tools.bench.goals import BARE, REAL, SYNTHETIC
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -298,7 +299,6 @@ def timm_loop(task: Task, config: Config, pipe: Connection) -> None:
     take_orders(step, task, pipe, parts.device)
 
 
-REAL, SYNTHETIC, BARE = "trainer, real data", "trainer, synthetic data", "bare loop"
 CONTENDERS: dict[str, Callable[[Task, Config, Connection], None]] = {
     REAL: trainer,
     SYNTHETIC: trainer_synthetic,

@@ -31,7 +31,8 @@ from dali_train.training.flops import Peak, flops_per_image
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES
 from tools.bench.compute import peak
-from tools.bench.loops import BARE, CONTENDERS, REAL, SYNTHETIC, Round, Task, contend
+from tools.bench.goals import BARE, REAL, SYNTHETIC
+from tools.bench.loops import CONTENDERS, Round, Task, contend
 from tools.bench.turns import Spread, chosen, describe_machine, plot_bars, print_ratio, take_turns, write_lines
 
 # What the last lines compare, and the least that the median of each ratio of images/s should be.

@@ -63,7 +63,7 @@ def _nvimagecodec_version() -> int:
 def hardware_share(data: DataConfig, num_threads: int) -> float:
     """Return the share of the JPEGs that a GPU's hardware decoder takes: data.hw_decoder_load, or by `num_threads`.
 
-    Hardware and threads decode at the same time, so both should end together: each takes as much as it is fast. NVIDIA's
+    Hardware and threads decode at the same time and should end together, so each takes as much as it is fast. NVIDIA's
     MLPerf configuration for 70 threads per GPU has 0.12, this formula 0.14.
     """
     if data.hw_decoder_load is not None:
