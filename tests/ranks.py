@@ -25,6 +25,8 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(
     [
         "tests.ranks",
+        "tests.helpers",  # and conftest with pytest: what the modules of the tests import
+        "tests.data.files",
         "dali_train.commands.train",
         "dali_train.cli",
         "dali_train.data.convert.run",

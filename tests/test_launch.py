@@ -23,7 +23,7 @@ from dali_train.runtime.process_group import LaunchError, process_group
 from dali_train.runtime.status import read_status
 
 from .conftest import REPOSITORY
-from .helpers import LONG, samples
+from .helpers import LONG, PAUSE, extended, samples
 from .ranks import free_port
 
 NOTHING = LaunchOptions()
@@ -136,36 +136,34 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host
         pass
 
 
+# A hook that lets no rank past step 6 until torchrun has started it again.
+FIRST_PAUSES = PAUSE.replace("== 6", "== 6 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'") + "import os"
+
+
 def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Path) -> None:
     """A rank that dies costs the steps since the last checkpoint and nothing else."""
-    run = tmp_path / "run"
+    run, log = tmp_path / "run", tmp_path / "log"
     options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
-    arguments = ["train", "--config", str(tiny_config), "--run.dir", str(run), *LONG]
-    arguments += ["--run.checkpoint_every_steps", "5", "--run.keep_checkpoints", "2", "--run.max_steps", "200"]
-    with (tmp_path / "log").open("w") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, "-m", "dali_train", *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=REPOSITORY,
-        )
+    arguments = ["train", "--config", str(extended(tiny_config, FIRST_PAUSES)), "--run.dir", str(run), *LONG]
+    arguments += ["--run.checkpoint_every_steps", "4", "--run.max_steps", "8"]
+    words = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "dali_train", *arguments]
+    with log.open("w") as file:
+        agent = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY)
     try:
         while not (run / "checkpoints" / "newest").exists():
-            assert agent.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.01)
-        workers = subprocess.run(
-            ["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
-        os.kill(int(workers[-1]), signal.SIGKILL)
-        assert agent.wait(120) == 0, (tmp_path / "log").read_text()
+            assert agent.poll() is None, log.read_text()
+            time.sleep(0.05)
+        children = Path(f"/proc/{agent.pid}/task").glob("*/children")
+        workers = [int(pid) for path in children for pid in path.read_text().split()]
+        os.kill(max(workers), signal.SIGKILL)
+        assert agent.wait(240) == 0, log.read_text()
     finally:
         agent.kill()
-    output = (tmp_path / "log").read_text()
-    assert "resuming from step" in output, output
+    assert "resuming from step 4" in log.read_text(), log.read_text()
     status = read_status(run)
-    assert status is not None and (status.state, status.step) == ("finished", 200)
-    assert sorted(samples(run)) == [(step, k) for step in range(200) for k in range(8)]
+    assert status is not None and (status.state, status.step) == ("finished", 8)
+    assert sorted(samples(run)) == [(step, k) for step in range(8) for k in range(8)]
 
 
 @pytest.mark.parametrize(

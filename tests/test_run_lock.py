@@ -46,7 +46,7 @@ def abandon(directory: Path, holder: dict[str, object], **environ: str) -> RunLo
 def holder_process(directory: Path, *statements: str) -> subprocess.Popen[str]:
     """Start a process that holds the lock, says "mine" and sleeps."""
     head = "import sys, os, time; from pathlib import Path; from dali_train.runtime import lock"
-    body = ("lock.RunLock(Path(sys.argv[1]), print)", "print('mine', flush=True)", "time.sleep(7)")
+    body = ("lock.RunLock(Path(sys.argv[1]), print)", "print('mine', flush=True)", "time.sleep(60)")
     script = "; ".join((head, *statements, *body))
     return subprocess.Popen(
         [sys.executable, "-c", script, directory],
@@ -146,6 +146,10 @@ def test_of_many_starts_at_once_one_wins(tmp_path: Path) -> None:
     """Over a dead holder's lock, too."""
     abandon(tmp_path, {"pid": 2**22 + 1})
     starts = [holder_process(tmp_path) for _ in range(6)]
+    while sum(start.poll() is None for start in starts) > 1:
+        time.sleep(0.1)
+    for start in starts:
+        start.kill()
     assert sorted(start.communicate()[0] for start in starts) == [""] * 5 + ["mine\n"]
 
 
