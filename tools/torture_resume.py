@@ -85,6 +85,7 @@ def main() -> None:
         "--directory", type=Path, metavar="DIR", help="where to work, kept (default: a temporary directory)"
     )
     options = parser.parse_args()
+    Attempt.context.set_forkserver_preload(["dali_train.commands.train", "dali_train.cli"])
     directory = options.directory or Path(tempfile.mkdtemp(prefix="torture-"))
     make_dataset(directory / "data")
     # Long enough that most kills fall between the first step and the last: about four steps for each.
@@ -233,8 +234,7 @@ def make_dataset(root: Path) -> None:
 class Attempt:
     """All ranks of one start, forked from a server that has imported everything: a start takes a second, not ten."""
 
-    _context = multiprocessing.get_context("forkserver")
-    _context.set_forkserver_preload(["dali_train.commands.train", "dali_train.cli"])
+    context = multiprocessing.get_context("forkserver")
 
     def __init__(self, config: Path, ranks: int, log: Path, words: Sequence[str] = ()) -> None:
         with socket.socket() as listener:
@@ -250,7 +250,7 @@ class Attempt:
                 "LOCAL_WORLD_SIZE": str(ranks),
             }
             environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            process = self._context.Process(target=run_rank, args=(config, words, environment, log))
+            process = self.context.Process(target=run_rank, args=(config, words, environment, log))
             process.start()
             self._processes.append(process)
         self._pids = [process.pid for process in self._processes if process.pid is not None]
