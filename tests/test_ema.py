@@ -14,7 +14,7 @@ from dali_train.config import ConfigError, EmaConfig
 from dali_train.training.ema import Ema, ema_decay
 
 from .conftest import StartTraining, Train, relative_differences
-from .helpers import kill_after_step_4
+from .helpers import OFTEN, kill_after_step_4
 
 ON = ("--ema.decay", "0.9")
 
@@ -63,7 +63,7 @@ def test_a_model_has_the_averages_only_for_a_while() -> None:
 def test_a_run_evaluates_it_and_resumes_it_exactly(
     start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
 ) -> None:
-    overrides = ("--run.checkpoint_every_steps", "2", "--run.epochs", "12", "--schedule.warmup_epochs", "2", *ON)
+    overrides = (*OFTEN, *ON)
     train("undisturbed", *overrides, ranks=2)
     kill_after_step_4(start_training, tiny_config, "killed", *overrides, ranks=2)
     train("killed", *overrides, ranks=2)
