@@ -1,5 +1,6 @@
 """Dropout masks belong to the micro-batch and the block, whichever process computes the block, and however often."""
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from dali_train.config import ModelConfig, load_config
 from dali_train.data.sampling.rng import Purpose, torch_seed
@@ -56,6 +58,27 @@ def test_a_block_draws_its_masks_wherever_it_is(aot_eager: None, compiled: bool)
     assert torch.equal(model.forward_head(between[3]), logits), (
         "the dropout before the classifier has a seed of its own"
     )
+
+
+def test_stochastic_depth_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block has a rate of its own, as a tensor, so one graph serves all but the first, which drops nothing."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=counter))
+    model = vit(drop_path_rate=0.9)
+    rates = [getattr(block.drop_path1, "drop_prob", 0) for block in model.blocks]
+    model.double()
+    compile_blocks(repeated_blocks(model))
+    branch = torch.randn(1, 17, 32, dtype=torch.float64).expand(2000, -1, -1)
+    for block, rate in zip(model.blocks, rates, strict=True):
+        kept = block.drop_path1(branch)
+        assert float((kept != 0).all(dim=(1, 2)).double().mean()) == pytest.approx(1 - rate, abs=0.05)
+        assert float(kept.mean()) == pytest.approx(float(branch.mean()), abs=0.05)
+    model(torch.randn(2, 3, 32, 32, dtype=torch.float64)).sum().backward()
+    assert counter.frame_count == 2
+    plain = vit(drop_path_rate=0.9).double().eval()
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    assert torch.equal(model.eval()(images), plain(images))
 
 
 def test_seeds_of_blocks_differ_where_the_generator_looks() -> None:

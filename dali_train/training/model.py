@@ -19,6 +19,7 @@ from dali_train.errors import ConfigError
 from dali_train.training import models  # noqa: F401 - registers them with timm
 from dali_train.training.pretrained import check_arguments, check_name, create_pretrained, freeze
 from dali_train.training.recompute import recompute_activations
+from dali_train.training.stochastic_depth import share_graphs
 
 logger = logging.getLogger("dali_train")
 
@@ -151,10 +152,11 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
 def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
     """Compile each in place. With `fall_back` all of them run as they were, with a warning, once the compiler fails for
     one."""
-    # Blocks share a cache. Those that differ in a number, such as stochastic depth's rate, need an entry each, for
-    # training and for evaluation, with a full batch and with the last one; beyond the limit a block runs eagerly.
+    # Blocks share a cache. Those that differ in a number need an entry each, for training and for evaluation, with a
+    # full batch and with the last one; beyond the limit a block runs eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     for block in blocks:
+        share_graphs(block)
         block.compile()
         if fall_back:
             block._compiled_call_impl = _falling_back(block, block._compiled_call_impl, blocks)
