@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from dali_train.data.loading.loader import make_loader, pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
 
 from .conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
+from .helpers import state_difference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU on this host")
 
@@ -89,6 +91,26 @@ def test_training_images_are_those_of_the_cpu(config: Config, hw_decoder_load: f
     assert mean_difference(expected[0].images, expected[0].images.flip(3)) > 5 * CLOSE  # so that it could fail
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"data.augment": "rand-m9-mstd0.5-inc1", "data.color_jitter": 0.3},
+        {"data.augment": "3-augment"},
+        {"data.random_erasing": 1.0, "data.random_erasing_fill": "noise"},
+        {"data.crop_side": 32, "data.crop_padding": 4},
+        {"data.progressive": ((1, 16),), "model.kwargs.dynamic_img_size": True},
+    ],
+    ids=lambda settings: " ".join(str(value) for value in settings.values()),
+)
+def test_augmented_images_are_those_of_the_cpu(config: Config, settings: dict[str, Any]) -> None:
+    """One grey level in the decoded image may cross a threshold of Posterize or Solarize: a share of the pixels may."""
+    config = config.replace(settings)
+    for ours, theirs in zip(batches(config, gpu()), batches(config, CPU), strict=True):
+        assert ours.images.shape == theirs.images.shape
+        differences = (ours.images.cpu() - theirs.images).abs() * 127.5
+        assert float((differences > 8).float().mean()) < 0.02 and float(differences.median()) < CLOSE
+
+
 def test_float16_and_channels_last(config: Config) -> None:
     changed = replace(
         config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16")
@@ -125,12 +147,32 @@ def test_evaluation_images_are_those_of_the_cpu(config: Config, mode: str) -> No
         assert torch.equal(labels.cpu(), expected_labels)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_resumed_run_is_the_same_bit_for_bit(train: Train, tmp_path: Path, dtype: str) -> None:
-    settings = ["--precision.dtype", dtype, "--run.device", "cuda", "--run.deterministic", "true"]
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--precision.dtype fp32",
+        "--precision.dtype fp16",
+        "--precision.dtype bf16 --model.fast_norm true --ema.decay 0.9",
+        "--precision.dtype bf16 --model.compile model --model.cuda_graphs true",
+        "--data.progressive 1,16 --model.kwargs.dynamic_img_size true",
+    ],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(train: Train, tmp_path: Path, options: str) -> None:
+    settings = [*options.split(), "--run.device", "cuda", "--run.deterministic", "true"]
     train("whole", *settings, "--run.max_steps", "4")
     train("parts", *settings, "--run.max_steps", "2")
     train("parts", *settings, "--run.max_steps", "4")
     whole, parts = final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert all(torch.isfinite(weight).all() for weight in whole.values())
+    assert state_difference(tmp_path / "whole", tmp_path / "parts") == 0
+
+
+def test_dalis_own_reader_trains(train: Train) -> None:
+    settings = ["--data.reader", "dali", "--hooks.trace_samples", "false", "--run.device", "cuda"]
+    assert "finished at step 3/" in train("run", *settings, "--run.max_steps", "3")
+
+
+def test_doctor_finds_the_gpu_in_order(run_command: Train, tiny_config: Path) -> None:
+    output = run_command("doctor", "--config", str(tiny_config), "--run.device", "cuda")
+    assert "pass  decode a batch" in output and "on the CPU, mean" not in output
