@@ -172,7 +172,7 @@ def test_ranks_compute_what_one_process_computes(measured: dict[str, dict[str, f
     found = measured[case]
     assert found["evaluation"] < 1e-13 and found["gradients"] < 1e-14
     assert found["losses"] < 1e-13 and found["weights"] < 1e-11 and found["moments"] < 1e-13
-    assert found.get("bf16", 0) < 0.03 and found["pure bf16"] < 0.05
+    assert found["pure bf16"] < 0.05 and (CASES[case].size == 8 or found["bf16"] < 0.03)
     # But for vectors, the weights are sharded; and `plan` counts them as they are.
     sharded_by = 8 if case == "3d" else 4
     assert found["weights held"] == pytest.approx(1 / sharded_by, rel=0.25) and found["weights planned"] == 0
