@@ -116,8 +116,12 @@ class Remove(Hook):
         self.directory = record.directory
 
     def step(self, record):
-        if record.step == 3:
-            shutil.rmtree(self.directory)
+        if record.step == 3:  # all but the lock, without which the run would end itself
+            for path in self.directory.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "run.lock":
+                    path.unlink()
 
 config = replace(config, hooks=replace(config.hooks, user=(Remove,)))
 """
@@ -314,7 +318,7 @@ def test_a_full_disk_is_said_once(train: Train, tmp_path: Path) -> None:
     assert final_weights(run)
 
 
-def test_a_removed_run_directory_is_reported(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+def test_files_removed_from_the_run_directory_are_reported(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     printed = train("run", config=extended(tiny_config, REMOVING_HOOK))
     gone = (
         "is gone: was .* deleted or moved while the run uses it\\? What was recorded there is lost; a new file is "
