@@ -54,7 +54,7 @@ class DataConfig:
     """Decoding threads per rank. None: this rank's share of the cores that the job may use."""
     hw_decoder_load: NotInRecipe[Annotated[float, Rule("a share from 0 to 1", 0, 1)] | None] = None
     """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later). None: by the
-    number of decoding threads, from 0.99 with 6 to 0.12 with 70; `python -m tools.bench.gpu_data` measures the best."""
+    number of decoding threads, 0.66 with 6 and 0.14 with 70; `python -m tools.bench.gpu_data` measures the best."""
     train_size: Pixels = 224
     """Side of the square training images, in pixels."""
     progressive: Annotated[

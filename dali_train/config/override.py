@@ -25,7 +25,7 @@ def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
     """
     config = load_config(path)
     if {"-h", "--help"} & set(overrides):
-        import tyro  # takes a quarter of a second, for the help alone
+        import tyro  # for the help alone
 
         tyro.cli(
             Config,

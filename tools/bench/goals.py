@@ -4,11 +4,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-REAL, SYNTHETIC, BARE = (
-    "trainer, real data",
-    "trainer, synthetic data",
-    "bare loop",
-)  # contenders of tools/bench/step.py
+# Contenders of tools/bench/step.py.
+REAL, SYNTHETIC, BARE = "trainer, real data", "trainer, synthetic data", "bare loop"
 Results = dict[str, dict[str, Any]]
 
 

@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer
 from tools.bench.turns import describe_machine, write_lines
 
 WIDTH, HEADS, HEAD = 768, 12, 64  # ViT-B
-TOKENS = {"B/16": (256, 197), "B/32": (1024, 50)}  # (images, tokens each), half of 100k tokens in either
+TOKENS = {"B/16": (256, 197), "B/32": (1024, 50)}  # (images, tokens each): about 50,000 tokens
 KERNELS = {
     "torch's choice": None,
     "cudnn": SDPBackend.CUDNN_ATTENTION,

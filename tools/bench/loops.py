@@ -31,10 +31,8 @@ from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES
-from tools.bench.compute import time_by_class
+from tools.bench.compute import AUTOCAST, time_by_class
 from tools.bench.goals import BARE, REAL, SYNTHETIC
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

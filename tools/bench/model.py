@@ -2,9 +2,9 @@
 
     python -m tools.bench.model --config configs/vit-b16.py --precision.dtype bf16 --model.fast_norm true
 
-The first thing to run on a GPU: it needs torch and timm, no DALI and no dataset, and half a minute. What it leaves out
-is the optimizer, the all-reduce and the data path; tools/bench_step.py has them. "Host" is how long Python takes to
-launch one micro-batch: the GPU waits where that is longer than the micro-batch.
+The first thing to run on a GPU: it needs torch and timm, no DALI and no dataset. What it leaves out is the optimizer,
+the all-reduce and the data path; tools/bench_step.py has them. "Host" is how long Python takes to launch one
+micro-batch: the GPU waits where that is longer than the micro-batch.
 """
 
 import argparse
@@ -21,12 +21,11 @@ from dali_train.training.flops import flops_per_image
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import build_model
 from dali_train.training.precision import choose_tf32
-from tools.bench.compute import peak, time_by_class
+from tools.bench.compute import AUTOCAST, peak, time_by_class
 from tools.bench.turns import describe_machine, write_lines
 
 NUM_CLASSES = 1000
 WARM_UP, TIMED, PROFILED = 6, 20, 3  # micro-batches
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
 
 def measure(config: Config, device: torch.device, *, profiled: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Return figures of one micro-batch by name, medians; and, if `profiled`, its ms by class of kernel."""
-    size, batch, half = config.data.train_size, config.batch.micro_batch, HALF.get(config.precision.dtype)
+    size, batch, half = config.data.train_size, config.batch.micro_batch, AUTOCAST.get(config.precision.dtype)
     model = build_model(config, NUM_CLASSES, device).train()
     layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
     images = torch.randn(batch, 3, size, size, device=device, dtype=half).contiguous(memory_format=layout)

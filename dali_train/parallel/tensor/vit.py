@@ -99,9 +99,8 @@ def check_model(model: nn.Module, tensor: TensorConfig) -> None:
         _check_options(block, where)
         _check_sizes(block, where, tensor)
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens
-    if (
-        tensor.sequence_parallel and tokens % tensor.size and torch.__version__ < "2.15"
-    ):  # TorchVersion compares numbers
+    # torch's version is no plain text: it compares as numbers, so 2.9 is before 2.15.
+    if tensor.sequence_parallel and tokens % tensor.size and torch.__version__ < "2.15":
         # Its gradients of gathered shards of unequal size are not contiguous (seen with 2.11).
         raise ConfigError(
             f"parallel.tensor.sequence_parallel is true, but {tensor.size} ranks do not divide the model's {tokens} "
