@@ -15,7 +15,7 @@ from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.data import add_data_command
 from dali_train.config import Config
-from dali_train.config.override import config_with
+from dali_train.config.override import config_with, read_overrides
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.runtime.orphan import exit_if_launcher_dies
 from dali_train.runtime.status import (
@@ -114,7 +114,8 @@ def _add_commands_with_config(commands: Commands) -> None:
         metavar="N|auto",
         help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
     )
-    evaluate = add("eval", _evaluate, "Evaluate a checkpoint on the validation split.")
+    summary = "Evaluate a run's checkpoint, or with --config FILE --model.weights FILE_OR_NAME any weights."
+    evaluate = add("eval", _evaluate, summary)
     evaluate.add_argument("directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own config is used")
     evaluate.add_argument(
         "--checkpoint",
@@ -227,10 +228,18 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.directory is not None and options.config is None:
         options.config = RunDirectory(options.directory).directory / "config.json"
     config = _config(options, overrides)
-    from dali_train.commands.evaluate import evaluate_checkpoint
+    chosen = read_overrides(overrides)
+    named = options.directory is not None or options.checkpoint is not None
+    if named and "model.weights" in chosen:
+        raise ConfigError("--model.weights beside a run or a checkpoint, which has its own: leave one of them out")
+    from dali_train.commands.evaluate import evaluate_checkpoint, evaluate_weights
     from dali_train.runtime.launch import LaunchOptions
 
-    evaluate_checkpoint(config, options.directory, options.checkpoint, LaunchOptions(**options.launch))
+    launch = LaunchOptions(**options.launch)
+    if not named and config.model.weights is not None:
+        evaluate_weights(config, chosen, launch)
+    else:
+        evaluate_checkpoint(config, options.directory, options.checkpoint, launch)
     return FINISHED
 
 

@@ -183,13 +183,12 @@ def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutpu
 
 def hyperparameters(config: Config) -> str:
     """Return what decides a training's outputs beside the dataset, as JSON: settings, and digests of their files."""
-    data, length, loss = config.data, config.run, config.loss
+    data, length = config.data, config.run
     # Besides the recipe: where a training begins and ends, and how its accuracies are measured.
     more = [length.max_steps, length.eval_every_epochs, data.eval_size, data.eval_resize, data.eval_resize_to]
-    files = [config.model.weights, loss.teacher_weights, length.resume]
-    contents = [_digest(Path(file)) if file else None for file in files]
+    resume = _digest(Path(length.resume)) if length.resume else None
     return json.dumps(
-        [recipe_settings(config), more, length.resume, length.accept_changed_recipe, contents], sort_keys=True
+        [recipe_settings(config), more, length.resume, length.accept_changed_recipe, resume], sort_keys=True
     )
 
 

@@ -15,9 +15,12 @@ from PIL import Image
 
 import dali_train
 from dali_train.checkpoint.model import load_trained
+from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.cli import main
+from dali_train.commands.doctor_run import model_and_batch
+from dali_train.runtime.launch import LaunchOptions, discover
 
-from .conftest import TINY_CONFIG, photograph
+from .conftest import REPOSITORY, TINY_CONFIG, photograph
 from .data.files import EPS
 from .helpers import events
 
@@ -65,19 +68,77 @@ def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: py
     assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]
 
 
-def test_a_run_begins_with_exported_weights(finished: Path, tmp_path: Path, make_run: Callable[..., Path]) -> None:
-    """With the moving average, unless the weights are asked for."""
-    assert main(["export", str(finished), "--output", str(tmp_path / "out")]) == 0
-    assert json.loads((tmp_path / "out" / "preprocessing.json").read_text())["weights"] == "ema"
-    weights = str(tmp_path / "out" / "model.safetensors")
+def test_a_run_begins_with_another_runs_weights(finished: Path, make_run: Callable[..., Path]) -> None:
+    """With the moving average, of the checkpoint that `load_model` would take."""
     tuned = make_run(
-        ('name="vit_tiny_patch16_224",', f'name="vit_tiny_patch16_224", weights={weights!r},'), ("lr=1e-2", "lr=1e-9")
+        ('name="vit_tiny_patch16_224",', f'name="vit_tiny_patch16_224", weights={str(finished)!r},'),
+        ("lr=1e-2", "lr=1e-9"),
     )
     first, second = (load_trained(run).model.state_dict() for run in (finished, tuned))
     raw = load_trained(finished, weights="raw").model.state_dict()
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-6)
         assert not torch.equal(tensor, raw[name])
+    began_with = load_trained(tuned).checkpoint.values["recipe"]["model.weights"]
+    config = load_trained(tuned).config
+    for path in (finished, finished / "checkpoints" / "best"):
+        assert recipe_settings(config.replace({"model.weights": str(path)}))["model.weights"] == began_with
+    other = config.replace({"model.weights": str(tuned)})
+    assert re.fullmatch(r"content \w{16}", began_with) and recipe_settings(other)["model.weights"] != began_with
+
+
+def loss_of(output: str) -> str:
+    """The last line's loss."""
+    return output.splitlines()[-1].partition("  loss ")[2].split()[0]
+
+
+def test_weights_are_evaluated_without_a_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run, a file, and what timm knows by name, which brings its architecture and its images with it."""
+    assert main(["export", str(finished), "--output", str(tmp_path / "out")]) == 0
+    assert main(["eval", str(finished)]) == 0
+    expected = loss_of(capsys.readouterr().out)  # of the average
+    words = ["eval", "--config", str(finished.parent / "config.py"), "--model.weights"]
+    for weights in (str(finished), str(finished / "model.safetensors")):
+        assert main([*words, weights]) == 0
+        output = capsys.readouterr().out
+        assert (
+            "images: 32 pixels of the short side at 36 (crop share 0.889), bilinear, mean 127.5, 127.5, 127.5" in output
+        )
+        assert "note: timm's vit_tiny_patch16_224 has images" not in output and loss_of(output) == expected
+    digits = ["eval", "--config", str(REPOSITORY / "configs" / "digits.py")]
+    digits += ["--data.root", load_trained(finished).config.data.root]
+    digits += ["--model.weights", f"local-dir:{tmp_path / 'out'}", "--precision.dtype", "fp32"]
+    assert main(digits) == 0
+    output = capsys.readouterr().out
+    assert "at 36 (crop share 0.889), bilinear" in output and "timm's for these weights" in output
+    assert loss_of(output) == expected
+    assert main([*digits, "--data.eval_resize_to", "40", "--data.normalise", "imagenet"]) == 0
+    assert "32 pixels of the short side at 40 (crop share 0.800), bilinear, mean 123.675" in capsys.readouterr().out
+
+
+def test_weights_to_evaluate_name_what_does_not_fit(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", "--config", str(finished.parent / "config.py"), "--model.weights"]
+    torch.save(timm.create_model("test_resnet", num_classes=4).state_dict(), tmp_path / "four.pth")
+    for arguments, message in (
+        ([str(tmp_path)], "model.weights: "),
+        ([str(tmp_path / "four.pth")], "four.pth does not fit vit_tiny_patch16_224"),
+        (
+            [str(tmp_path / "four.pth"), "--model.name", "test_resnet", "--model.kwargs", "{}"],
+            "four.pth has 4 classes, the dataset 5: use weights for these",
+        ),
+        ([str(finished), "--checkpoint", "best"], "--model.weights beside a run or a checkpoint"),
+    ):
+        assert main([*words, *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["plan", *words[1:], str(tmp_path / "four.pth")]) == 2
+    assert "four.pth does not fit vit_tiny_patch16_224" in capsys.readouterr().err
+    config = load_trained(finished).config.replace({"model.weights": str(tmp_path / "four.pth")})
+    findings, _ = model_and_batch(config, discover(LaunchOptions()), torch.device("cpu"))  # of the doctor
+    assert findings[-1].verdict == "fail" and "four.pth does not fit vit_tiny_patch16_224" in findings[-1].found
 
 
 def test_torch_reads_what_was_exported(finished: Path) -> None:

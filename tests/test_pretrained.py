@@ -1,5 +1,6 @@
 """Trained weights to begin with, frozen weights, and the project's own small model."""
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,10 @@ def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch
     (tmp_path / "broken.safetensors").write_bytes(b"no weights")
     for settings, message in (
         ({"weights": "/nowhere.safetensors"}, "model.weights: there is no file /nowhere.safetensors"),
-        ({"weights": str(tmp_path / "broken.safetensors")}, "is not a safetensors file"),
+        ({"weights": str(tmp_path / "broken.safetensors")}, "broken.safetensors cannot be read as weights"),
         (
             {"weights": path, "kwargs": VIT | {"embed_dim": 64}},
-            "cannot be loaded into timm's vit_tiny_patch16_224 .* size mismatch",
+            r"does not fit vit_tiny_patch16_224 with .*: cls_token \[1, 1, 32\] there, \[1, 1, 64\] here; .*\d more",
         ),
         (
             {"weights": "resnet50.a1_in1k"},
@@ -99,6 +100,50 @@ def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch
     ):
         with pytest.raises(ConfigError, match=message):
             build_model(config(**settings), 5, CPU, with_weights=True)
+
+
+def test_another_architecture_is_three_names_and_a_count(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    """Whatever the number of classes: timm alone would load nothing for others, and say nothing."""
+    for num_classes in (5, 3):
+        settings = config(name="test_resnet", kwargs={}, weights=weights[0])
+        message = (
+            r"does not fit test_resnet with {}: (\S+ absent there; ){2}\S+ absent there and \d+ more. Set model.name"
+        )
+        with pytest.raises(ConfigError, match=message):
+            build_model(settings, num_classes, CPU, with_weights=True)
+
+
+def test_weights_come_from_what_torch_saves(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """A state dict, and a checkpoint of timm's trainer, whose average counts."""
+    _, expected = weights
+    others = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    for name, content in (
+        ("state.pth", expected),
+        ("pytorch_model.bin", {"state_dict": others, "state_dict_ema": expected, "args": Namespace(lr=1), "epoch": 3}),
+        ("wrapped.pt", {"model": {f"module.{name}": tensor for name, tensor in expected.items()}}),
+    ):
+        torch.save(content, tmp_path / name)
+        model = build_model(config(weights=str(tmp_path / name)), 5, CPU, with_weights=True)
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items()), name
+
+
+class Code:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("started"),)
+
+
+def test_files_of_other_things_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("code.pth", Code()), ("numbers.pth", {"epoch": 3}), ("list.pth", [1])):
+        torch.save(content, name)
+    Path("torn.pth").write_bytes(b"PK\x03\x04")
+    Path("directory").mkdir()
+    for name in ("code.pth", "numbers.pth", "list.pth", "torn.pth", "directory"):
+        with pytest.raises(ConfigError, match=rf"model.weights: {name} (cannot be read as weights|is a directory)"):
+            build_model(config(weights=name), 5, CPU, with_weights=True)
+    assert not Path("started").exists()
 
 
 def test_frozen_weights_stay(train: Train, tmp_path: Path) -> None:

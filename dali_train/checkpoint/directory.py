@@ -86,12 +86,16 @@ def wrong_path(path: Path) -> str:
     )
 
 
-def resolve_checkpoint(run_dir: Path, which: str) -> Path:
+def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
     """Return the path of a run's checkpoint: ``best``, ``newest``, a name in its checkpoints directory, or any path.
+
+    None: the best one, or the newest where nothing was evaluated.
 
     Raises:
         ConfigError: the checkpoint does not exist.
     """
+    if which is None:
+        which = "best" if (run_dir / "checkpoints" / "best").exists() else "newest"
     inside = run_dir / "checkpoints" / which
     if which in ("best", "newest"):
         if not inside.is_dir():
@@ -106,6 +110,15 @@ def resolve_checkpoint(run_dir: Path, which: str) -> Path:
     if problem := wrong_path(path):
         raise ConfigError(problem)
     return path.resolve()
+
+
+def named_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a directory names: itself, or of a run the best one, or the newest.
+
+    Raises:
+        ConfigError: it is neither a checkpoint nor a run that has one.
+    """
+    return path.resolve() if (path / MANIFEST).exists() else resolve_checkpoint(path)
 
 
 def set_aside(path: Path) -> None:

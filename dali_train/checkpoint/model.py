@@ -8,16 +8,17 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from dali_train.checkpoint.directory import resolve_checkpoint
+from dali_train.checkpoint.directory import named_checkpoint, resolve_checkpoint
 from dali_train.checkpoint.load import Checkpoint, load_checkpoint
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.state import restore_weights
-from dali_train.checkpoint.storage import CheckpointError
+from dali_train.checkpoint.storage import CheckpointError, Tensors
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
 from dali_train.training.model import build_model
+from dali_train.training.pretrained import is_path, weights_that_fit
 
 Weights = Literal["raw", "ema"]
 """The trained weights, or their moving average."""
@@ -66,8 +67,6 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
         ConfigError, CheckpointError: no such run, no such checkpoint, or no moving average in it.
     """
     config = RunDirectory(run_dir).config
-    if checkpoint is None:
-        checkpoint = "best" if (run_dir / "checkpoints" / "best").exists() else "newest"
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
     chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
@@ -110,6 +109,36 @@ def model_from(
     model = build_model(config, num_classes, device)
     restore_weights(checkpoint, model, section)
     return model
+
+
+def first_weights(config: Config) -> Tensors | None:
+    """Return the weights, or their moving average, that model.weights names as a run or a checkpoint; None if it names
+    something else, which `create_pretrained` reads.
+
+    Raises:
+        ConfigError, CheckpointError: it names a directory that is neither, or is damaged.
+    """
+    weights = config.model.weights
+    if weights is None or not is_path(weights) or not Path(weights).is_dir():
+        return None
+    try:
+        state = load_checkpoint(named_checkpoint(Path(weights))).state
+    except ConfigError as error:
+        raise ConfigError(f"model.weights: {error}") from None
+    return state.get("ema") or state["model"]
+
+
+def check_weights(config: Config, num_classes: int) -> None:
+    """Check that model.weights can be read and fit the model; nothing is fetched.
+
+    Raises:
+        ConfigError, CheckpointError: they do not.
+    """
+    model = config.model
+    if model.weights is not None:
+        weights_that_fit(
+            model.name, model.weights, num_classes, model.kwargs, field="model.weights", tensors=first_weights(config)
+        )
 
 
 def write_model(run_dir: Path, step: int) -> Path:

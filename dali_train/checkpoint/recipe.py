@@ -9,12 +9,15 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from dali_train.checkpoint.directory import named_checkpoint
 from dali_train.checkpoint.load import Checkpoint
+from dali_train.checkpoint.storage import MANIFEST
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
+from dali_train.training.pretrained import is_path
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
 _CONTENT = "content "
@@ -59,7 +62,7 @@ def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: boo
     """
     saved = checkpoint.values["recipe"]
     began_with, weights = str(saved.get("model.weights")), str(current.get("model.weights"))
-    if began_with.startswith(_CONTENT) and weights.endswith(".safetensors") and not Path(weights).exists():
+    if began_with.startswith(_CONTENT) and is_path(weights) and not Path(weights).exists():
         current["model.weights"] = began_with
     changes = changes_between(saved, current)
     if not changes:
@@ -85,11 +88,14 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
 
 
 def _content_of(weights: str | None) -> str | None:
-    """Return the digest of the file or directory that `weights` names, if it names one; a timm name as it is."""
+    """Return the digest of the file, directory, run or checkpoint that `weights` name; a timm name as it is."""
     path = Path((weights or "").removeprefix("local-dir:"))
     files = [path]
-    if weights is not None and weights.startswith("local-dir:") and path.is_dir():
-        files = sorted(path.iterdir())
+    if weights is not None and path.is_dir():
+        if weights.startswith("local-dir:"):
+            files = sorted(path.iterdir())
+        elif is_path(weights):
+            files = [named_checkpoint(path) / MANIFEST]  # which has the digests of the tensors
     digests = [sha256(file) for file in files if file.is_file()]
     return _CONTENT + hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else weights
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from dali_train.checkpoint.directory import saved_top1
 from dali_train.checkpoint.load import Checkpoint, find_checkpoint
+from dali_train.checkpoint.model import first_weights
 from dali_train.checkpoint.recipe import check_recipe, recipe
 from dali_train.checkpoint.state import capture, restore
 from dali_train.checkpoint.storage import Tensors
@@ -23,6 +24,7 @@ class Start:
     recipe: dict[str, Any]
     checkpoint: Checkpoint | None  # with a copy of the weights in host memory; see `release`
     warnings: list[str]
+    weights: Tensors | None = None  # at step 0, of the run or checkpoint that model.weights names
     step: int = 0  # optimizer steps done
     history: list[float] = field(default_factory=list)  # top-1 of this run's evaluations up to the checkpoint
     evaluated: bool = True  # False: the checkpoint has no accuracy yet, and may be due for evaluation
@@ -47,22 +49,23 @@ class Start:
             trainer.ema.load(self.checkpoint.state["ema"])
 
     def release(self) -> None:
-        """Free the checkpoint's memory: everything of it has been restored."""
-        self.checkpoint = None
+        """Free the memory of what was read: everything of it has been restored."""
+        self.checkpoint = self.weights = None
 
 
 def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) -> Start:
     """Read the checkpoint that `config` resumes from, if any. All ranks of `group` call this together.
 
     Raises:
-        ConfigError: its recipe differs and run.accept_changed_recipe is false, or run.resume names no checkpoint.
+        ConfigError: its recipe differs and run.accept_changed_recipe is false, or run.resume or model.weights name
+            none.
         CheckpointError: it is damaged.
     """
     directory = Path(config.run.dir) / "checkpoints"
     current = recipe(config, split)
     checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
     if checkpoint is None:
-        return Start(recipe=current, checkpoint=None, warnings=warnings)
+        return Start(recipe=current, checkpoint=None, warnings=warnings, weights=first_weights(config))
     warnings += check_recipe(checkpoint, current, accept=config.run.accept_changed_recipe)
     start = Start(recipe=current, checkpoint=checkpoint, warnings=warnings, step=checkpoint.step)
     if checkpoint.path.parent == directory:

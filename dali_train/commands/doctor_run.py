@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dali_train.checkpoint.model import check_weights
+from dali_train.checkpoint.storage import CheckpointError
 from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, describe_ranks
 from dali_train.config import Config, HooksConfig, RunConfig
 from dali_train.data.dataset.index import Split
@@ -70,9 +72,10 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         model = build_model(config, num_classes, torch.device("meta"))
         check_training_size(model, config)
         check_evaluation_size(model, config)
+        check_weights(config, num_classes)
         memory = estimate_memory(config, num_classes)
         ranks = describe_ranks(model, config, layout, memory) if layout is not None else []
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         return [*findings, Finding("model", "fail", str(error), "see the message")], None
     differences = compare_with_timm(model, config)
     name = (

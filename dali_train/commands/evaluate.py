@@ -1,20 +1,27 @@
-"""``dali-train eval``: a checkpoint's accuracy on the validation split, with the settings of the run that wrote it."""
+"""``dali-train eval``: accuracy on the validation split, of a run's checkpoint with the run's settings, or of any
+weights."""
 
+from collections.abc import Collection
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from dali_train.checkpoint.directory import resolve_checkpoint
 from dali_train.checkpoint.load import Checkpoint, load_checkpoint
-from dali_train.checkpoint.model import model_from
+from dali_train.checkpoint.model import first_weights, model_from
 from dali_train.checkpoint.recipe import changes_between, recipe_settings
 from dali_train.checkpoint.state import restore_weights
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.runtime.launch import LaunchOptions
+from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
 from dali_train.training.evaluation import EvaluationResult, Evaluator
+from dali_train.training.model import build_model, check_evaluation_size, compare_with_timm
 from dali_train.training.precision import Precision
+from dali_train.training.pretrained import image_settings, is_path
 from dali_train.training.setup import configure_torch
 
 
@@ -32,35 +39,99 @@ def evaluate_checkpoint(
         CheckpointError, DatasetError: see `load_checkpoint` and `Split`.
     """
     if run_dir is None and checkpoint is None:
-        raise ConfigError("name the run, `dali-train eval RUN`, or a checkpoint, --checkpoint RUN/checkpoints/newest")
-    if checkpoint is None:
-        checkpoint = "best" if run_dir is not None and (run_dir / "checkpoints" / "best").exists() else "newest"
+        raise ConfigError(
+            "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights, "
+            "--model.weights FILE_OR_NAME"
+        )
     path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
     with joined(options, config) as (launch, device):
-        layout = Layout.from_sizes(launch)
         num_threads = configure_torch(config, launch, device)
         split = Split(config.data.root, "validation")
         loaded = load_checkpoint(path)
         warnings = differences_from_run(loaded, config, split)
         model = model_from(loaded, config, split.num_classes, device)
-        evaluator = Evaluator(
-            split, config, device, dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=num_threads
-        )
-        result, average = evaluator.run(model, Precision(config.precision, device).autocast()), None
+        evaluator = _evaluator(split, config, launch, device, num_threads)
+        precision = Precision(config.precision, device)
+        result, average = evaluator.run(model, precision.autocast()), None
         if "ema" in loaded.state:
             restore_weights(loaded, model, "ema")
-            average = evaluator.run(model, Precision(config.precision, device).autocast())
+            average = evaluator.run(model, precision.autocast())
     if launch.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}")
-        accuracy = f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
-        print(f"{path}\nstep {loaded.step}: {accuracy}  ({result.num_images} images)")
+        print(f"{path}\nstep {loaded.step}: {_describe(result)}  ({result.num_images} images)")
         if average is not None:
-            print(
-                f"moving average of the weights: top-1 {average.top1:.2%}  top-5 {average.top5:.2%}  loss "
-                f"{average.loss:.4f}"
-            )
+            print(f"moving average of the weights: {_describe(average)}")
     return result
+
+
+def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOptions) -> EvaluationResult:
+    """Evaluate model.weights without a run, on all ranks together; print how images are prepared, and the result.
+
+    What timm knows by name has the architecture and the images of that name, as in timm's own validate.py; a file has
+    those of `config`.
+
+    Args:
+        chosen: names of settings that timm does not decide.
+
+    Raises:
+        ConfigError: the weights do not fit the model, or are for other classes.
+        CheckpointError, DatasetError: see `first_weights` and `Split`.
+    """
+    weights = config.model.weights
+    assert weights is not None
+    from_timm = not is_path(weights)
+    if from_timm:
+        config = _with_architecture(config, weights, chosen)
+    with joined(options, config) as (launch, device):
+        num_threads = configure_torch(config, launch, device)
+        split = Split(config.data.root, "validation")
+        tensors = first_weights(config)
+        model = build_model(config, split.num_classes, device, with_weights=True, tensors=tensors, keep_classifier=True)
+        if from_timm:
+            settings = image_settings(
+                model, eval_size=config.data.eval_size if "data.eval_size" in chosen else None, for_tests=True
+            )
+            names = {f"data.{name}": value for name, value in settings.items()}
+            config = config.replace({name: value for name, value in names.items() if name not in chosen})
+        check_evaluation_size(model, config)
+        evaluator = _evaluator(split, config, launch, device, num_threads)
+        if launch.rank == 0:
+            _print_preparation(model, config, "timm's for these weights" if from_timm else "the config's")
+        result = evaluator.run(model, Precision(config.precision, device).autocast())
+    if launch.rank == 0:
+        print(f"{weights}: {_describe(result)}  ({result.num_images} images)")
+    return result
+
+
+def _with_architecture(config: Config, weights: str, chosen: Collection[str]) -> Config:
+    """Return `config` with the model that timm has under the name `weights`, with no arguments but those `chosen`."""
+    name = weights.partition(".")[0] if ":" not in weights else config.model.name  # local-dir: says it itself
+    kept = name == config.model.name and ":" not in weights
+    arguments = {key: value for key, value in config.model.kwargs.items() if kept or f"model.kwargs.{key}" in chosen}
+    changes = {"model.kwargs": arguments} | ({"model.name": name, "model.freeze": ()} if not kept else {})
+    return config.replace({key: value for key, value in changes.items() if key not in chosen})
+
+
+def _print_preparation(model: nn.Module, config: Config, whose: str) -> None:
+    data = config.data
+    mean, std = (", ".join(f"{value:.6g}" for value in values) for values in (data.mean, data.std))
+    cut = "of both sides" if data.eval_resize == "squash" else "of the short side"
+    print(
+        f"images: {data.eval_size} pixels {cut} at {data.eval_resized} (crop share "
+        f"{data.eval_size / data.eval_resized:.3f}), {data.interpolation}, mean {mean}, std {std} of 0 to 255; {whose}"
+    )
+    for difference in compare_with_timm(model, config, "eval_size"):
+        print(f"note: {difference}")
+
+
+def _evaluator(split: Split, config: Config, launch: Launch, device: torch.device, num_threads: int) -> Evaluator:
+    layout = Layout.from_sizes(launch)
+    return Evaluator(split, config, device, dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=num_threads)
+
+
+def _describe(result: EvaluationResult) -> str:
+    return f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
 
 
 # The evaluation size may differ from the run's; normalisation, model and classes may not.

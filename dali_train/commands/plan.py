@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dali_train.checkpoint.model import check_weights
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
@@ -72,6 +73,7 @@ def print_plan(
     model = build_model(config, num_classes, torch.device("meta"))
     check_training_size(model, config)
     check_evaluation_size(model, config)
+    check_weights(config, num_classes)
     memory = estimate_memory(config, num_classes)
     ranks = describe_ranks(model, config, layout, memory)
     fullest = max((rank.memory for rank in ranks), key=lambda memory: memory.state_bytes + memory.step_bytes)

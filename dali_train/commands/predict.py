@@ -1,7 +1,6 @@
 """``dali-train predict``: classes of images by a run's model, decoded by DALI as in training or by PIL as most programs
 do."""
 
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from timm.data import resolve_data_config
 from torch import nn
 from torchvision.transforms import functional
 
@@ -25,6 +23,7 @@ from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError
+from dali_train.training.pretrained import image_settings
 
 _BATCH = 32
 _TOP = 3
@@ -53,17 +52,7 @@ def predict(
     if not isinstance(model, nn.Module):
         trained = load_trained(Path(model))
         return _predict(trained.model, trained.config.data, [*map(Path, images)], decoder)
-    cfg = resolve_data_config({}, model=model)
-    size = cfg["input_size"][-1]
-    data = DataConfig(
-        root=".",
-        eval_size=size,
-        eval_resize_to=math.floor(size / cfg["crop_pct"]),
-        eval_resize="squash" if cfg["crop_mode"] == "squash" else "short-side",
-        interpolation=cfg["interpolation"],
-        normalise=tuple(tuple(255 * value for value in cfg[name]) for name in ("mean", "std")),  # type: ignore[arg-type]
-    )
-    return _predict(model, data, [*map(Path, images)], decoder)
+    return _predict(model, DataConfig(root=".", **image_settings(model)), [*map(Path, images)], decoder)
 
 
 def _predict(model: nn.Module, data: DataConfig, images: Sequence[Path], decoder: str) -> ImagePredictions:

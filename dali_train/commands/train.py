@@ -184,7 +184,14 @@ def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
     config, device, num_classes = setup.config, setup.device, setup.split.num_classes
     resumes = start.checkpoint is not None
     state = build_state(
-        config, setup.layout, num_classes, device, evaluates=evaluates, resumes=resumes, saved_seeding=start.seeding
+        config,
+        setup.layout,
+        num_classes,
+        device,
+        evaluates=evaluates,
+        resumes=resumes,
+        weights=start.weights,
+        saved_seeding=start.seeding,
     )
     start.restore(state)
     trainer = build_trainer(config, state, num_classes, device)

@@ -27,7 +27,7 @@ class LossConfig:
     """A timm model with the dataset's classes; without teacher_weights its own weights are fetched from the hub.
     local-dir:DIRECTORY: what `dali-train export --format timm` wrote."""
     teacher_weights: str | None = None
-    """A safetensors file with the teacher's weights."""
+    """A file with the teacher's weights, of the kinds that model.weights takes."""
 
     def __post_init__(self) -> None:
         require(

@@ -15,8 +15,10 @@ class ModelConfig:
     """Passed to timm.create_model, e.g. drop rates. The number of classes is the dataset's. On the command line each is
     a setting of its own: --model.kwargs.drop_path_rate 0.1 sets it, --model.kwargs.drop_path_rate none removes it."""
     weights: str | None = None
-    """Pretrained weights: a safetensors file, or where a hub can be reached a timm name with its tag. A classifier for
-    other classes is initialised anew, position embeddings are fitted to another resolution. None: random."""
+    """Pretrained weights: a file (.safetensors, or .pth, .bin and the like, of which torch.load reads tensors alone), a
+    run directory or one of its checkpoints (the moving average of the weights where there is one), or where a hub can
+    be reached a timm name with its tag. A classifier for other classes is initialised anew, position embeddings are
+    fitted to another resolution. None: random."""
     freeze: tuple[str, ...] = ()
     """Names of weights that are not trained, with * for anything: patch_embed.* blocks.0.*"""
     channels_last: NotInRecipe[bool] = False

@@ -27,6 +27,7 @@ from dali_train.training.model import build_model, check_evaluation_size, check_
 from dali_train.training.optim import make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, compute_in
+from dali_train.training.pretrained import Tensors
 from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.schedule import check_schedule, schedule_of
 from dali_train.training.setup import configure_torch
@@ -110,6 +111,7 @@ def build_state(
     *,
     evaluates: bool = True,
     resumes: bool = False,
+    weights: Tensors | None = None,
     saved_seeding: str | None = None,
 ) -> TrainState:
     """Return the model with its first weights, spread over the ranks of `layout`, and its optimizer.
@@ -117,12 +119,15 @@ def build_state(
     Args:
         evaluates: the model must take images of data.eval_size too.
         resumes: a checkpoint will replace the weights, so model.weights is not read.
+        weights: what model.weights names, where that is a run or a checkpoint, which this room cannot read.
         saved_seeding: how the checkpoint's run seeds dropout, see `choose_seeding`; None for a new run.
 
     Raises:
         ConfigError: model, optimizer or parallelism cannot be built as the config says.
     """
-    model = build_model(config, num_classes, device, with_weights=not resumes, on_host=layout.splits_model)
+    model = build_model(
+        config, num_classes, device, with_weights=not resumes, tensors=weights, on_host=layout.splits_model
+    )
     seeding = choose_seeding(config.model, saved_seeding)
     if seeding == "block":
         seed_each_block(model, device)

@@ -4,7 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -17,7 +17,7 @@ from dali_train.config import Config, ModelConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.training import models  # noqa: F401 - registers them with timm
-from dali_train.training.pretrained import check_arguments, check_name, create_pretrained, freeze
+from dali_train.training.pretrained import Tensors, check_arguments, check_name, create_pretrained, freeze
 from dali_train.training.recompute import recompute_activations
 from dali_train.training.stochastic_depth import share_graphs
 
@@ -33,7 +33,14 @@ _torchs_order: list[int] = []  # of attention kernels, as long as it is not in f
 
 
 def build_model(
-    config: Config, num_classes: int, device: torch.device, *, with_weights: bool = False, on_host: bool = False
+    config: Config,
+    num_classes: int,
+    device: torch.device,
+    *,
+    with_weights: bool = False,
+    tensors: Tensors | None = None,
+    keep_classifier: bool = False,
+    on_host: bool = False,
 ) -> nn.Module:
     """Return the model on `device` in float32 (float64 with precision.dtype fp64), initialised from data.seed.
 
@@ -43,6 +50,7 @@ def build_model(
         on_host: leave its weights in host memory, to be sharded over the devices of several ranks; then it is not
             compiled.
         with_weights: begin with model.weights instead; not needed where a checkpoint replaces them.
+        tensors, keep_classifier: with weights, see `create_pretrained`.
 
     Raises:
         ConfigError: timm does not know the name, the model refuses the arguments, or cannot do what is asked of it.
@@ -58,7 +66,13 @@ def build_model(
         with torch.device("meta" if device.type == "meta" else "cpu"), _normalising(fast=fast_norm):
             if with_weights and config.model.weights is not None:
                 model = create_pretrained(
-                    name, config.model.weights, num_classes, config.model.kwargs, field="model.weights"
+                    name,
+                    config.model.weights,
+                    num_classes,
+                    config.model.kwargs,
+                    field="model.weights",
+                    keep_classifier=keep_classifier,
+                    tensors=tensors,
                 )
             else:
                 model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
@@ -250,16 +264,19 @@ def input_size(model: nn.Module) -> int | None:
     return int(sizes[-1]) if sizes else None
 
 
-def compare_with_timm(model: nn.Module, config: Config) -> list[str]:
-    """Return how the config's images differ from those that timm names for the model, as sentences.
+def compare_with_timm(
+    model: nn.Module, config: Config, side: Literal["train_size", "eval_size"] = "train_size"
+) -> list[str]:
+    """Return how the config's images, of the size `side`, differ from those that timm names for the model, as
+    sentences.
 
     Nothing is wrong with that for random weights; pretrained weights expect their own.
     """
     own = getattr(model, "pretrained_cfg", None) or {}
     differences = []
-    size = input_size(model)
-    if size is not None and size != config.data.train_size:
-        differences.append(f"images of {size} pixels, data.train_size is {config.data.train_size}")
+    size, ours = input_size(model), getattr(config.data, side)
+    if size not in (None, ours):
+        differences.append(f"images of {size} pixels, data.{side} is {ours}")
     for name, ours in (("mean", config.data.mean), ("std", config.data.std)):
         theirs = tuple(round(255 * value, 3) for value in own.get(name, ()))
         if theirs and any(abs(a - b) > 0.5 for a, b in zip(theirs, ours, strict=True)):

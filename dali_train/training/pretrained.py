@@ -3,65 +3,197 @@
 import difflib
 import fnmatch
 import inspect
+import math
+import re
+import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import timm
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
+from timm.data import resolve_data_config
+from timm.models import load_state_dict
 from torch import nn
 
 from dali_train.errors import ConfigError
 
+Tensors = dict[str, torch.Tensor]
+_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+
+
+def is_path(weights: str) -> bool:
+    """Return whether `weights` name a file or directory, which need not be there, rather than what timm fetches."""
+    if ":" in weights:  # local-dir: and hf-hub:
+        return False
+    return "/" in weights or weights.endswith(_SUFFIXES) or (Path(weights).exists() and not timm.is_model(weights))
+
 
 def create_pretrained(
-    name: str, weights: str, num_classes: int, kwargs: dict[str, Any], *, field: str, keep_classifier: bool = False
+    name: str,
+    weights: str,
+    num_classes: int,
+    kwargs: dict[str, Any],
+    *,
+    field: str,
+    keep_classifier: bool = False,
+    tensors: Tensors | None = None,
 ) -> Any:
     """Return timm's model `name` with trained weights; timm fits position embeddings to another resolution.
 
     Args:
-        weights: a safetensors file, or a timm name with the same architecture (``vit_base_patch16_224.augreg_in1k``,
-            ``local-dir:DIRECTORY``, ``hf-hub:OWNER/NAME``); empty for what `name` itself names.
+        weights: see `weights_that_fit`; empty for what `name` itself names.
         field: the setting, for messages.
         keep_classifier: refuse weights for other classes, for which the classifier would be initialised again.
+        tensors: what `weights` hold, if they are read already.
 
     Returns:
-        A module with timm's own attributes, such as `pretrained_cfg`.
+        A module, with timm's own attributes, such as `pretrained_cfg`, if it is timm's.
 
     Raises:
         ConfigError: the weights are missing, cannot be fetched, or do not fit.
     """
-    check_arguments(kwargs, "model.kwargs")
-    overlay: dict[str, Any] | None = None
-    source = weights or name
-    if weights.endswith(".safetensors"):
-        if not Path(weights).is_file():
-            raise ConfigError(f"{field}: there is no file {weights}")
-        check_name(name, field)
-        classes = _num_classes(name, weights) or num_classes
-        overlay = {"file": weights, "num_classes": classes, "custom_load": False, "source": "timm"}
-        source = name
-    elif ":" not in source:
-        check_name(source, field)
-        if source.partition(".")[0] != name.partition(".")[0]:
+    tensors = weights_that_fit(name, weights, num_classes, kwargs, field=field, tensors=tensors)
+    found: int | None
+    if tensors is not None:
+        model, found = _create_with(tensors, name, num_classes, kwargs), _num_classes(name, tensors)
+    else:
+        try:
+            model = timm.create_model(weights or name, pretrained=True, num_classes=num_classes, **kwargs)
+        except (OSError, RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(
-                f"{field}: {weights} are weights of another architecture than {name}: name some of {name}"
-            )
-    try:
-        model = timm.create_model(
-            source, pretrained=True, num_classes=num_classes, pretrained_cfg_overlay=overlay, **kwargs
-        )
-    except (OSError, RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            f"{field}: {weights or name} cannot be loaded into timm's {name} with {kwargs}: {reason[-1].strip()}. "
-            "Where no hub can be reached, name a safetensors file that fits"
-        ) from error
-    found = model.pretrained_cfg.get("num_classes")
-    if keep_classifier and found != num_classes:
+                f"{field}: {weights or name} cannot be loaded into timm's {name} with {kwargs}: {reason[-1].strip()}. "
+                "Where no hub can be reached, name a file that fits"
+            ) from error
+        found = model.pretrained_cfg.get("num_classes")
+    if keep_classifier and found not in (num_classes, None):
         raise ConfigError(
             f"{field}: {weights or name} has {found} classes, the dataset {num_classes}: use weights for these"
         )
     return model
+
+
+def weights_that_fit(
+    name: str, weights: str, num_classes: int, kwargs: dict[str, Any], *, field: str, tensors: Tensors | None = None
+) -> Tensors | None:
+    """Return the tensors of `weights`, which fit the model `name` but for the number of classes.
+
+    Args:
+        weights: a file, see `read_weights`, or a timm name with the same architecture
+            (``vit_base_patch16_224.augreg_in1k``, ``local-dir:DIRECTORY``, ``hf-hub:OWNER/NAME``).
+        num_classes: of the model, where `weights` do not show how many they have.
+        tensors: what `weights` hold, if they are read already.
+
+    Returns:
+        None for a timm name, of which no more than the architecture is known before timm fetches it.
+
+    Raises:
+        ConfigError: the weights are missing, or do not fit.
+    """
+    check_arguments(kwargs, "model.kwargs")
+    if tensors is None and is_path(weights):
+        tensors = read_weights(weights, field)
+    if tensors is None:
+        if ":" not in (weights or name):
+            check_name(weights or name, field)
+            if weights and weights.partition(".")[0] != name.partition(".")[0]:
+                raise ConfigError(
+                    f"{field}: {weights} are weights of another architecture than {name}: name some of {name}"
+                )
+        return None
+    check_name(name, field)
+    try:
+        with torch.device("meta"):  # at once, and strict, which timm is not about other classes
+            shapes = {key: tensor.to("meta") for key, tensor in tensors.items()}
+            with warnings.catch_warnings(action="ignore"):  # that nothing is copied
+                _create_with(shapes, name, _num_classes(name, tensors) or num_classes, kwargs)
+    except RuntimeError as error:
+        if not (misfits := _misfits(str(error))):
+            raise ConfigError(
+                f"{field}: {weights} cannot be loaded into timm's {name} with {kwargs}: {error}"
+            ) from error
+        more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
+        chosen = "model.name and model.kwargs" if field.startswith("model") else field
+        raise ConfigError(
+            f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set {chosen} as "
+            "they were when these weights were trained, or name others"
+        ) from None
+    return tensors
+
+
+def read_weights(weights: str, field: str) -> Tensors:
+    """Return the tensors of a safetensors file, or of a file that torch.save has written, by name.
+
+    Where that is a trainer's checkpoint, timm finds the weights in it, their moving average first. Nothing in a file is
+    run.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    if Path(weights).is_dir():
+        raise ConfigError(f"{field}: {weights} is a directory; name a file of weights, such as its model.safetensors")
+    if not Path(weights).is_file():
+        raise ConfigError(f"{field}: there is no file {weights}")
+    try:
+        tensors = load_state_dict(weights, weights_only=True)
+        if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+            raise ValueError(f"it has {', '.join(map(str, list(tensors)[:3])) or 'nothing'}, and not tensors by name")
+    except (SafetensorError, OSError, RuntimeError, ValueError, AttributeError, EOFError, UnpicklingError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{field}: {weights} cannot be read as weights ({reason}): use a safetensors file, or one that "
+            "torch.save(model.state_dict(), FILE) wrote"
+        ) from error
+    return tensors
+
+
+def image_settings(model: nn.Module, *, eval_size: int | None = None, for_tests: bool = False) -> dict[str, Any]:
+    """Return the settings in the section data that prepare images as the model's ``pretrained_cfg`` says.
+
+    Args:
+        eval_size: in pixels, instead of the model's; as large a share is cut out.
+        for_tests: with the size and the share that timm names for tests, where it does.
+    """
+    cfg = resolve_data_config({}, model=model, use_test_size=for_tests)
+    size = eval_size or cfg["input_size"][-1]
+    return {
+        "eval_size": size,
+        "eval_resize_to": math.floor(size / cfg["crop_pct"]),
+        "eval_resize": "squash" if cfg["crop_mode"] == "squash" else "short-side",
+        "interpolation": cfg["interpolation"],
+        "normalise": tuple(tuple(255 * value for value in cfg[name]) for name in ("mean", "std")),
+    }
+
+
+def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str, Any]) -> Any:
+    """Return the model with `tensors`, but for a classifier of other classes.
+
+    Raises:
+        RuntimeError: they do not fit, see `_misfits`; for as many classes as `tensors` have, every one counts.
+    """
+    if timm.get_pretrained_cfg(name) is None:  # a model of the user's own, which timm does not load weights into
+        model = timm.create_model(name, num_classes=num_classes, **kwargs)
+        model.load_state_dict(tensors)
+        return model
+    # A copy, since timm removes the classifier from it.
+    overlay = {"state_dict": dict(tensors), "num_classes": _num_classes(name, tensors) or num_classes, "source": "timm"}
+    model = timm.create_model(name, pretrained=True, num_classes=num_classes, pretrained_cfg_overlay=overlay, **kwargs)
+    model.pretrained_cfg["state_dict"] = None
+    return model
+
+
+def _misfits(message: str) -> list[str]:
+    """Return what torch's load_state_dict says that does not fit, each as "NAME THERE, HERE"; the shapes first."""
+    sizes = re.findall(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", message)
+    absent = [
+        f"{key} absent {where}"
+        for kind, where in (("Missing", "there"), ("Unexpected", "here"))
+        for line in re.findall(rf"{kind} key\(s\) in state_dict: (.*)", message)
+        for key in re.findall('"(.*?)"', line)
+    ]
+    return [f"{key} {theirs} there, {ours} here" for key, theirs, ours in sizes] + absent
 
 
 # Arguments of timm.create_model that are not the architecture's: with some it loads files and fetches URLs, and a
@@ -120,15 +252,10 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         raise ConfigError(f"model.freeze {patterns} leaves nothing to train: name fewer weights")
 
 
-def _num_classes(name: str, weights: str) -> int | None:
-    """Return the number of classes of a safetensors file's classifier; None if it has none, or none is known."""
+def _num_classes(name: str, tensors: Tensors) -> int | None:
+    """Return the number of classes of the classifier in `tensors`; None if they have none, or none is known."""
     cfg = timm.get_pretrained_cfg(name)
     classifier = cfg.classifier if cfg is not None else None
     first = classifier[0] if isinstance(classifier, tuple | list) else classifier
-    try:
-        with safe_open(weights, framework="pt") as file:
-            if f"{first}.weight" not in file.keys():  # noqa: SIM118 - it is no mapping
-                return None
-            return int(file.get_slice(f"{first}.weight").get_shape()[0])
-    except SafetensorError as error:
-        raise ConfigError(f"{weights} is not a safetensors file: {error}") from error
+    weight = tensors.get(f"{first}.weight")
+    return len(weight) if weight is not None else None
