@@ -72,46 +72,33 @@ def test_two_steps_of_a_job_use_two_ports(cluster: Cluster, tmp_path: Path) -> N
     assert len({launch.port for launch in launches_of(tmp_path)}) == 2
 
 
-# Ends at the step that the file names. While that is empty there is time to do something to the run, and a step is
-# mostly sleep: the cores are for what starts beside it.
-ENDLESS = """
-import time
+# What the tasks of a job do in place of training where the script and Slurm are tested: it imports nothing heavy.
+STAND_IN = """
+import os, signal, sys
 from pathlib import Path
-from dali_train.hooks import Hook
+from dali_train.runtime.status import RunStatus
 
-LAST = Path(END).read_text()
+directory = Path(RUN)
+config = config.replace({"run.dir": RUN})
 
-class Slow(Hook):
-    def step(self, record):
-        if not LAST:
-            time.sleep(1)
+def save(step, job):
+    (directory / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    RunStatus(state="failed", step=step, lock_holder=f"pid 1 on n9, Slurm job {job}, since today").write(directory)
 
-config = config.replace({
-    "run.dir": RUN, "run.epochs": 4000, "run.eval_every_epochs": None, "run.checkpoint_every_steps": 2,
-    "run.max_steps": int(LAST or 6000), "hooks.user": (Slow,),
-})
+if "train" in sys.argv:
 """
 
 
-@pytest.fixture
-def config(tiny_config: Path, tmp_path: Path) -> Path:
-    (tmp_path / "end").touch()
-    text = ENDLESS.replace("END", repr(str(tmp_path / "end"))).replace("RUN", repr(str(tmp_path / "run")))
-    return extended(tiny_config, text)
-
-
-def test_colossalai_command_line(cluster: Cluster, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "end").write_text("2")
-    options = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500"
-    line = f"exec python -m dali_train train {options} --config={config}"
-    output = cluster.run("srun", "-N2", "-n2", "bash", "-c", line, environment={**ENVIRONMENT, "HOST": ""})
-    assert "4 accumulated x 2 ranks (srun)" in output
-    status = read_status(tmp_path / "run")
-    assert status is not None and (status.state, status.step) == ("finished", 2)
+def stand_in(config: Path, run: Path, action: str) -> str:
+    """Write a config file whose loading by the trainer is `action`, which ends it."""
+    path = run.with_suffix(".py")
+    indented = "".join(f"    {line}\n" for line in action.splitlines())
+    path.write_text(config.read_text() + STAND_IN.replace("RUN", repr(str(run))) + indented)
+    return str(path)
 
 
 class Job:
-    """The job of the test below, and what it says."""
+    """A job that a test follows, and what it says."""
 
     def __init__(self, cluster: Cluster, run: Path, *words: str) -> None:
         self._cluster, self._run = cluster, run
@@ -166,61 +153,108 @@ def one_per_node(nodes: int) -> tuple[str, ...]:
     return (f"--nodes={nodes}", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
 
 
-def test_the_life_of_a_job(cluster: Cluster, config: Path, tmp_path: Path, train: Train) -> None:
-    run, script = tmp_path / "run", ("slurm/train.sbatch", str(config))
-    job = Job(cluster, run, *one_per_node(2), "--partition=low", "--time=60", "--signal=USR1@600", *script)
-    job.trains_on(1)
+def test_a_job_ends_or_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    """By the trainer's exit status and what this job has saved."""
+    ends = {
+        "mistake": ("sys.exit(2)", 2, ""),
+        "at once": ("sys.exit(1)", 1, "failed with status 1 and no checkpoint after step None; not requeued"),
+        "of another": ("save(3, 77); sys.exit(1)", 1, "the checkpoint of step 3 is another job's; not requeued"),
+        "end": ("sys.exit(0)", 0, ""),
+    }
+    calls = [
+        f"bash slurm/run.sh '{stand_in(tiny_config, tmp_path / name, action)}'; echo $?"
+        for name, (action, _, _) in ends.items()
+    ]
+    printed = cluster.run("salloc", "-n1", "bash", "-c", "\n".join(calls), environment=ENVIRONMENT)
+    assert re.findall(r"^\d+$", printed, re.MULTILINE) == [str(status) for _, status, _ in ends.values()], printed
+    assert all(message in printed for _, _, message in ends.values()), printed
+    assert printed.count("requeued") == printed.count("not requeued") == 2
 
-    # The same line is submitted again: refused, and the first job's progress does not requeue the second.
-    (tmp_path / "second").mkdir()
-    second = Job(cluster, tmp_path / "second" / "run", "--nodelist=n2", *one_per_node(1), *script)
-    second.until("the refusal", lambda: "FAILED" in cluster.run("scontrol", "show", "job", second.number))
-    in_use = rf"run.dir \S+ is in use: pid \d+ on n1, Slurm job {job.number}, since"
-    assert re.search(in_use, second.text()) and "is in use" not in job.text(), second.text()
-    assert "requeued" not in second.text()
+
+UNTIL_TERM = """
+print("begun", flush=True)
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(print("saved", flush=True) or 75))
+if os.environ.get("SLURM_RESTART_COUNT") != "2":
+    signal.pause()
+sys.exit(0)
+"""
+
+
+def test_slurm_takes_the_nodes_and_gives_them_back(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    """The tasks have the time to save."""
+    run = tmp_path / "run"
+    job = Job(
+        cluster, run, *one_per_node(2), "--partition=low", "slurm/train.sbatch", stand_in(tiny_config, run, UNTIL_TERM)
+    )
+    # A person, or a maintenance, requeues it.
+    job.until("the start", lambda: job.count("begun") == 2)
+    cluster.run("scontrol", "requeue", job.number)
+    job.until("the end of both tasks", lambda: job.count("saved") == 2)
+    # A job of a higher partition wants the nodes.
+    job.until("the second start", lambda: job.count("begun") == 4)
+    cluster.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=8", "true")
+    assert job.count("saved") == 4, job.text()
+    job.until("the end of the job", lambda: "COMPLETED" in cluster.run("scontrol", "show", "job", job.number))
+    assert job.count("begun") == 6, job.text()
+
+
+# Ends at the step that the file names. While that is empty there is time to do something to the run, and a step is
+# mostly sleep: the cores are for what starts beside it.
+ENDLESS = """
+import time
+from pathlib import Path
+from dali_train.hooks import Hook
+
+LAST = Path(END).read_text()
+
+class Slow(Hook):
+    def step(self, record):
+        if not LAST:
+            time.sleep(1)
+
+config = config.replace({
+    "run.dir": RUN, "run.epochs": 4000, "run.eval_every_epochs": None, "run.checkpoint_every_steps": 2,
+    "run.max_steps": int(LAST or 6000), "hooks.user": (Slow,),
+})
+"""
+
+
+def test_the_life_of_a_run(cluster: Cluster, tiny_config: Path, tmp_path: Path, train: Train) -> None:
+    run, end = tmp_path / "run", tmp_path / "end"
+    end.touch()
+    config = extended(tiny_config, ENDLESS.replace("END", repr(str(end))).replace("RUN", repr(str(run))))
+    options = ("--partition=low", "--time=60", "--signal=USR1@600")
+    job = Job(cluster, run, *one_per_node(2), *options, "slurm/train.sbatch", str(config))
 
     # The time limit comes near: USR1 to all tasks.
+    job.trains_on(1)
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
     job.until("the signal before the time limit", lambda: job.count("stopped after saving: signal USR1") == 1)
-    job.until("the requeue", lambda: job.count("requeued") == 1)
+    job.until("the requeue", lambda: job.count("stopped on request at step") == job.count("requeued") == 1)
     cluster.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
-
-    # A person, or a maintenance, requeues it.
-    job.trains_on(2)
-    cluster.run("scontrol", "requeue", job.number)
-    job.until("the save on requeue", lambda: job.count("stopped after saving: signal TERM") == 1)
-
-    # A job of a higher partition wants the nodes.
-    job.trains_on(3)
-    cluster.run("srun", "--partition=high", "--nodes=2", "--ntasks-per-node=8", "true")
-    assert job.count("stopped after saving: signal TERM") == 2, job.text()
 
     # One task dies. The other ends by itself and says which one; the job has saved something new, so it is queued
     # again.
-    job.trains_on(4)
+    job.trains_on(2)
     os.kill(task_of_rank(1), signal.SIGKILL)
-    job.until("the report of the loss", lambda: "Missing or late: rank 1 on n2 (pid " in job.text())
-    (tmp_path / "end").write_text(str(job.steps() + 10))
+    job.until("the requeue", lambda: job.count("; requeued") == 1)
+    assert "Missing or late: rank 1 on n2 (pid " in job.text()
+    assert job.count("directory  ") == 2 and job.count("resuming from step") == 1, job.text()
+    cluster.run("scancel", job.number)
 
-    # And in the end it is as if nothing had happened.
-    job.until("the end of the job", lambda: "COMPLETED" in cluster.run("scontrol", "show", "job", job.number))
+    # ColossalAI's line brings it to its end, and it is as if nothing had happened.
+    end.write_text(str(job.steps() + 2))
+    launch = "--local_rank=$SLURM_PROCID --world_size=$SLURM_NPROCS --host=$HOST --port=29500"
+    line = f"exec python -m dali_train train {launch} --config={config}"
+    output = cluster.run("srun", "-N2", "-n2", "bash", "-c", line, environment={**ENVIRONMENT, "HOST": ""})
+    assert "4 accumulated x 2 ranks (srun)" in output and "resuming from step" in output
     status = read_status(run)
-    assert status is not None and status.state == "finished"
-    assert job.count("directory  ") == 5, job.text()
-    assert job.count("resuming from step") == 4
+    assert status is not None and (status.state, str(status.step)) == ("finished", end.read_text())
     train("undisturbed", ranks=2, config=config)
     undisturbed = tmp_path / "undisturbed"
     assert samples(run) == samples(undisturbed)
     ours, theirs = final_weights(run), final_weights(undisturbed)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_a_job_that_fails_at_once_is_not_requeued(cluster: Cluster, config: Path, tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)  # empty: no checkpoint is complete
-    job = Job(cluster, tmp_path / "run", *one_per_node(1), "slurm/train.sbatch", str(config))
-    job.until("the failure", lambda: "FAILED" in cluster.run("scontrol", "show", "job", job.number))
-    assert "is complete: " in job.text()
-    assert "failed with status 1 and no checkpoint after step 3; not requeued" in job.text()
 
 
 def test_scripts_explain_themselves() -> None:
