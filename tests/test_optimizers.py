@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.load import load_checkpoint
@@ -13,10 +15,15 @@ from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import capture, restore
 from dali_train.config import OptimizerConfig, PrecisionConfig
 from dali_train.errors import ConfigError
-from dali_train.training.optim import make_optimizer
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.shardwise import Shardwise
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.process_group import process_group
+from dali_train.training.optim import check_shardwise, make_optimizer
 from dali_train.training.precision import Precision
 
 from .conftest import Train, final_weights
+from .helpers import in_ranks
 
 # Counts of steps as tensors and numbers, in the group and not at all; moments in bfloat16, without a dimension, not
 # there.
@@ -97,6 +104,45 @@ def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict
         training.step(seed)
         resumed.step(seed)
     assert all(map(torch.equal, training.parameters(), resumed.parameters()))
+
+
+PLACEMENTS = {(4, 6): Shard(0), (3, 4): Shard(1), (3,): Shard(0), (5,): Replicate()}  # by shape; 3 do not divide
+
+
+def step_on_shards(rank: int) -> None:
+    """Compare steps on the shards of two ranks with steps on entire weights."""
+    with process_group(discover(LaunchOptions()), torch.device("cpu")):
+        mesh, generator = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+        for name in ("lamb", "clamb", "lars", "adamw", "adan", "novograd", "madgrad", "lion", "sgd"):
+            config = OptimizerConfig(lr=1e-2, weight_decay=0.1, name=name)
+            whole, sharded = nn.ParameterList(), nn.ParameterList()
+            for shape, placement in PLACEMENTS.items():
+                value = torch.randn(shape, generator=generator, dtype=torch.float64)
+                whole.append(value.clone())
+                sharded.append(distribute_tensor(value, mesh, [placement], src_data_rank=None))
+            theirs, ours = make_optimizer(whole, config), make_optimizer(sharded, config)
+            for _ in range(3):
+                for entire, shard in zip(whole, sharded, strict=True):
+                    entire.grad = torch.randn(entire.shape, generator=generator, dtype=torch.float64)
+                    shard.grad = distribute_tensor(entire.grad, mesh, shard.placements, src_data_rank=None)
+                theirs.step()
+                with Shardwise():
+                    ours.step()
+            for entire, shard in zip(whole, sharded, strict=True):
+                torch.testing.assert_close(shard.full_tensor(), entire.detach(), rtol=1e-14, atol=1e-15, msg=name)
+
+
+def test_shards_step_as_entire_weights_do() -> None:
+    in_ranks(2, step_on_shards)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamp", "muon"])
+def test_an_optimizer_of_entire_weights_is_refused_on_shards(name: str) -> None:
+    model, config = nn.Linear(32, 32), OptimizerConfig(lr=1e-2, name=name)
+    check_shardwise(model, config, Layout(rank=0, pipeline=2, replicas=2))
+    for layout in (Layout(rank=0, shard=2), Layout(rank=0, tensor=2)):
+        with pytest.raises(ConfigError, match=f"optimizer.name is {name}.*2 ranks.*lamb.*parallel.shard none"):
+            check_shardwise(model, config, layout)
 
 
 def test_a_first_step_that_overflows_leaves_no_trace() -> None:

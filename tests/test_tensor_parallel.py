@@ -19,6 +19,7 @@ from dali_train.config import OptimizerConfig, TensorConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import in_blocks, laid_out_like, local, reduce_partial_gradients
+from dali_train.parallel.shardwise import Shardwise
 from dali_train.parallel.tensor import check_model, parameters_per_rank, tensor_parallel
 from dali_train.training.dropout import seed_each_block
 from dali_train.training.optim import make_optimizer
@@ -82,7 +83,8 @@ def train(model: nn.Module, steps: int) -> tuple[Any, list[float]]:
         for loss in micro_batches:
             loss.backward()
         reduce_partial_gradients(model.parameters())
-        optimizer.step()
+        with Shardwise():
+            optimizer.step()
         optimizer.zero_grad()
         history.append(sum(loss.item() for loss in micro_batches))
     return optimizer.state, history

@@ -38,6 +38,7 @@ from dali_train.training.model import (
     compare_with_timm,
     repeated_blocks,
 )
+from dali_train.training.optim import check_shardwise
 from dali_train.training.schedule import learning_rate, schedule_of
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
@@ -178,6 +179,7 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
         ConfigError: the model cannot be split so.
     """
     parallel = config.parallel
+    check_shardwise(model, config.optimizer, layout)
     if layout.tensor > 1:
         check_model(model, parallel.tensor)
     num_blocks = max(1, len(repeated_blocks(model)))

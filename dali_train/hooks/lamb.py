@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from timm.optim import Lamb
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dali_train.hooks.base import Hook, RunEnd, RunStart
 from dali_train.hooks.jsonl import JsonLines
 from dali_train.parallel.layout import Layout
+from dali_train.parallel.shardwise import Shardwise
 
 
 class LambView(Hook):
@@ -81,7 +81,9 @@ class LambView(Hook):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     names.append(self._names[parameter])
-                    rows.append(_layer(parameter, optimizer.state.get(parameter, {}), group, self._num_updates(group)))
+                    with Shardwise():
+                        state = optimizer.state.get(parameter, {})
+                        rows.append(_layer(parameter, state, group, self._num_updates(group)))
         self._pending = self._step, names, torch.stack(rows)
 
     def _num_updates(self, group: dict[str, Any]) -> int:
@@ -104,16 +106,11 @@ def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[
         second.div_(1 - beta2**step)
     direction = first.div_(second.sqrt_().add_(group["eps"]))
     direction.add_(parameter, alpha=group["weight_decay"])
-    weight_norm, direction_norm, gradient_norm = map(_norm_of, (parameter, direction, gradient))
+    weight_norm, direction_norm, gradient_norm = parameter.norm(), direction.norm(), gradient.norm()
     ratio = torch.ones_like(weight_norm)
     if group["weight_decay"] != 0 or group["always_adapt"]:
         ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, ratio)
     return torch.stack([ratio, weight_norm, group["lr"] * ratio * direction_norm, gradient_norm]).double()
-
-
-def _norm_of(tensor: torch.Tensor) -> torch.Tensor:
-    norm = tensor.norm()
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _norm(norms: tuple[float, ...]) -> float:

@@ -81,6 +81,11 @@ class Layout:
         return self.pipeline * self.shard * self.tensor > 1
 
     @property
+    def shards_weights(self) -> bool:
+        """True if ranks hold parts of weights."""
+        return self.shard * self.tensor > 1
+
+    @property
     def world_size(self) -> int:
         return self.pipeline * self.replicas * self.shard * self.tensor
 

@@ -24,7 +24,7 @@ from dali_train.training.evaluation import Evaluator
 from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import TrainingMetrics
 from dali_train.training.model import build_model, check_evaluation_size, check_training_size, repeated_blocks
-from dali_train.training.optim import make_optimizer
+from dali_train.training.optim import check_shardwise, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, compute_in
 from dali_train.training.pretrained import Tensors
@@ -140,6 +140,7 @@ def build_state(
     check_training_size(model, config)
     if evaluates or layout.pipeline > 1:  # stages agree at the start on the shapes of their activations
         check_evaluation_size(model, config)  # now, and not after an epoch
+    check_shardwise(model, config.optimizer, layout)
     precision = Precision(config.precision, device)
     activations = StageActivations.from_model(model, config) if layout.pipeline > 1 else None
     halve = partial(compute_in, dtype=precision.pure_dtype) if precision.pure_dtype is not None else None

@@ -13,6 +13,7 @@ from torch import nn
 
 from dali_train.config import EmaConfig
 from dali_train.parallel.mesh import laid_out_like, local
+from dali_train.parallel.shardwise import Shardwise
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
@@ -33,7 +34,7 @@ class Ema:
     def __init__(self, model: nn.Module, config: EmaConfig) -> None:
         self._config = config
         live = model.state_dict()  # the model's own tensors, which are only ever written in place
-        self._averages = {name: tensor.detach().clone() for name, tensor in live.items()}
+        self._averages = _copies(live)
         floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
         others = [name for name in live if name not in set(floats)]
         self._live_floats, self._live_others = (
@@ -57,7 +58,7 @@ class Ema:
     def weights_in(self, model: nn.Module) -> Iterator[None]:
         """Put the averages into the memory of the model's own weights for a while, so that compiled code and CUDA
         graphs stay valid."""
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        before = _copies(model.state_dict())
         _copy(self._averages, model)
         try:
             yield
@@ -76,6 +77,14 @@ class Ema:
 
 
 @torch.no_grad()
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    with Shardwise():
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
 def _copy(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(tensors[name])
+    weights = model.state_dict()
+    with Shardwise():
+        for name, tensor in weights.items():
+            tensor.copy_(tensors[name])

@@ -2,8 +2,10 @@
 
 import difflib
 import inspect
+from dataclasses import replace
 from typing import Any
 
+import torch
 from timm.optim import (
     create_optimizer_v2,
     get_optimizer_class,
@@ -13,10 +15,14 @@ from timm.optim import (
 )
 from timm.optim._optim_factory import OptimInfo, default_registry
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from dali_train.config import OptimizerConfig
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.shardwise import Shardwise
 
 
 def register_optimizer(
@@ -87,6 +93,35 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
             f"optimizer.name is {config.name}, which keeps {min(more)}: no checkpoint holds that, choose another"
         )
     return optimizer
+
+
+def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -> None:
+    """Check that the optimizer can step where `layout` shards the weights of `model`, by a step of its own.
+
+    Raises:
+        ConfigError: it computes with entire weights.
+    """
+    if not layout.shards_weights:
+        return
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    shapes = {tuple(min(size, 256) for size in p.shape) for p in model.parameters() if p.requires_grad}
+    shards = [
+        DTensor.from_local(torch.zeros(shape), mesh, [Shard(0) if shape else Replicate()], run_check=False)
+        for shape in shapes
+    ]
+    small = nn.ParameterList(shards)
+    for parameter, gradient in zip(small, shards, strict=True):
+        parameter.grad = gradient
+    optimizer = make_optimizer(small, replace(config, layer_decay=None))
+    try:
+        with Shardwise():
+            optimizer.step()
+    except NotImplementedError as error:
+        raise ConfigError(
+            f"optimizer.name is {config.name}, which computes with entire weights ({error}), and there are "
+            f"{layout.describe()}: choose lamb, adamw, sgd or another that computes element by element and with norms, "
+            "or set parallel.shard none and parallel.tensor.size 1"
+        ) from error
 
 
 def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:

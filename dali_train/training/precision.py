@@ -5,6 +5,7 @@ Here the step is always made and, where a gradient was not finite, taken back on
 """
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from dali_train.config import PrecisionConfig
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local, total_norm
+from dali_train.parallel.shardwise import Shardwise
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -84,8 +86,10 @@ class Precision:
                     found.copy_(~norm.isfinite())
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, norm)
+        shardwise = Shardwise() if layout is not None and layout.shards_weights else nullcontext()
         if not self.scaler.is_enabled():
-            optimizer.step()
+            with shardwise:
+                optimizer.step()
             return norm
         finite = norm.isfinite()
         changing = _changing(optimizer)
@@ -94,7 +98,8 @@ class Precision:
             # be left out by the optimizer itself, which only torch's fused ones do (found_inf), none of timm's.
             before = dict(zip(changing, torch._foreach_mul(list(changing.values()), 1), strict=True))
             have_state = {parameter for parameter, values in optimizer.state.items() if values}
-            optimizer.step()
+            with shardwise:
+                optimizer.step()
             for place, tensor in _changing(optimizer).items():
                 if place in before:
                     torch.where(finite, tensor, before[place], out=tensor)

@@ -13,7 +13,6 @@ or gathers along two dimensions and a sum over the third (3d).
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from dali_train.config import TensorConfig
@@ -120,20 +119,14 @@ def make_grid(mesh: DeviceMesh, tensor: TensorConfig) -> DeviceMesh:
 def parallelize_block(block: Any, grid: DeviceMesh, layout: GridLayout) -> None:
     """Spread timm's `block` over the ranks of `grid`, in place. Its weights are the same on all of them.
 
-    It then takes and gives DTensors placed as `layout.residual` says.
+    It then takes and gives shards, plain tensors, placed as `layout.residual` says.
     """
     replicated = {name: [Replicate()] * grid.ndim for name in ("weight", "bias", "gamma")}
     features = _axis(grid, layout.residual.index(Shard(FEATURES)))
     heads = _axis(grid, layout.inside.index(Shard(FEATURES)))
 
-    def sharded_inside(x: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(x, grid, layout.inside, run_check=False)
-
-    def sharded_residual(x: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(x, grid, layout.residual, run_check=False)
-
-    def complete_features(x: DTensor) -> torch.Tensor:
-        return gather(x.to_local(), FEATURES, features)
+    def complete_features(x: torch.Tensor) -> torch.Tensor:
+        return gather(x, FEATURES, features)
 
     def own_features(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(features.size(), dim=-1)[features.get_local_rank()]
@@ -143,28 +136,24 @@ def parallelize_block(block: Any, grid: DeviceMesh, layout: GridLayout) -> None:
         prepare_input=complete_features,
         prepare_output=own_features if layout.inside != layout.residual else None,
     )
-    scale = LocalParallel(
-        replicated,
-        prepare_parameter=lambda name, gamma: own_features(gamma),
-        prepare_input=DTensor.to_local,
-        prepare_output=sharded_residual,
-    )
+    scale = LocalParallel(replicated, prepare_parameter=lambda name, gamma: own_features(gamma))
+    masks, masks_inside = OneProcessMasks(layout.residual), OneProcessMasks(layout.inside)
     plan: dict[str, ParallelStyle] = {
         "norm1": norm,
-        "attn.qkv": _linear(grid, layout.first, None, heads),
+        "attn.qkv": _linear(grid, layout.first, heads),
         "attn.q_norm": LocalParallel(replicated),
         "attn.k_norm": LocalParallel(replicated),
-        "attn.proj": _linear(grid, layout.second, sharded_residual),
-        "attn.proj_drop": OneProcessMasks(),
+        "attn.proj": _linear(grid, layout.second),
+        "attn.proj_drop": masks,
         "ls1": scale,
-        "drop_path1": OneProcessMasks(),
+        "drop_path1": masks,
         "norm2": norm,
-        "mlp.fc1": _linear(grid, layout.first, sharded_inside),
-        "mlp.drop1": OneProcessMasks(),
-        "mlp.fc2": _linear(grid, layout.second, sharded_residual),
-        "mlp.drop2": OneProcessMasks(),
+        "mlp.fc1": _linear(grid, layout.first),
+        "mlp.drop1": masks_inside,
+        "mlp.fc2": _linear(grid, layout.second),
+        "mlp.drop2": masks,
         "ls2": scale,
-        "drop_path2": OneProcessMasks(),
+        "drop_path2": masks,
     }
     for name, style in plan.items():
         layer = block.get_submodule(name)
@@ -172,16 +161,10 @@ def parallelize_block(block: Any, grid: DeviceMesh, layout: GridLayout) -> None:
             style._apply(layer, grid)
 
 
-def _linear(
-    grid: DeviceMesh,
-    layout: LinearLayout,
-    prepare_output: Callable[[torch.Tensor], torch.Tensor] | None,
-    fused_by: DeviceMesh | None = None,
-) -> ParallelStyle:
+def _linear(grid: DeviceMesh, layout: LinearLayout, fused_by: DeviceMesh | None = None) -> ParallelStyle:
     """Return the style of a linear layer.
 
     Args:
-        prepare_output: maps its output, a plain tensor.
         fused_by: of attn.qkv, the axis of the grid that shards heads.
     """
     placements = {"weight": layout.weight, "bias": layout.bias}
@@ -196,17 +179,16 @@ def _linear(
         return shard
 
     def activation(x: torch.Tensor) -> torch.Tensor:
-        x = x.to_local() if isinstance(x, DTensor) else x
         if layout.gather_input is None:
             return x
         dim, mesh_dim = layout.gather_input
         return gather(x, dim, _axis(grid, mesh_dim))
 
     def output(x: torch.Tensor) -> torch.Tensor:
-        if layout.scatter_output is not None:
-            dim, mesh_dim = layout.scatter_output
-            x = scatter(x, dim, _axis(grid, mesh_dim))
-        return x if prepare_output is None else prepare_output(x)
+        if layout.scatter_output is None:
+            return x
+        dim, mesh_dim = layout.scatter_output
+        return scatter(x, dim, _axis(grid, mesh_dim))
 
     return LocalParallel(
         placements if fused_by is None else fused_placements(layout.weight),

@@ -98,22 +98,32 @@ def fused_rows(bias: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
 
 
 class OneProcessMasks(ParallelStyle):
-    """Dropout or stochastic depth of a DTensor with the masks of one process.
+    """Dropout or stochastic depth of a sharded activation with the masks of one process.
 
     Every rank draws the complete mask, from the same seed, and takes its shard of it.
+
+    Args:
+        placements: of the activation where it comes as a plain tensor, with shards of one size; a DTensor has its own.
     """
+
+    def __init__(self, placements: Sequence[Placement] = ()) -> None:
+        self.placements = placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         draw = module.forward
 
-        def forward(x: DTensor) -> torch.Tensor:
+        def forward(x: torch.Tensor) -> torch.Tensor:
             if not module.training:
                 return x
+            placed = x
+            if not isinstance(placed, DTensor):
+                placed = DTensor.from_local(x.detach(), device_mesh, self.placements, run_check=False)
             dims = range(x.ndim) if isinstance(module, nn.Dropout) else (IMAGES,)
-            shape = [size if dim in dims else 1 for dim, size in enumerate(x.shape)]
-            mask = draw(torch.ones(shape, dtype=x.dtype, device=x.device))
-            placements = [p if any(map(p.is_shard, dims)) else Replicate() for p in x.placements]
-            return x * distribute_tensor(mask, x.device_mesh, placements, src_data_rank=None)
+            shape = [size if dim in dims else 1 for dim, size in enumerate(placed.shape)]
+            complete = draw(torch.ones(shape, dtype=x.dtype, device=x.device))
+            placements = [p if any(map(p.is_shard, dims)) else Replicate() for p in placed.placements]
+            mask = distribute_tensor(complete, placed.device_mesh, placements, src_data_rank=None)
+            return x * (mask if placed is x else mask.to_local())
 
         module.forward = forward
         return module

@@ -50,7 +50,7 @@ def tensor_parallel(models: Sequence[nn.Module], mesh: DeviceMesh, tensor: Tenso
             block.attn.num_heads //= num_heads
             block.attn.attn_dim //= num_heads
         if blocks and residual:
-            _shard_residual_stream(blocks[0], blocks[-1], mesh, residual, tensor.image_shards)
+            _shard_residual_stream(blocks[0], blocks[-1], mesh, residual, tensor)
 
 
 def parameters_per_rank(model: nn.Module, tensor: TensorConfig) -> int:
@@ -138,20 +138,27 @@ def _check_sizes(block: Any, where: str, tensor: TensorConfig) -> None:
 
 
 def _shard_residual_stream(
-    first: nn.Module, last: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement], image_shards: int
+    first: nn.Module, last: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement], tensor: TensorConfig
 ) -> None:
-    """Let `first` take and `last` give the complete activations; the blocks keep their names."""
+    """Let `first` take and `last` give the complete activations; the blocks keep their names.
+
+    Between them shards of images and features are plain tensors. Those of tokens, which may differ in size, are
+    DTensors.
+    """
     num_images = 0
 
     def shard(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         nonlocal num_images
         x, *others = inputs
         num_images = len(x)
-        x = F.pad(x, (0, 0, 0, 0, 0, -num_images % image_shards))  # an evaluation's batch need not divide
+        x = F.pad(x, (0, 0, 0, 0, 0, -num_images % tensor.image_shards))  # an evaluation's batch need not divide
         replicated = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return (replicated.redistribute(placements=placements), *others)
+        sharded = replicated.redistribute(placements=placements)
+        return (sharded if tensor.mode == "1d" else sharded.to_local(), *others)
 
-    def gather(module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
+    def gather(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        if not isinstance(output, DTensor):
+            output = DTensor.from_local(output, mesh, placements, run_check=False)
         complete: torch.Tensor = output.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
         return complete[:num_images]
 
