@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
-from dali_train.commands.data import add_data_command
+from dali_train.commands.data import add_data_command, nobody_reads_on
 from dali_train.config import Config
 from dali_train.config.override import config_with, read_overrides
-from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.errors import ConfigError, RunError, UserError
+from dali_train.runtime.launch import is_first_on_host, tell_torchrun
 from dali_train.runtime.orphan import exit_if_launcher_dies
 from dali_train.runtime.status import (
     FINISHED,
@@ -28,6 +29,7 @@ from dali_train.runtime.status import (
     stopped_before_restart,
 )
 from dali_train.runtime.stop import StopReason, StopRequests
+from dali_train.text import printable
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
@@ -42,25 +44,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, settings = _split_settings(argv)
     options, unknown = _parser().parse_known_args(words)
     options.launch = vars(launch)
+    is_said = False
     try:
         status = int(options.run(options, [*unknown, *settings]))
         sys.stdout.flush()
         return status
-    except (ConfigError, DatasetError) as error:
-        message, status = str(error), MISTAKE
-    except RunError as error:
-        message, status = str(error), 1
-    except BrokenPipeError:  # as in `dali-train plan ... | head`: nobody reads on, and there is nothing to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
-        return 1
+    except UserError as error:
+        message, status, is_said = str(error), 1 if isinstance(error, RunError) else MISTAKE, error.is_said
+    except BrokenPipeError:
+        return nobody_reads_on()
     except OSError as error:
         if error.filename is None:
             raise
         message, status = f"{error.filename}: {error.strerror}", 1
     except KeyboardInterrupt:
         message, status = "ended without saving", 130
-    # In one piece, line break and all, since several ranks may have something to say at once.
-    sys.stderr.write(f"dali-train {options.command}: {message}\n")
+    line = printable(f"dali-train {options.command}: {message}", keep="\n")
+    tell_torchrun(line, is_said=is_said)
+    if not is_said:  # in one piece, line break and all, since several ranks may have something to say at once
+        sys.stderr.write(line + "\n")
     return status
 
 
@@ -172,7 +174,7 @@ def _add_commands_on_runs(commands: Commands) -> None:
             "--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one"
         )
     summary = "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
-    diff = add("diff", _diff, summary, runs=2)
+    diff = add("diff", _diff, summary, runs="+")
     diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
     report = add("report", _report, "Draw runs into one HTML page, several over one another.", runs="+")
     report.add_argument(
@@ -198,6 +200,8 @@ def _launch_parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     exit_if_launcher_dies()
+    # c10d warns with C++ stacks when another rank has gone; which one, and why, the watchdog says.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = _config(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
@@ -247,7 +251,7 @@ def _status(options: argparse.Namespace, overrides: list[str]) -> int:
     directory = options.directory or Path(_config(options, overrides).run.dir)
     if options.directory is not None and not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; name the run.dir of a run")
-    print(describe(directory))
+    print(printable(describe(directory)))
     return exit_status(read_status(directory))
 
 
@@ -306,6 +310,10 @@ def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
+    if len(options.run_dir) != 2:
+        raise ConfigError(
+            f"{' '.join(map(str, options.run_dir))}: diff compares two runs, {len(options.run_dir)} named"
+        )
     from dali_train.commands.diff import diff
 
     return FINISHED if diff(*options.run_dir, steps=options.steps) else 1
@@ -331,12 +339,17 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
     """Return the config that the command line names.
 
     Raises:
-        ConfigError: no file, or a value that does not fit.
-        SystemExit: a setting that does not exist (status 2), or --help (status 0).
+        ConfigError: no file, a setting that does not exist, or a value that does not fit. All ranks find it, and one of
+            each host is to say it.
+        SystemExit: --help, with status 0.
     """
-    if options.config is None:
-        if {"-h", "--help"} & set(overrides):
-            options.help()
-            raise SystemExit(0)
-        raise ConfigError("--config FILE is missing; the recipes are in configs/")
-    return config_with(options.config, overrides, f"dali-train {options.command}")
+    if options.config is None and {"-h", "--help"} & set(overrides):
+        options.help()
+        raise SystemExit(0)
+    try:
+        if options.config is None:
+            raise ConfigError("--config FILE is missing; the recipes are in configs/")
+        return config_with(options.config, overrides, f"dali-train {options.command}")
+    except ConfigError as error:
+        error.is_said = not is_first_on_host(options.launch["local_rank"])
+        raise

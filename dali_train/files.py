@@ -21,6 +21,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # which people know, also where there was no room for the content
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -126,9 +126,9 @@ def test_eval_names_what_differs_from_the_run(
 ) -> None:
     words = ["eval", str(finished), "--data.normalise", "100,100,100", "127.5,127.5,127.5"]
     assert main(words) == 2
-    assert "data.mean [127.5, 127.5, 127.5] -> [100" in capsys.readouterr().err
+    assert "data.normalise (mean) [127.5, 127.5, 127.5] -> [100" in capsys.readouterr().err
     assert main([*words, "--run.accept_changed_recipe", "true"]) == 0
-    assert "data.mean" in capsys.readouterr().out
+    assert "data.normalise (mean)" in capsys.readouterr().out
 
     write_shard(
         tmp_path / "validation" / "validation-00000-of-00001", [(jpeg(photograph(i, 40, 40)), 1 + i) for i in range(5)]

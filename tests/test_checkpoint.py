@@ -23,11 +23,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dali_train.checkpoint.directory import resolve_checkpoint
 from dali_train.checkpoint.load import find_checkpoint, load_checkpoint, load_newest
+from dali_train.checkpoint.recipe import changes_between, recipe
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.storage import CheckpointError
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
-from dali_train.errors import ConfigError
+from dali_train.data.dataset.index import Split
+from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.status import newest_step
 
 from .conftest import Train, final_weights, jpeg, photograph, relative_differences, write_shard
@@ -367,6 +369,49 @@ def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> 
     train("run", *changed, *free, ranks=2)
 
 
+WEIGHTS = [  # setting, its value, the file that is exchanged
+    ("model.weights", "DIR/weights.safetensors", "weights.safetensors"),
+    ("model.weights", "DIR/weights.pth", "weights.pth"),
+    ("model.weights", "DIR/run", "run/checkpoints/step-00000001/manifest.json"),
+    ("model.weights", "DIR/run/checkpoints/step-00000001", "run/checkpoints/step-00000001/manifest.json"),
+    ("model.weights", "local-dir:DIR/hub", "hub/model.safetensors"),
+    ("loss.teacher", "local-dir:DIR/hub", "hub/model.safetensors"),
+    ("loss.teacher_weights", "DIR/weights.safetensors", "weights.safetensors"),
+]
+SHARDS = {"train/train-00000-of-00003": range(0, 50, 3), "validation/validation-00000-of-00001": range(13)}  # images
+
+
+def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: Path, tmp_path: Path) -> None:
+    """Exchanged in its place, it is another recipe; what `dataset.json` does not fit is no dataset. A resumed
+    checkpoint has digests of its own, see `test_damage_is_never_loaded`."""
+    root = shutil.copytree(dataset, tmp_path / "data")
+    save(make_writer(tmp_path / "run" / "checkpoints"), 1)
+    (tmp_path / "hub").mkdir()
+    config = load_config(tiny_config).replace({"loss.distillation": "hard", "loss.teacher": "test_resnet"})
+
+    for setting, value, name in WEIGHTS:
+        changed, file = config.replace({setting: value.replace("DIR", str(tmp_path))}), tmp_path / name
+        found = []
+        for _ in range(2):
+            file.write_bytes((file.read_bytes() if file.exists() else b"") + b"other")
+            found.append(recipe(changed, Split(root, "train")))
+        (change,) = changes_between(*found)
+        assert re.fullmatch(rf"{setting} content (\w{{16}}) -> content (?!\1)\w{{16}}", change)
+    for name, numbers in SHARDS.items():
+        before = recipe(config, Split(root, "train"))
+        records = [(jpeg(photograph(100 + i, 30 + 7 * (i % 9), 80 - 5 * (i % 11))), 1 + i % 5) for i in numbers]
+        write_shard(root / name, records)
+        build_index(root)
+        (change,) = changes_between(before, recipe(config, Split(root, "train")))
+        assert change.startswith("dataset 50 images, content ")
+    for file in (root / "index" / "train.npy", root / min(SHARDS)):
+        content = file.read_bytes()
+        file.write_bytes(content[:-40] + bytes(40) + (b"" if file.suffix else b"more"))
+        with pytest.raises(DatasetError, match=rf"{file} has (CRC32C|\d+ bytes)"):
+            Split(root, "train")
+        file.write_bytes(content)
+
+
 def test_what_was_exchanged_in_its_place_is_refused(train: Train, tmp_path: Path, dataset: Path) -> None:
     """The dataset with other pixels in images of the same labels and sizes, the teacher, the weights of the start."""
     root, weights, teacher = (tmp_path / name for name in ("data", "weights.safetensors", "teacher.safetensors"))
@@ -446,7 +491,15 @@ def test_a_changed_recipe_takes_over_what_fits(train: Train, tmp_path: Path) -> 
     train("run", *accept, "--run.max_steps", "2", "--precision.dtype", "fp16")
     train("run", *accept, "--run.max_steps", "3", "--optimizer.exclude_vectors", "false")
     train("run", *accept, "--run.max_steps", "4", "--optimizer.name", "adamw")
+    train("run", *accept, "--run.max_steps", "5", "--optimizer.name", "adamw", "--precision.dtype", "fp64")
     assert load_checkpoint(tmp_path / "run" / "checkpoints" / "newest").values["optimizer"]["class"] == "AdamW"
+    for words, asked in (
+        (("--run.max_steps", "4"), "run.max_steps 4 ends the run after 4 steps"),
+        (("--run.epochs", "1"), "run.epochs 1 of 50 images with batch.global_batch 32 ends the run after 2 steps"),
+        (("--batch.global_batch", "64"), "with batch.global_batch 64 ends the run after 4 steps"),
+    ):
+        output = train("run", *accept, *words, status=2)
+        assert f"{asked}, but it has done 5 already" in output and "Traceback" not in output
     output = train("run", *accept, "--model.kwargs.embed_dim", "16", status=2)
     assert "do not fit the model of this config: blocks.0.attn.proj.bias [32] there, [16] here; " in output
     assert "Traceback" not in output

@@ -65,8 +65,9 @@ def test_plan_tells_the_order_in_words(tiny_config: Path, capsys: pytest.Capture
         (f"plan --config {B16} --model.name resnet18", "do not fit model.name resnet18"),
         (
             f"eval --config {B16}",
-            "name the run, `dali-train eval RUN`, or a checkpoint, --checkpoint RUN/checkpoints/newest",
+            "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights",
         ),
+        ("diff a b c", "a b c: diff compares two runs, 3 named"),
         ("doctor frobnicate", "frobnicate: without --config FILE doctor takes no further arguments"),
         (f"doctor --config {B16} frobnicate", "'frobnicate' belongs to no setting"),
         (f"doctor --config {B16} --run.epoch 3", "use --run.epochs"),

@@ -125,6 +125,7 @@ def test_a_wrong_value_is_named_with_its_remedy(name: str, value: Any, remedy: s
         ({"data.progressive": ((6, 128),), "run.epochs": 6}, "until epoch 6, but run.epochs is 6"),
         ({"data.progressive": ((1, 256),)}, "sizes up to data.train_size 224"),
         ({"data.progressive": ((1, 128),), "parallel.pipeline": 2}, "data.progressive with parallel.pipeline 2"),
+        ({"run.dir": "./data"}, "run.dir and data.root are both ./data: .* another run.dir"),
         ({"run.epoch": 3}, "^run.epoch is not a setting: use run.epochs$"),
     ],
 )
@@ -191,6 +192,7 @@ FILE_MISTAKES = [
     ("config = Config(", "confg = Config(", "the file must define `config = Config(...)`, found None"),
     ("epochs=3)", "epochs=3", "line 3: '(' was never closed"),
     ("epochs=3", "epochs=1 / 0", "line 9: ZeroDivisionError: division by zero"),
+    ("epochs=3", "epochs=__import__('sys').exit(0)", "line 9: SystemExit: 0"),
     ("import *", "import Nothing", "line 1: ImportError: cannot import name 'Nothing'"),
 ]
 

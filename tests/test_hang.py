@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dali_train.errors import DatasetError
+from dali_train.checkpoint.storage import CheckpointError
+from dali_train.errors import DatasetError, RunError
 from dali_train.runtime import watchdog as watchdog_module
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.watchdog import Beat, Startup, Watchdog, name_missing
 
 from .conftest import StartTraining
-from .helpers import LONG, wait_for_steps
+from .helpers import LONG, extended, wait_for_steps
 from .ranks import FORK
 
 HOST = platform.node()
@@ -128,8 +130,9 @@ def test_a_frozen_rank_0_is_named_by_the_others(three: Ranks, capfd: pytest.Capt
     assert three.dogs[1].check() and three.dogs[2].check(), "they end"
     report = (three.directory / "hang" / "rank2.txt").read_text()
     assert report.startswith(f"rank 2 of 3 on {HOST}, pid {os.getpid()}\nphase backward, step 5\nno progress for 80 s")
-    three.dogs[1].close(RuntimeError("store: timed out"))
-    assert "does not answer: rank 0 ended first" in capfd.readouterr().err
+    with pytest.raises(RunError, match=r"the store of rank 0 on localhost:\d+ does not answer: rank 0 ended") as lost:
+        three.dogs[1].__exit__(None, RuntimeError("store: timed out"), None)
+    assert not lost.value.is_said
 
 
 def test_a_rank_lost_before_the_first_step_is_named(three: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +150,9 @@ def test_the_first_to_end_is_named(three: Ranks) -> None:
     """Rank 2 was killed; ranks 0 and 1 lose touch with it."""
     three.enter("backward", 0, 1, 2)
     lost = RuntimeError("[/pytorch/gloo] Connection closed by peer")
-    three.dogs[1].close(lost)
+    with pytest.raises(RunError) as left_to_rank_0:
+        three.dogs[1].__exit__(None, lost, None)
+    assert left_to_rank_0.value.is_said
     three.clock.tick = 0.1
     cause = three.dogs[0].close(lost)
     said = rf"lost touch with other ranks. Missing or late: rank 2 on {HOST} \(pid \d+\): silent for \d s"
@@ -162,6 +167,16 @@ def test_a_rank_with_an_error_of_its_own_is_named(three: Ranks) -> None:
     three.clock.tick = 0.1
     cause = three.dogs[0].close(RuntimeError("Connection reset"))
     assert re.search("Missing or late: rank 2 .* ended in phase .* with DatasetError: bad image", cause)
+
+
+def test_of_ranks_with_the_same_error_one_says_it(three: Ranks) -> None:
+    errors = [
+        DatasetError("bad image"),
+        CheckpointError("Restore one: no connection to /lustre"),
+        DatasetError("bad image"),
+    ]
+    assert [three.dogs[rank].close(errors[rank]) for rank in (2, 1, 0)] == [""] * 3, "none is for want of another rank"
+    assert [error.is_said for error in errors] == [True, False, False]
 
 
 def test_a_data_stall_is_called_one(three: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -185,6 +200,36 @@ def test_a_data_stall_is_called_one(three: Ranks, tmp_path: Path, capfd: pytest.
     assert "rank 0: data stall: waiting for images of step 5 from /data for 80 s" in capfd.readouterr().err
     report = (alone.directory / "hang" / "rank0.txt").read_text()
     assert report.startswith(f"rank 0 of 1 on {HOST}, pid {os.getpid()}\nphase data, step 5\n")
+
+
+CUT_SHORT = """
+import os
+from dataclasses import replace
+from pathlib import Path
+from dali_train.hooks import Hook
+
+class CutShort(Hook):
+    def start(self, record):
+        self.shards = list(Path(record.config.data.root).glob("train/*"))
+
+    def step(self, record):
+        for path in self.shards:
+            os.truncate(path, 0)
+
+config = replace(config, hooks=replace(config.hooks, user=(CutShort,)))
+"""
+
+
+def test_a_shard_cut_short_while_it_is_decoded_is_named(
+    start_training: StartTraining, tiny_config: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Nothing can go on, since the decoder reads mapped memory; but the process does not end without a word."""
+    copy = shutil.copytree(dataset, tmp_path / "copy")
+    config = extended(tiny_config, CUT_SHORT)
+    ranks = start_training("run", "--data.root", str(copy), "--data.read_ahead_mb", "0", config=config)
+    assert ranks.wait() == [-signal.SIGBUS]
+    output = ranks.log.read_text()
+    assert f"bus error (SIGBUS): a mapped file could not be read. A shard of {copy} was cut short" in output
 
 
 def beat(rank: int, *, step: int = 5, phase: str = "step", **others: object) -> Beat:

@@ -101,7 +101,7 @@ class Broken(Hook):
     required = True
 
     def step(self, record):
-        raise ZeroDivisionError("a user's mistake")
+        MISTAKE
 
 config = replace(config, hooks=replace(config.hooks, user=(Broken,)))
 """
@@ -218,10 +218,23 @@ def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
     assert all(line["loss"] > 0 and "own" not in line for line in users.events("train"))
 
 
-def test_a_required_hook_ends_the_run(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    printed = train("run", config=extended(tiny_config, REQUIRED_HOOK), status=1)
-    assert "ZeroDivisionError: a user's mistake" in printed
-    assert events(tmp_path / "run", "end")[0]["error"] == "ZeroDivisionError: a user's mistake"
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        ('raise ZeroDivisionError("a user\'s mistake")', "ZeroDivisionError: a user's mistake"),
+        (
+            "raise SystemExit(0)",
+            r"RunError: \S+/extended.py, line \d+, in step called sys.exit\(0\) before the run was",
+        ),
+    ],
+)
+def test_a_required_hook_ends_the_run(
+    train: Train, tiny_config: Path, tmp_path: Path, mistake: str, error: str
+) -> None:
+    """The status of sys.exit(0) is not the run's."""
+    printed = train("run", config=extended(tiny_config, REQUIRED_HOOK.replace("MISTAKE", mistake)), status=1)
+    assert re.search(error.removeprefix("RunError: "), printed)
+    assert re.match(error, events(tmp_path / "run", "end")[0]["error"])
 
 
 @pytest.mark.parametrize(
@@ -329,12 +342,17 @@ def test_files_removed_from_the_run_directory_are_reported(train: Train, tiny_co
     assert [event["step"] for event in events(tmp_path / "run", "train")] == [4, 5, 6, 7]
 
 
-def test_the_sample_trace_has_each_micro_batch_once(users: Shared, place: Path) -> None:
-    """After a kill of two ranks beyond the newest checkpoint, on one rank: the second one's file is trimmed too."""
-    shutil.copytree(users.directory, place / "killed", symlinks=True)
-    shutil.rmtree(place / "killed" / "checkpoints" / "step-00000007")
-    started(place / "config.py", "killed")
-    lines = [json.loads(line) for path in (place / "killed").glob("samples.rank*.jsonl") for line in path.open()]
+@pytest.mark.parametrize(("ranks", "words"), [(1, ()), (2, ("--parallel.pipeline", "2"))])
+def test_the_sample_trace_has_each_micro_batch_once(
+    users: Shared, place: Path, ranks: int, words: tuple[str, ...]
+) -> None:
+    """After a kill of two ranks beyond the newest checkpoint, on one rank or on two that share their micro-batches: the
+    second one's file is trimmed too."""
+    name = f"killed-{ranks}"
+    shutil.copytree(users.directory, place / name, symlinks=True)
+    shutil.rmtree(place / name / "checkpoints" / "step-00000007")
+    started(place / "config.py", name, *words, ranks=ranks)
+    lines = [json.loads(line) for path in (place / name).glob("samples.rank*.jsonl") for line in path.open()]
     assert sorted((line["step"], line["k"]) for line in lines) == [(step, k) for step in range(7) for k in range(8)]
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from dali_train.cli import main
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime import process_group as meeting
@@ -98,6 +100,7 @@ def test_ports_of_two_steps_differ() -> None:
         (NOTHING, {**SRUN, "RANK": "0"}, "two launchers at once: RANK is 0.* 3"),
         (NOTHING, {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "4 tasks .* torchrun of its own"),
         (LaunchOptions(world_size=8), SRUN, "--world_size is 8, but the Slurm step has SLURM_NTASKS 4 tasks"),
+        (LaunchOptions(world_size=0), {}, "--world_size is 0: use at least 1"),
         (LaunchOptions(world_size=2, rank=0), {}, "needs --rank, --host and --port too"),
         (NOTHING, {"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE is 4, so mpirun"),
     ],
@@ -105,6 +108,22 @@ def test_ports_of_two_steps_differ() -> None:
 def test_wrong_environments_are_explained(options: LaunchOptions, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         discover(options, environ)
+
+
+def test_one_mistake_is_said_by_one_rank_and_ends_torchruns_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {}
+    for rank in (1, 0):
+        file = tmp_path / f"{rank}.json"
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert main(["train", "--config", "nowhere.py"]) == 2
+        failures[rank] = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=2, error_file=str(file))
+    mistake = "dali-train train: --config nowhere.py: this file does not exist"
+    assert capsys.readouterr().err.count(mistake) == 1
+    table, root_cause = str(ChildFailedError("dali_train", failures)).split("Root Cause")
+    assert mistake not in table and "as another rank says" in table and mistake in root_cause
 
 
 def test_slurm_notation() -> None:
@@ -161,6 +180,7 @@ def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Pat
     finally:
         agent.kill()
     assert "resuming from step 4" in log.read_text(), log.read_text()
+    assert "frame #" not in log.read_text(), "C++ stacks"
     status = read_status(run)
     assert status is not None and (status.state, status.step) == ("finished", 8)
     assert sorted(samples(run)) == [(step, k) for step in range(8) for k in range(8)]

@@ -34,6 +34,7 @@ REPOSITORY = Path(__file__).parent.parent  # not conftest's: each rank imports t
 
 def place(word: str) -> tuple[str, int, int]:
     found = discover(LaunchOptions())
+    assert found.launcher == "dali-train"
     return word, found.rank, found.world_size
 
 

@@ -1,5 +1,6 @@
 """Losses against timm's pieces, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,16 @@ def test_teachers_that_cannot_teach_are_refused(teacher_file: tuple[str, nn.Modu
         teacher(num_classes=5, teacher="test_resnet", teacher_weights=path)
     with pytest.raises(ConfigError, match=r"cannot be loaded into timm's test_vit"):
         teacher(teacher="test_vit", teacher_weights=path)
+
+
+def test_a_teacher_takes_images_of_its_models_size(tmp_path: Path) -> None:
+    """Not of the architecture's usual size."""
+    model = timm.create_model("test_vit", num_classes=CLASSES, img_size=32)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    described = {"architecture": "test_vit", "num_classes": CLASSES, "model_args": {"img_size": 32}}
+    usual = {"input_size": [3, 160, 160], "fixed_input_size": True, "mean": [0.5] * 3, "std": [0.5] * 3}
+    (tmp_path / "config.json").write_text(json.dumps({**described, "pretrained_cfg": usual}))
+    settings = LossConfig(distillation="hard", teacher=f"local-dir:{tmp_path}")
+    Teacher(config_with(settings), CLASSES, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"loss.teacher \S+ takes images of 32 pixels, data.train_size is 160"):
+        Teacher(config_with(settings, size=160), CLASSES, torch.device("cpu"))

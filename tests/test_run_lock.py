@@ -66,7 +66,7 @@ def test_the_second_start_is_refused_on_all_ranks(start_training: StartTraining,
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0]
     second = train("run", *LONG, ranks=2, status=2)
     refused = rf"run.dir \S+ is in use: pid {first.pids()[0]} on \S+, since 2\S+ \S+ trains there"
-    assert len(re.findall(refused, second)) == 2, second
+    assert len(re.findall(refused, second)) == 1, f"one rank says it: {second}"
     assert first.running() and (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0] == metrics
     # After SIGKILL the same line starts at once, though nobody has reaped the dead one yet.
     os.kill(first.pids()[0], signal.SIGKILL)

@@ -21,6 +21,7 @@ from dali_train.training.pretrained import is_path
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
 _CONTENT = "content "
+_SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
 
 
 def recipe(config: Config, split: Split) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     """
     names = sorted(name for name in {*saved, *current} if name not in SETTINGS or SETTINGS[name].in_recipe)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]
-    return [f"{name} {old} -> {new}" for name, old, new in values if old != new]
+    return [f"{_SETTINGS_OF.get(name, name)} {old} -> {new}" for name, old, new in values if old != new]
 
 
 def _content_of(weights: str | None) -> str | None:

@@ -136,6 +136,7 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
         for name, parameter in model.named_parameters()
         for group in _group_of(parameter, optimizer)
     }
+    weights = checkpoint.state["model"]
     for name, value in (*checkpoint.state.get("optimizer", {}).items(), *saved["numbers"].items()):
         owner, _, key = name.removeprefix("state.").rpartition(".")
         if owner not in named:  # a parameter that is not trained any more
@@ -146,6 +147,8 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
             if not on_host:
                 value = laid_out_like(parameter, value).to(parameter.device)
+            if key != "step" and value.dtype == weights[owner].dtype:  # another precision.dtype than the checkpoint's
+                value = value.to(parameter.dtype)
         optimizer.state[parameter][key] = value
     return []
 

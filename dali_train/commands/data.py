@@ -11,11 +11,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dali_train.data.convert.datasets import DATASETS
 from dali_train.errors import DatasetError, RunError
+from dali_train.text import printable
 
 if TYPE_CHECKING:
     from dali_train.data.convert.image import EncodingOptions
@@ -48,14 +50,22 @@ def run_tool(name: str, work: Callable[[], int]) -> int:
     try:
         return work()
     except DatasetError as error:  # a mistake in the command, or in what it is given
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable(str(error))}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        return nobody_reads_on()
     except (RunError, OSError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{name}: stopped; start the same command again to resume", file=sys.stderr)
         return 130  # as the shell reports a command that Ctrl-C ended
+
+
+def nobody_reads_on() -> int:
+    """Return the exit status of a command whose output nobody reads to its end, as in `dali-train plan ... | head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
+    return 1
 
 
 def main(action: str, arguments: Sequence[str] | None = None) -> int:
@@ -237,7 +247,10 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--label-base", type=int, default=1, metavar="N", help="label of the first class (default: 1, as for ImageNet)"
     )
-    parser.add_argument("--num-classes", type=int, metavar="N", help="default: the largest label decides")
+    classes = parser.add_mutually_exclusive_group()
+    classes.add_argument("--num-classes", type=int, metavar="N", help="default: the largest label decides")
+    text = "the classes' names in the order of their labels, one per line (default: those in the records, if there are)"
+    classes.add_argument("--class-names", type=Path, metavar="FILE", help=text)
     parser.add_argument("--image-key", metavar="NAME", help="the feature that holds the image (default: image/encoded)")
     parser.add_argument(
         "--label-key", metavar="NAME", help="the feature that holds the label (default: image/class/label)"
@@ -251,12 +264,15 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 def _index(options: argparse.Namespace) -> int:
     from dali_train.data.dataset.build_index import DEFAULT_FEATURES, Features, build_index, unused_classes
 
-    out = options.out or options.dataset
+    out, num_classes = options.out or options.dataset, options.num_classes
+    names = options.class_names.read_text().splitlines() if options.class_names is not None else ()
+    if options.class_names is not None and len({name for name in names if name.strip()}) < max(1, len(names)):
+        raise DatasetError(f"--class-names {options.class_names}: use one name per line, each class another")
     manifest = build_index(
         options.dataset,
         out=out,
         label_base=options.label_base,
-        num_classes=options.num_classes,
+        num_classes=len(names) or num_classes,
         features=Features(
             image=options.image_key or DEFAULT_FEATURES.image,
             label=options.label_key or DEFAULT_FEATURES.label,
@@ -264,6 +280,9 @@ def _index(options: argparse.Namespace) -> int:
         check_crc=options.check_crc,
         workers=options.workers,
     )
+    if names:
+        manifest = replace(manifest, class_names=tuple(names))
+        manifest.write(out)
     for name, split in manifest.splits.items():
         print(f"{name}: {split.num_records:,} images in {len(split.shards)} shards, {manifest.num_classes} classes")
     unused = unused_classes(out)
@@ -322,7 +341,7 @@ def _verify(options: argparse.Namespace) -> int:
 
     findings = verify(options.dataset, sample=options.sample, decode=options.decode, workers=options.workers)
     for line in findings.summary():
-        print(line)
+        print(printable(line))
     if findings.problems:
         print(f"{options.dataset}: {len(findings.problems)} faults", file=sys.stderr)
         return 1
@@ -354,7 +373,7 @@ def _show(options: argparse.Namespace) -> int:
     manifest = Manifest.read(options.dataset)
     splits = [Split(options.dataset, name) for name in SPLITS if name in manifest.splits]
     for line in describe(manifest, splits):
-        print(line)
+        print(printable(line))
     directory = options.out or options.dataset / "contact_sheets"
     directory.mkdir(parents=True, exist_ok=True)
     for split in splits:

@@ -16,6 +16,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
+from dali_train.text import printable
 
 # Of these the order matters: what comes first explains what follows.
 _FIRST = ("positions", "images", "labels")
@@ -37,9 +38,9 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
     findings = compare_settings(*runs)
     print("settings")
     for finding in findings or ["the same"]:
-        print(f"  {finding}")
+        print(f"  {printable(finding)}")
     samples = compare_samples(*(run.config for run in runs), steps=steps)
-    print(f"samples\n  {samples or 'the same'}")
+    print(f"samples\n  {printable(samples) or 'the same'}")
     losses = compare_losses(*runs)
     print(f"losses\n  {losses or 'the same in every line that both logged'}")
     return not (findings or samples or losses)

@@ -23,6 +23,7 @@ from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError
+from dali_train.text import printable
 from dali_train.training.pretrained import image_settings
 
 _BATCH = 32
@@ -97,11 +98,11 @@ def print_predictions(
             raise ConfigError("--picture needs images: name some files")
         return compare_decoders(trained)
     predictions = _predict(trained.model, trained.config.data, images, decoder)
-    names = trained.class_names
+    names = [printable(name) for name in trained.class_names]
     width = max(len(str(path)) for path in images)
     for path, classes, probabilities in zip(images, predictions.classes, predictions.probabilities, strict=True):
         best = "  ".join(f"{names[c]} {p:.1%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True))
-        print(f"{path!s:<{width}}  {best}")
+        print(f"{printable(str(path)):<{width}}  {best}")
     if picture is not None:
         draw(picture, images, predictions, names)
         print(picture)
@@ -149,6 +150,7 @@ def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, n
         ax.set_title(
             "\n".join(f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)),
             fontsize=9,
+            parse_math=False,
         )
     figure.savefig(picture, dpi=120)
 

@@ -6,7 +6,9 @@
 import logging
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,6 +26,7 @@ from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
 from dali_train.runtime.agreement import StopAgreement
+from dali_train.runtime.bus_error import explain_bus_errors
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.local_launch import launch_locally
 from dali_train.runtime.process_group import host_group, joined, locked
@@ -99,16 +102,29 @@ def train(
         try:
             loop(run, StopAgreement(stop_requests, group))
         except BaseException as error:
-            if cause := end_failed(run, watchdog, error):
-                raise RunError(cause) from error
+            end_failed(run, watchdog, error)
             raise
         end(run)
     return run.result()
 
 
+@contextmanager
+def exit_is_an_error() -> Iterator[None]:
+    """Turn ``sys.exit``, which a hook, a loss or a model may call, into an error: its status would be the run's."""
+    try:
+        yield
+    except SystemExit as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise RunError(
+            f"{place.filename}, line {place.lineno}, in {place.name} called sys.exit({error.code!r}) before the run "
+            "was over: raise an exception there instead, or end the run with run.max_steps"
+        ) from error
+
+
 # ------------------------------------------------------------------------------------------------ build
 
 
+@exit_is_an_error()
 def build(
     config: Config,
     launch: Launch,
@@ -125,11 +141,13 @@ def build(
     begin = time.perf_counter()
     writer_group = host_group(launch, config)
     setup = prepare(config, launch, device)
+    explain_bus_errors(str(setup.dataset.path))
     evaluator = build_evaluator(setup)
     plan = make_plan(setup, launch)
     hooks = make_hooks(config, setup.layout)
     hooks.announce(plan)
     start = find_start(config, setup.split, group)
+    check_end(plan, start.step)
     trainer = restored_trainer(setup, start, evaluates=evaluator is not None)
     loader = build_loader(setup, start_step=start.step)
     start.release()
@@ -176,6 +194,24 @@ def make_plan(setup: Setup, launch: Launch) -> RunPlan:
         class_names=split.manifest.class_names,
         grad_accum_steps=setup.grad_accum_steps,
         total_steps=min(schedule_steps, config.run.max_steps or schedule_steps),
+    )
+
+
+def check_end(plan: RunPlan, step: int) -> None:
+    """Check that a run which has done `step` steps is not over already.
+
+    Raises:
+        ConfigError: it has done more than the config asks for.
+    """
+    if step <= plan.total_steps:
+        return
+    run, global_batch = plan.config.run, plan.config.batch.global_batch
+    asked = f"run.epochs {run.epochs:g} of {plan.num_images} images with batch.global_batch {global_batch}"
+    if run.max_steps == plan.total_steps:
+        asked = f"run.max_steps {run.max_steps}"
+    raise ConfigError(
+        f"{asked} ends the run after {plan.total_steps} steps, but it has done {step} already, as its newest "
+        f"checkpoint says: ask for at least {step} steps, or choose another run.dir to start at step 0"
     )
 
 
@@ -228,6 +264,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
 # ------------------------------------------------------------------------------------------------ loop
 
 
+@exit_is_an_error()
 def loop(run: Run, stop: StopAgreement) -> None:
     """Optimizer steps until the last one, or until all ranks agree to stop."""
     if run.accuracies.pending and run.evaluation_is_due():  # the run ended between saving and evaluating
@@ -316,23 +353,19 @@ def save(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------ end
 
 
-def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> str:
-    """Tell everyone that the run has failed with `error`; what goes wrong meanwhile is logged and never hides it.
-
-    Returns:
-        What ended first on another rank, if that is known to be the cause; otherwise an empty text.
-    """
+def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
+    """Tell everyone that the run has failed with `error`; what goes wrong meanwhile is logged and never hides it."""
     cause = watchdog.close(error)
     record = RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=error)
     reason = cause or f"{type(error).__name__}: {error}"
     for action in (partial(run.hooks.end, record), run.saver.join, partial(run.write_status, "failed", reason)):
         try:
             action()
-        except Exception as fault:
+        except (Exception, SystemExit) as fault:
             logger.warning("after the run had failed: %s: %s", type(fault).__name__, fault)
-    return cause
 
 
+@exit_is_an_error()
 def end(run: Run) -> None:
     """Tell the hooks and write down that the run has ended well."""
     run.trainer.clock.finish()

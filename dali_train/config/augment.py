@@ -60,15 +60,17 @@ def parse_augment(text: str) -> AugmentSpec:
         ),
         "",
     )
-    close = difflib.get_close_matches(text.split("-")[0], POLICIES, n=1, cutoff=0.4) or difflib.get_close_matches(
-        text, POLICIES, n=1
+    close = (
+        [policy for policy in POLICIES if text.startswith(policy.split("-")[0])]  # randaugment, autoaugment
+        or difflib.get_close_matches(text.split("-")[0], POLICIES, n=1, cutoff=0.4)
+        or difflib.get_close_matches(text, POLICIES, n=1)
     )
     meant = f", did you mean {close[0]}?" if close else ":"
     require(name != "", f"{_FORM.format(text=text)}there is no such policy{meant} There are {', '.join(POLICIES)}")
     allowed = POLICIES[name].split()
     values: dict[str, float | int | bool | tuple[str, ...]] = {}
     for word in filter(None, text.removeprefix(name).split("-")):
-        match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?|inf)", word)
+        match = re.fullmatch(r"([a-z]+)(\d+(?:\.\d+)?|(?<=mstd)inf)", word)
         if "t" in allowed and match is None and word.startswith("t"):
             values["operators"] = tuple(word[1:].split("+"))
             continue

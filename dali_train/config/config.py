@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from dali_train.config.batch import BatchConfig
@@ -112,6 +113,11 @@ class Config:
             not self.model.cuda_graphs or not self.data.progressive,
             "model.cuda_graphs is true with data.progressive: a captured graph takes images of one size, set "
             "model.cuda_graphs false",
+        )
+        require(
+            "://" in self.data.root or Path(self.data.root).resolve() != Path(self.run.dir).resolve(),
+            f"run.dir and data.root are both {self.run.dir}: a run's files do not belong among the dataset's, choose "
+            "another run.dir",
         )
         self._check_parallel()
         self._check_dali_reader()

@@ -73,7 +73,7 @@ def _executed(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ConfigError(f"{error.filename or path}, line {error.lineno}: {error.msg}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: its status would be taken for the command's
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)

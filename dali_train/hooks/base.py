@@ -111,8 +111,9 @@ class Hook:
 
         config = Config(..., hooks=HooksConfig(user=(ModelNorm,)))
 
-    A hook that raises is reported and does not end the run, unless it is `required`. Callbacks that a hook registers
-    with torch (`Module.register_forward_hook`, ...) are called by torch: what they raise ends the run.
+    A hook that raises, or calls `sys.exit`, is reported and does not end the run, unless it is `required`. Callbacks
+    that a hook registers with torch (`Module.register_forward_hook`, ...) are called by torch: what they raise ends the
+    run.
     """
 
     required: ClassVar[bool] = False

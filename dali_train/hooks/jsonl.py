@@ -100,7 +100,15 @@ class MetricsFile(Hook):
 class SampleTrace(Hook):
     """``samples.rank{r}.jsonl``: which images each micro-batch of this rank had, and where in the epoch.
 
-    Steps count from 0, as those of micro-batches do: step s of metrics.jsonl is s - 1 here."""
+    Steps count from 0, as those of micro-batches do: step s of metrics.jsonl is s - 1 here.
+
+    Args:
+        writes: whether this rank records its micro-batches. One that shares them with another rank does not; in
+            another layout it may have, and what it wrote after the last checkpoint goes.
+    """
+
+    def __init__(self, *, writes: bool) -> None:
+        self._writes = writes
 
     def start(self, record: RunStart) -> None:
         self._num_images = record.num_images
@@ -110,10 +118,14 @@ class SampleTrace(Hook):
                 rank = path.name.removeprefix("samples.rank").removesuffix(".jsonl")
                 if rank.isdecimal() and int(rank) >= record.launch.world_size:
                     trim(path, last_step)
-        self._file = JsonLines(record.directory / f"samples.rank{record.launch.rank}.jsonl", last_step)
+        path = record.directory / f"samples.rank{record.launch.rank}.jsonl"
+        if self._writes:
+            self._file = JsonLines(path, last_step)
+        else:
+            trim(path, last_step)
 
     def step(self, record: StepRecord) -> None:
-        for batch in record.micro_batches:
+        for batch in record.micro_batches if self._writes else ():
             self._file.write(
                 {
                     "step": batch.step,
@@ -124,4 +136,5 @@ class SampleTrace(Hook):
             )
 
     def end(self, record: RunEnd) -> None:
-        self._file.close()
+        if self._writes:
+            self._file.close()

@@ -68,11 +68,11 @@ class Observers:
         try:
             call()
             return True
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._report(hook, moment, error)
             return False
 
-    def _report(self, hook: Hook, moment: str, error: Exception) -> None:
+    def _report(self, hook: Hook, moment: str, error: Exception | SystemExit) -> None:
         if hook.required:
             raise error
         self._failures[hook] = self._failures.get(hook, 0) + 1
@@ -81,7 +81,7 @@ class Observers:
             logger.warning("hook %s failed at %s: %s", name, moment, self._explain(error))
             logger.debug("hook %s failed at %s", name, moment, exc_info=error)
 
-    def _explain(self, error: Exception) -> str:
+    def _explain(self, error: Exception | SystemExit) -> str:
         if isinstance(error, HookUnavailableError):
             return f"{error}. Training continues without it"
         if isinstance(error, OSError) and error.errno in NO_SPACE:

@@ -36,6 +36,6 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
         if chosen.profile is not None:
             hooks.append(Profile(*chosen.profile))
         hooks += trackers
-    if chosen.trace_samples and layout.pipeline_rank == 0 and layout.tensor_rank == 0:  # once per micro-batch
-        hooks.append(SampleTrace())
+    if chosen.trace_samples:
+        hooks.append(SampleTrace(writes=layout.pipeline_rank == 0 and layout.tensor_rank == 0))  # once per micro-batch
     return Observers([*hooks, *(make() for make in chosen.user)])

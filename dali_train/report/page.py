@@ -105,8 +105,9 @@ def _facts(run: ReportedRun) -> dict[str, str]:
     config, environment, last = run.config, run.environment, run.events[-1]
     throughput, step = run.median("images_per_second"), run.median("step_s")
     seconds = run.phase_seconds()
+    epoch = min(last["epoch"], config.run.epochs)  # the last step may go beyond: all steps have the same size
     return {
-        "state": f"{run.state} at epoch {last['epoch']:.2f} of {config.run.epochs:g} (step {last['step']:,})",
+        "state": f"{run.state} at epoch {epoch:.2f} of {config.run.epochs:g} (step {last['step']:,})",
         "best top-1": _best(run),
         "last training loss": f"{run.train[-1]['loss']:.4f}" if run.train else "none yet",
         "throughput": "none yet"

@@ -43,16 +43,25 @@ class PredictionTables:
         newest = max(run_directory.glob("predictions/step-*"), default=run_directory / "predictions")
         self.predictions = _read(newest / "predictions.csv", _prediction)
         self.classes = _read(
-            newest / "classes.csv", lambda head, row: ClassAccuracy(row[0], int(row[1]), float(row[2]))
+            newest / "classes.csv", lambda head, row: ClassAccuracy(row[0], _count(row[1]), float(row[2]))
         )
-        self.pairs = _read(newest / "confused_pairs.csv", lambda head, row: ConfusedPair(row[0], row[1], int(row[2])))
-        confusion = _read(newest / "confusion.csv", lambda head, row: (row[0], [int(count) for count in row[1:]]))
+        self.pairs = _read(
+            newest / "confused_pairs.csv", lambda head, row: ConfusedPair(row[0], row[1], _count(row[2]))
+        )
+        confusion = _read(newest / "confusion.csv", lambda head, row: (row[0], [*map(_count, row[1:])]))
         self.confusion_classes = [name for name, _ in confusion]
         self.confusion: NDArray[np.int64] = np.array(
             [counts for _, counts in confusion], dtype=np.int64
         )  # (truth, guess)
         if confusion and self.confusion.shape != (len(confusion), len(confusion)):
             raise ConfigError(f"{newest / 'confusion.csv'} is not square, as a run writes it: move it away")
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if not 0 <= count < 1 << 63:
+        raise ValueError(f"{text[:20]} is no number of images")
+    return count
 
 
 def _prediction(head: list[str], row: list[str]) -> Prediction:

@@ -4,12 +4,18 @@ What a launcher sets in the environment wins over ColossalAI's options (``--loca
 ``--world_size``, ``--rank``, ``--host``, ``--port``), since torch.distributed.launch and Slurm scripts pass both.
 """
 
+import json
 import os
 import re
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from dali_train.errors import ConfigError
+
+LOCAL = "dali-train-"  # how the run id of `local_launch` begins, which sets torchrun's variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +59,8 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
             that do not suffice.
     """
     if "TORCHELASTIC_RUN_ID" in environ:  # torchrun, torch.distributed.run, torch.distributed.launch
+        if environ["TORCHELASTIC_RUN_ID"].startswith(LOCAL):
+            return _from_variables("dali-train", environ)
         if "SLURM_STEP_ID" in environ:
             _check_torchrun_within_slurm(environ)
         return _from_variables("torchrun", environ)
@@ -66,6 +74,8 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
                 f"{name} is {environ[name]}, so mpirun or mpiexec started this process, but neither is a launcher "
                 "that is understood: expected torchrun or srun"
             )
+    if options.world_size is not None and options.world_size < 1:
+        raise ConfigError(f"--world_size is {options.world_size}: use at least 1, or leave it out")
     if options.world_size is not None and options.world_size > 1:
         launcher = "--world_size"
         rank = options.rank if options.rank is not None else options.local_rank
@@ -93,6 +103,30 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
         port=0,
         launcher="none",
     )
+
+
+def is_first_on_host(local_rank: int | None = None, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether no other process of the run on this host comes before this one, as far as the launcher says.
+
+    Args:
+        local_rank: ColossalAI's option.
+    """
+    numbers = (environ.get("LOCAL_RANK"), environ.get("SLURM_LOCALID"), local_rank, 0)
+    return next(str(number) for number in numbers if number is not None) == "0"
+
+
+def tell_torchrun(message: str, *, is_said: bool, environ: Mapping[str, str] = os.environ) -> None:
+    """Let torchrun end its table of failed ranks with `message`, which scrolls away before that otherwise.
+
+    Args:
+        is_said: another rank prints the same; torchrun takes the failure with the earliest time for the first cause.
+    """
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        text = "as another rank says" if is_said else message
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) + is_said)}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
 
 
 def _from_variables(launcher: str, environ: Mapping[str, str]) -> Launch:

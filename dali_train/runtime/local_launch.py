@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dali_train.errors import ConfigError, RunError
+from dali_train.runtime.launch import LOCAL
 from dali_train.runtime.orphan import exit_if_launcher_dies
 
 Result = TypeVar("Result")
@@ -63,7 +64,7 @@ def launch_locally(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=count,
-            run_id=uuid.uuid4().hex,
+            run_id=LOCAL + uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",  # port 0: one that is free
             max_restarts=0,

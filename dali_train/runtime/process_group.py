@@ -1,6 +1,7 @@
 """How the ranks meet, and the process groups in which they communicate."""
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -80,8 +81,8 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) 
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
-            f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({error}): check that every rank was "
-            "started and that the address is reachable from each host"
+            f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): check "
+            "that every rank was started and that the address is reachable from each host"
         ) from error
     finally:
         silence.cancel()
@@ -130,11 +131,12 @@ def _meet(launch: Launch) -> tuple[dist.Store, int]:
     while True:
         port = int(agent.get("dali_train/port"))
         try:
+            socket.create_connection((launch.host, port), 2).close()  # torch would print C++ stacks if nobody listens
             store = dist.TCPStore(launch.host, port, is_master=False, timeout=timedelta(seconds=2))
             if store.add(f"rank{launch.rank}", 1) == 1:
                 return store, port
             reason = "the store found there is of an earlier start"
-        except RuntimeError as error:  # of an earlier start too, or not reachable
+        except (OSError, RuntimeError) as error:  # of an earlier start too, or not reachable
             reason = str(error)
         if time.monotonic() > end:
             raise RuntimeError(f"rank 0's store on port {port}: {reason}")

@@ -50,7 +50,7 @@ def read_status(run_directory: Path) -> RunStatus | None:
         status = _parse(read_limited(path, _LARGEST_FILE))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not the status of a run ({error}): move it away, checkpoints do not need it"
         ) from error
@@ -73,7 +73,9 @@ def _parse(content: bytes) -> RunStatus:
     if status.state not in ("running", "stopped", "finished", "failed"):
         raise ValueError(f"its state is {status.state!r}")
     numbers = (status.step, status.total_steps, status.best_top1)
-    if type(status.step) is not int or not all(value is None or type(value) in (int, float) for value in numbers):
+    if type(status.step) is not int or not all(
+        value is None or (type(value) in (int, float) and abs(value) < 1 << 63) for value in numbers
+    ):
         raise ValueError(f"step, total_steps and best_top1 are {numbers}, expected numbers")
     if not isinstance(status.reason, str) or not isinstance(status.lock_holder, str):
         raise ValueError("reason and lock_holder are not text")

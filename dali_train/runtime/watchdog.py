@@ -7,6 +7,7 @@ collectives: what hangs are collectives.
 """
 
 import faulthandler
+import hashlib
 import json
 import os
 import platform
@@ -15,15 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch.distributed as dist
 
-from dali_train.errors import RunError
+from dali_train.errors import RunError, UserError
 from dali_train.runtime.launch import Launch
+
+Answer = TypeVar("Answer")
 
 LATE_S = 30.0  # without progress: rank 0 says whom it waits for
 BEAT_S = 1.0
@@ -32,7 +36,7 @@ SILENT_S = 4.0  # without a beat: dead, stopped or unreachable
 _LONG_PHASES = {"start", "evaluation", "checkpoint"}
 _PROGRESS = {"start": 0, "data": 1}  # within a step; ranks wait for one another in all phases after these
 _MISSING = "Missing or late: "
-_LOST_PEER = re.compile(r"gloo|nccl|connection|timed? ?out|socket|store", re.IGNORECASE)
+_LOST_PEER = re.compile(r"gloo|nccl|connection|timed? ?out|socket|TCPStore", re.IGNORECASE)
 
 
 class Position(Protocol):
@@ -95,6 +99,7 @@ class Watchdog:
         self._late_s = self._next_warning = min(LATE_S, timeout_s / 2)
         self._reported = False
         self._ended, self._lost_peer = "", False  # for the last beat
+        self._cause, self._cause_is_said = "", False  # see `close`
         self._count = 0
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> (its last beat, when that was new here)
         self._answered = monotonic()  # when the store last answered
@@ -123,38 +128,66 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if cause := self.close(error):
-            self._say(cause)
+            lost = RunError(cause)
+            lost.is_said = self._cause_is_said
+            raise lost from error
 
     def close(self, error: BaseException | None) -> str:
-        """Stop watching. After an error rank 0 stays a moment to find out who else ended.
+        """Stop watching, and see to it that of the ranks that end with the same `error` one prints it. After an error
+        rank 0 stays a moment: it finds out who else ended, and the others learn that it has.
 
         Returns:
-            On rank 0, if `error` says that another rank was lost, which one and with what it ended; else empty.
+            If `error` says that another rank was lost, the cause as far as it is known here; else empty.
         """
         if self._closing.is_set():
-            return ""
+            return self._cause
         self._closing.set()
         for thread in self._threads:
             thread.join(2 * BEAT_S)
         if error is None or self._store is None:
             return ""
-        lost_peer = type(error) is not RunError and isinstance(error, RuntimeError)
-        lost_peer = lost_peer and _LOST_PEER.search(str(error)) is not None
+        lost_peer = _is_lost_peer(error)
         first_line = next(iter(str(error).splitlines()), "")
-        if not self._send_last(f"{type(error).__name__}: {first_line}", lost_peer=lost_peer):
-            self._say(
-                f"the store of rank 0 on {self._launch.host}:{self._launch.port} does not answer: rank 0 ended first"
-            )
-        if not lost_peer:
-            return ""
-        self._write_report(f"lost touch with the other ranks: {first_line}")
-        if self._launch.rank != 0:
-            return ""
-        end = self._now() + SILENT_S + BEAT_S  # silence shows by waiting
-        while self._now() < end:
+        answers = self._send_last(f"{type(error).__name__}: {first_line}", lost_peer=lost_peer)
+        if lost_peer:
+            self._write_report(f"lost touch with the other ranks: {first_line}")
+            self._cause, self._cause_is_said = self._find_cause(answers)
+        elif isinstance(error, UserError):
+            error.is_said = self._is_said(str(error))
+        if self._launch.rank == 0 and not lost_peer:
+            self._wait(2 * BEAT_S, lambda: all(beat.ended for beat, _ in self._beats.values()))
+        return self._cause
+
+    def _find_cause(self, store_answers: bool) -> tuple[str, bool]:
+        """Return why this rank has lost touch with others, and whether another rank says so."""
+        launch = self._launch
+        if launch.rank == 0:
+            self._wait(SILENT_S + BEAT_S)  # silence shows by waiting
+            self.beat()
+            return f"lost touch with other ranks. {name_missing(self._silences(), launch.world_size)}", False
+        if store_answers:
+            return "lost touch with other ranks: rank 0 says which", True
+        ended = any(beat.rank == 0 and beat.ended for beat, _ in self._beats.values())
+        first_here = launch.local_rank == 0 or launch.rank == 1
+        cause = f"the store of rank 0 on {launch.host}:{launch.port} does not answer: rank 0 ended first"
+        return f"lost touch with other ranks: {cause}", ended or not first_here
+
+    def _is_said(self, message: str) -> bool:
+        """Return whether another rank has ended with the same message before this one."""
+        key, rank = f"said {hashlib.sha256(message.encode()).hexdigest()}", str(self._launch.rank)
+
+        def ask() -> str:
+            assert self._store is not None
+            return str(self._store.compare_set(key, "", rank).decode())
+
+        return self._answer(ask) not in (rank, None)
+
+    def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait, looking at the others' beats meanwhile; at the longest until a condition holds."""
+        end = self._now() + seconds
+        while self._now() < end and not until():
             time.sleep(BEAT_S / 10)
-        self.beat()
-        return f"lost touch with other ranks. {name_missing(self._silences(), self._launch.world_size)}"
+            self.beat()
 
     def beat(self) -> bool:
         """Send this rank's beat and get rank 0's, or on rank 0 everyone's. False: the store failed."""
@@ -244,11 +277,20 @@ class Watchdog:
     def _send_last(self, ended: str, *, lost_peer: bool) -> bool:
         """Send the last beat; False if the store does not answer, which must not keep the process from ending."""
         self._ended, self._lost_peer = ended, lost_peer
-        sent: list[bool] = []
-        thread = threading.Thread(target=lambda: sent.append(self.beat()), daemon=True)
+        return self._answer(self.beat) is True
+
+    def _answer(self, ask: Callable[[], Answer]) -> Answer | None:
+        """Return what the store answers; None if it does not."""
+        answers: list[Answer] = []
+
+        def work() -> None:
+            with suppress(RuntimeError):
+                answers.append(ask())
+
+        thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(2 * BEAT_S)
-        return sent == [True]
+        return answers[0] if answers else None
 
     def _silences(self) -> list[tuple[Beat, float]]:
         """Return the last beat of every rank that sent one, and the seconds since then, by rank."""
@@ -270,6 +312,13 @@ class Watchdog:
 
     def _say(self, text: str) -> None:
         print(f"rank {self._launch.rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Return whether torch's communication failed, or whether that is why one of our own errors was raised."""
+    first = error.__cause__ or error if isinstance(error, RunError) else error
+    is_torchs = isinstance(first, BaseException) and not isinstance(first, UserError | OSError | ValueError)
+    return isinstance(error, RuntimeError) and is_torchs and _LOST_PEER.search(str(first)) is not None
 
 
 def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from dali_train.config import Config, LossConfig
 from dali_train.config.names import row_of
 from dali_train.errors import ConfigError
+from dali_train.training.model import input_size
 from dali_train.training.pretrained import create_pretrained
 
 Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -138,7 +139,7 @@ class Teacher:
         )
         dtype = torch.float64 if config.precision.dtype == "fp64" else torch.float32
         self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-        size = model.pretrained_cfg.get("input_size", (3, 0, 0))[-1]
+        size = input_size(model)
         if model.pretrained_cfg.get("fixed_input_size") and data.train_sizes != [size]:
             raise ConfigError(
                 f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is "

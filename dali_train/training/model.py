@@ -280,7 +280,7 @@ def compare_with_timm(
     for name, ours in (("mean", config.data.mean), ("std", config.data.std)):
         theirs = tuple(round(255 * value, 3) for value in own.get(name, ()))
         if theirs and any(abs(a - b) > 0.5 for a, b in zip(theirs, ours, strict=True)):
-            differences.append(f"{name} {theirs}, data.{name} is {ours}")
+            differences.append(f"{name} {theirs}, data.normalise has {ours}")
     return [f"timm's {config.model.name} has {'; '.join(differences)}"] if differences else []
 
 

@@ -25,7 +25,7 @@ _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 def is_path(weights: str) -> bool:
     """Return whether `weights` name a file or directory, which need not be there, rather than what timm fetches."""
-    if ":" in weights:  # local-dir: and hf-hub:
+    if not weights or ":" in weights:  # local-dir: and hf-hub:
         return False
     return "/" in weights or weights.endswith(_SUFFIXES) or (Path(weights).exists() and not timm.is_model(weights))
 

@@ -16,6 +16,7 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._running: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
         self._weights: list[float] = []
         for layer in model.modules():
             if not isinstance(layer, _BatchNorm) or layer.momentum is None:
@@ -24,8 +25,11 @@ class RunningStatistics:
                 if running is not None:
                     self._running.append(running)
                     self._weights.append(layer.momentum)
+            if layer.num_batches_tracked is not None:
+                self._counts.append(layer.num_batches_tracked)
             layer.momentum = 1.0  # a forward pass leaves the micro-batch's own statistics there
         self._before = [t.clone() for t in self._running]
+        self._num_steps = [t.clone() for t in self._counts]  # what they count instead of micro-batches of one rank
         self._sums = [torch.zeros_like(t) for t in self._running]
 
     def add_micro_batch(self) -> None:
@@ -47,4 +51,6 @@ class RunningStatistics:
         for running, before, mean, weight in zip(self._running, self._before, means, self._weights, strict=True):
             running.copy_(before.lerp(mean.view_as(before), weight))
         torch._foreach_copy_(self._before, self._running)
+        torch._foreach_add_(self._num_steps, 1)
+        torch._foreach_copy_(self._counts, self._num_steps)
         torch._foreach_zero_(self._sums)

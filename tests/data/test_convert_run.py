@@ -316,7 +316,8 @@ def test_a_spoilt_note_costs_only_its_shard(folder: Path, tmp_path: Path, monkey
     [
         (["--train-shards", "38"], "--train-shards is 38: use 1 to 37, the split has 37 images"),
         (["--workers", "0"], "--workers is 0: use at least 1"),
-        (["--seed", "-1"], "--seed is -1: use 0 to 2**64 - 1"),
+        (["--seed", "-1"], "--seed is -1: use 0 to 2**63 - 1"),
+        (["--seed", str(1 << 63)], "--seed is 9223372036854775808: use 0 to 2**63 - 1"),
         (["--quality", "0"], "--quality is 0: use 1 to 100"),
         (["--validation-fraction", "1.5"], "--validation-fraction is 1.5: use a fraction between 0 and 1"),
         (["--validation", "."], "the class folders must agree"),

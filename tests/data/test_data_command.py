@@ -129,6 +129,21 @@ def test_unused_class_numbers_are_mentioned(tmp_path: Path, capsys: pytest.Captu
     assert "note: no record has the label 0, 3, 4: 3 of 6 classes are unused" in capsys.readouterr().out
 
 
+def test_names_of_the_classes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_shard(tmp_path / "train" / "a", [(small_photograph(seed), label) for seed, label in enumerate((1, 2))])
+    names = tmp_path / "names.txt"
+    for text, status, message in (
+        ("", 2, "use one name"),
+        ("ant\nant\n", 2, "use one name"),
+        ("ant\n", 1, "label 2 is"),
+    ):
+        names.write_text(text)
+        assert data("index", tmp_path, "--class-names", names) == status and message in capsys.readouterr().err
+    names.write_text("ant\nbee\nlarge wasp\n")
+    assert data("index", tmp_path, "--class-names", names) == 0
+    assert Split(tmp_path, "train").manifest.class_names == ("ant", "bee", "large wasp")
+
+
 @pytest.mark.parametrize(
     ("files", "command"),
     [

@@ -64,8 +64,8 @@ class Conversion:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConversionError(f"--workers is {self.workers}: use at least 1")
-        if not 0 <= self.seed < 1 << 64:
-            raise ConversionError(f"--seed is {self.seed}: use 0 to 2**64 - 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConversionError(f"--seed is {self.seed}: use 0 to 2**63 - 1")
         for split, source in self.sources.items():
             num_images, num_shards = len(source.labels), self.num_shards.get(split)
             if num_images == 0:

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from dali_train.data.dataset.image_file import BadImageError, decode_rgb
 from dali_train.data.dataset.index import Split
 from dali_train.errors import DatasetError
-from dali_train.text import shortened
+from dali_train.text import printable, shortened
 
 PAPER, INK = "#ffffff", "#1f2328"
 _GAP, _CAPTION, _FONT_SIZE = 10, 22, 13  # pixels
@@ -55,6 +55,6 @@ def contact_sheet(images: Sequence[tuple[Image.Image, str]], *, columns: int, si
         left, top = _GAP + place % columns * (side + _GAP), _GAP + place // columns * (side + _CAPTION + _GAP)
         tile = thumbnail(image, side)
         sheet.paste(tile, (left + (side - tile.width) // 2, top + (side - tile.height) // 2))
-        text = shortened(caption, side, caption_font.getlength)
+        text = shortened(printable(caption), side, caption_font.getlength)
         draw.text((left + side // 2, top + side + 2), text, fill=INK, font=caption_font, anchor="ma")
     return sheet
