@@ -24,6 +24,7 @@ from dali_train.runtime.status import (
     MISTAKE,
     START_AGAIN,
     describe,
+    describe_all,
     exit_status,
     read_status,
     stopped_before_restart,
@@ -127,7 +128,11 @@ def _add_commands_with_config(commands: Commands) -> None:
     summary = "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on."
     status = add("status", _status, summary)
     status.add_argument(
-        "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir; or name the config that has it"
+        "directories",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="a run.dir, several for a table (runs/*); or name the config that has it",
     )
     summary = "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run."
     add("doctor", _doctor, summary)
@@ -176,10 +181,18 @@ def _add_commands_on_runs(commands: Commands) -> None:
     summary = "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
     diff = add("diff", _diff, summary, runs="+")
     diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
-    report = add("report", _report, "Draw runs into one HTML page, several over one another.", runs="+")
+    report = add("report", _report, "Show runs as one HTML page, several over one another.", runs="+")
     report.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write page and PNGs (default: report/ in the first RUN)"
+        "--output", type=Path, metavar="DIR", help="where to write it (default: RUN/report, comparison/ beside several)"
     )
+    report.add_argument(
+        "--serve",
+        action="store_true",
+        help="instead of a file: pages of all runs in RUN, kept current while they train",
+    )
+    # The values are found by `_launch_parser`, which knows these words too.
+    report.add_argument("--host", help="--serve: the address to listen at (default: this machine alone)")
+    report.add_argument("--port", help="--serve: the port (default: 7007; 0: any that is free)")
 
 
 def _launch_parser() -> argparse.ArgumentParser:
@@ -248,9 +261,18 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _status(options: argparse.Namespace, overrides: list[str]) -> int:
-    directory = options.directory or Path(_config(options, overrides).run.dir)
-    if options.directory is not None and not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; name the run.dir of a run")
+    directories = options.directories or [Path(_config(options, overrides).run.dir)]
+    for directory in options.directories:
+        if not directory.is_dir():
+            raise ConfigError(f"{directory}: no such directory; name the run.dir of a run")
+    # A pattern as runs/* finds other folders too, such as a comparison's.
+    signs = ("config.json", "status.json", "run.lock")
+    runs = [path for path in directories if any((path / sign).exists() for sign in signs)]
+    if len(runs) > 1:
+        lines, status = describe_all(runs)
+        print("\n".join(lines))
+        return status
+    (directory,) = runs or directories[:1]
     print(printable(describe(directory)))
     return exit_status(read_status(directory))
 
@@ -321,9 +343,15 @@ def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _report(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
+    if options.serve:
+        from dali_train.report.serve import LOCALHOST, PORT, serve
+
+        port = options.launch["port"]
+        serve(options.run_dir, options.launch["host"] or LOCALHOST, PORT if port is None else port)
+        return FINISHED
     from dali_train.report import write_report
 
-    print(write_report(options.run_dir, options.output or options.run_dir[0] / "report"))
+    print(write_report(options.run_dir, options.output))
     return FINISHED
 
 

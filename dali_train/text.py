@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 _ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
@@ -25,6 +25,13 @@ def shortened(text: str, limit: float, size: Callable[[str], float] = len) -> st
         return text
     too_long = bisect_right(range(len(text)), limit, key=lambda end: size(text[:end] + "…"))
     return text[: max(0, too_long - 1)].rstrip() + "…"
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a line per row with its cells in columns."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def plural(count: int, noun: str) -> str:

@@ -348,7 +348,7 @@ def upload_run(directory: Path, checkpoint: flyte.Checkpoint) -> None:
 
 def _show(directory: Path) -> None:
     """Write the task's page: the run's report with curves and confusion, and the table of predictions."""
-    page = write_report([directory], directory / "report").read_text()
+    page = write_report([directory]).read_text()
     frame = f'<iframe style="width: 100%; height: 90vh; border: 0" srcdoc="{html.escape(page)}"></iframe>'
     flyte.report.get_tab("report").replace(frame)
     tables = sorted((directory / "predictions").glob("step-*/predictions.csv"))

@@ -408,7 +408,6 @@ def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report" / "index.html").read_text()
     assert "собака" in page and "evil name" in page and "\x1b" not in page
-    assert Image.open(tmp_path / "run" / "report" / "classes.png").width > 600
 
 
 def test_samples_are_what_the_network_gets() -> None:

@@ -1,9 +1,13 @@
 """The report of real runs, and what it says bounds a run."""
 
-import io
+import base64
+import hashlib
 import json
 import re
+from http.client import HTTPConnection
+from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,10 +16,10 @@ from PIL import Image
 
 from dali_train.cli import main
 from dali_train.report.bound import what_bounds
-from dali_train.report.figures import draw_all
 from dali_train.report.runs import ReportedRun, differences, load_run
+from dali_train.report.serve import make_server
 from dali_train.text import duration, plural, printable
-from dali_train.training.events import STEP_PHASES, best_evaluation
+from dali_train.training.events import STEP_PHASES, best_evaluation, decisive
 
 from .conftest import REPOSITORY, TINY_CONFIG, run_in_pool
 from .helpers import write_run
@@ -53,24 +57,90 @@ def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [place / "plain", place / "faster"]
 
 
-def test_report_of_runs(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(runs[0])]) == 0
-    assert capsys.readouterr().out.strip() == str(runs[0] / "report" / "index.html")
-    assert main(["report", *map(str, runs), "--output", str(tmp_path / "both")]) == 0
-    expected = "accuracy classes confusion gradient-norm learning-rate loss measured memory step-time throughput time"
-    for directory in (runs[0] / "report", tmp_path / "both"):
-        page = (directory / "index.html").read_text()
-        assert not re.search(r'(src|href)="(?!data:image/png;base64,)', page), "something is fetched"
-        assert "<script" not in page
-        assert sorted(path.stem for path in directory.glob("*.png")) == sorted([*expected.split(), "trust-ratio"])
-        for path in directory.glob("*.png"):
-            with Image.open(path) as picture:
-                shown = np.asarray(picture.convert("L")).std()
-                assert picture.width > 600 and shown > 10, f"{path.stem} shows nothing"
-    page = (tmp_path / "both" / "index.html").read_text()
-    assert "<tr><th>optimizer.lr</th><td>0.01</td><td>0.02</td></tr>" in page
-    assert "Settings that differ" in page and "Wrong answers: plain" in page and "Measured by hooks" in page
-    assert "(started 2 times, the last)" in page
+def charts_of(page: str) -> dict[str, Any]:
+    """Return what the script in a page draws, after a look at what the page may do: run its own scripts, and fetch
+    nothing from elsewhere."""
+    assert not re.search(r'\b(src|href)="(?!data:image/png;base64,|/run/)', page), "something is fetched"
+    library, drawing = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert page.count("<script") == 3 and "Permission is hereby granted" in library and "uPlot" in drawing
+    for text in (library, drawing):
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in page
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return dict(json.loads(data))
+
+
+def columns(page: str, title: str, run: int = 0) -> dict[str, list[float]]:
+    """Return the columns of one chart, by ``kind/field``."""
+    data = charts_of(page)
+    chart = next(chart for chart in data["charts"] if chart["title"] == title)
+    return {f"{kind}/{field}": data["runs"][run][kind]["y"].get(field, []) for kind, field, _ in chart["fields"]}
+
+
+def test_report_of_runs(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Written at the end of a run; of several in one page, the best first, without a change to their own."""
+    own = (runs[0] / "report" / "index.html").read_bytes()
+    assert main(["report", *map(str, runs)]) == 0
+    comparison = runs[0].parent / "comparison" / "index.html"
+    assert capsys.readouterr().out.strip() == str(comparison)
+    assert (runs[0] / "report" / "index.html").read_bytes() == own
+    page, both = own.decode(), comparison.read_text()
+    events = load_run(runs[0]).train
+    assert columns(page, "Loss")["train/loss"] == pytest.approx([event["loss"] for event in events], rel=1e-6)
+    assert columns(page, "head_bias_norm")["train/head_bias_norm"] == pytest.approx(
+        [event["head_bias_norm"] for event in events], rel=1e-6
+    )
+    titles = [chart["title"] for chart in charts_of(page)["charts"]]
+    for name in ("Top-1 on", "Throughput", "Where a step", "Learning rate", "Gradient norm", "LAMB's", "Memory"):
+        assert any(title.startswith(name) for title in titles), name
+    data = charts_of(both)["runs"]
+    best = {run.name: best_evaluation(load_run(run).events) for run in runs}
+    tops = [decisive(best[run["name"]], "top1") for run in data]
+    assert tops == sorted(tops, reverse=True) and {run["name"] for run in data} == {"plain", "faster"}
+    (faster,) = (run for run in data if run["name"] == "faster")
+    assert faster["resumed"]["x"]["epoch"] == [4 * 32 / 50]
+    assert all(earlier <= later for earlier, later in pairwise(faster["train"]["x"]["time"]))
+    assert (
+        "<th>optimizer.lr</th>" in both
+        and "Wrong answers" in both
+        and "(started 2 times, the last)" in ((runs[1] / "report" / "index.html").read_text())
+    )
+
+
+def test_runs_are_served_while_they_train(runs: list[Path], tmp_path: Path) -> None:
+    """An index, a page per run, several together; the same answer costs nothing; nothing else is handed out."""
+    place = tmp_path / "runs"
+    place.mkdir()
+    for run in runs:
+        (place / run.name).symlink_to(run)
+    started = write_run(place / "just <started>", 0)
+    (started / "metrics.jsonl").write_bytes(b"")
+    with make_server([place, runs[0]], "127.0.0.1", 0) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+
+        def get(target: str, **headers: str) -> tuple[int, str, str]:
+            connection = HTTPConnection(*server.server_address[:2], timeout=30)
+            connection.request("GET", target, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), answer.headers.get("ETag", "")
+
+        status, index, tag = get("/")
+        assert status == 200 and "just &lt;started&gt;" in index and "has no line yet" in index
+        links = re.findall(r'href="(/run/[^"]*)"', index)
+        assert len(links) == 2 and len(charts_of(index)["runs"]) == 2
+        assert get("/", **{"If-None-Match": tag})[0] == 304
+        pages = [get(link) for link in links]
+        assert [status for status, _, _ in pages] == [200, 200]
+        assert 'data-refresh="5"' in pages[0][1] and {len(charts_of(page)["runs"]) for _, page, _ in pages} == {1}
+        status, both, _ = get("/compare?run=plain&run=faster")
+        assert status == 200 and "Settings that differ" in both
+        for target in ("/run/../plain", "/run/", "/compare?run=../plain", "/compare", f"/run/{runs[0]}", "/x"):
+            assert get(target)[0] == 404, target
+        assert get("/", Host="elsewhere.example:80")[0] == 404
+        with (started / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "start", "step": 0, "epoch": 0.0, "startup_s": 1.0}) + "\n")
+        status, index, _ = get("/", **{"If-None-Match": tag})
+        assert status == 200 and len(re.findall('href="/run/', index)) == 3
+        server.shutdown()
 
 
 def test_one_best_accuracy(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +154,15 @@ def test_one_best_accuracy(runs: list[Path], capsys: pytest.CaptureFixture[str])
     assert (runs[1] / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
     assert max(json.loads((runs[1] / "epoch_accuracies.json").read_text())) == best["ema_top1"]
     assert main(["status", str(runs[1])]) == 0 and f"best top-1 of the EMA {text}" in capsys.readouterr().out
-    assert main(["report", str(runs[1])]) == 0
+    folder = runs[0].parent / "no-run"
+    folder.mkdir()
+    assert main(["status", *map(str, runs), str(folder)]) == 0
+    head, plain, faster = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["run", "state", "step"] and re.search(r"plain +finished +7 of 7 +\d", plain)
+    assert re.search(rf"faster +finished +7 of 7 +{text} \(EMA\) +7 ", faster)
     page = (runs[1] / "report" / "index.html").read_text()
+    drawn = columns(page, "Top-1 on the validation images (published 72.70%)")["eval/decisive_top1"]
+    assert max(drawn) == pytest.approx(best["ema_top1"], rel=1e-6)
     assert f"{text} of the EMA of the weights" in page and f"(without EMA {best['top1']:.2%})" in page
     assert "published 72.70%" in page
 
@@ -94,11 +171,11 @@ def test_what_differs_and_what_is_resumed(runs: list[Path]) -> None:
     plain, faster = (load_run(path) for path in runs)
     assert dict(differences([plain, faster])) == {
         "optimizer.lr": [0.01, 0.02],
-        "run.dir": [str(path) for path in runs],
         "run.published_top1": [None, 0.727],
         "ema.decay": [None, 0.9],
     }
-    assert plain.resumed_at == [] and faster.resumed_at == [4 * 32 / 50]
+    assert plain.resumed == [] and [event["epoch"] for event in faster.resumed] == [4 * 32 / 50]
+    assert plain.seconds_at(plain.events[-1]["step"]) == pytest.approx(sum(plain.phase_seconds().values()))
     end = next(event for event in plain.events if event["event"] == "end")
     logged, whole = plain.phase_seconds(), end["seconds"]
     assert logged["forward_s"] == pytest.approx(whole["forward"], rel=1e-6)
@@ -190,19 +267,22 @@ def test_nothing_in_a_page_is_markup_of_its_own(tmp_path: Path) -> None:
     (run / "environment.json").write_text('{"device": "<script>"}')
     assert main(["report", str(run)]) == 0
     page = (run / "report" / "index.html").read_text()
-    assert "<script" not in page and "<b>&quot;" in page and "taken for &quot;" in page
+    assert bad not in page and "<script>alert" not in page and "<script> " not in page
+    assert "<b>&quot;" in page and "<td>&quot;" in page
+    assert bad in [chart["title"] for chart in charts_of(page)["charts"]]
     assert not re.search(r"<img[^>]*'", page)
 
 
-def test_pictures_of_a_single_point_and_of_many_runs(tmp_path: Path) -> None:
-    """A point is seen, and the legend of five runs lies below the curves, so that the picture is higher."""
-    long = "of-a-name-that-is-far-too-long-for-a-legend"
-    one = draw_all([load_run(write_run(tmp_path / "alone", 1))])
-    five = draw_all([load_run(write_run(tmp_path / f"{number}-{long}", 30)) for number in range(5)])
-    with Image.open(io.BytesIO(one["throughput"])) as picture, Image.open(io.BytesIO(five["throughput"])) as higher:
-        blue = (np.asarray(picture.convert("RGB")) == (0, 0x72, 0xB2)).all(axis=2)
-        assert blue.sum() > 20
-        assert picture.width == higher.width and higher.height > picture.height + 100
+def test_many_points_and_runs_of_one_name(tmp_path: Path) -> None:
+    """A curve has as many points as one can see; two runs of one name are told apart; a gap is no number."""
+    ended = {"event": "train", "step": 5001, "epoch": 500.1, "step_s": 1.0, "loss": float("nan")}
+    for place in ("a", "b"):
+        write_run(tmp_path / place / "run-1", 5000 if place == "a" else 3, events=[ended])
+    assert main(["report", str(tmp_path)]) == 0
+    data = charts_of((tmp_path / "comparison" / "index.html").read_text())["runs"]
+    assert [run["name"] for run in data] == ["a/run-1", "b/run-1"]
+    assert 1500 < len(data[0]["train"]["y"]["loss"]) <= 2000 and data[1]["train"]["y"]["loss"] == [1.0, 1.0, 1.0, "nan"]
+    assert data[1]["train"]["y"]["lr"] == [0.1, 0.1, 0.1, None]
 
 
 @pytest.mark.parametrize(

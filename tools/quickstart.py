@@ -19,7 +19,6 @@ from dali_train.cli import config_with
 from dali_train.commands import data
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.report.page import write_report
 from dali_train.training.events import read_events
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import build_model
@@ -50,8 +49,7 @@ def main() -> None:
     train = [*torchrun, "-m", "dali_train", "train", "--config", str(CONFIG), *overrides, *settings]
     if status := subprocess.run([sys.executable, *train], check=False).returncode:
         sys.exit(status)
-    report = write_report([directory], directory / "report")
-    print_results(directory, report, config, ranks, dtype)
+    print_results(directory, config, ranks, dtype)
 
 
 def say(number: int, text: str) -> None:
@@ -96,7 +94,7 @@ def fastest_precision(config: Config) -> str:
     return fastest
 
 
-def print_results(directory: Path, report: Path, config: Config, ranks: int, dtype: str) -> None:
+def print_results(directory: Path, config: Config, ranks: int, dtype: str) -> None:
     events = read_events(directory / "metrics.jsonl")
     last = [event for event in events if event["event"] == "eval"][-1]
     rate = statistics.median(event["images_per_second"] for event in events if event["event"] == "train")
@@ -108,7 +106,7 @@ def print_results(directory: Path, report: Path, config: Config, ranks: int, dty
         ("images/s", f"{rate:,.0f} on {ranks} ranks in {dtype}"),
         ("time", f"{total:.0f} s: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items())),
         ("run", f"{directory}: config.json, metrics.jsonl, checkpoints"),
-        ("report", f"{report}"),
+        ("report", f"{directory}/report/index.html"),
     ]
     print()
     for name, value in rows:

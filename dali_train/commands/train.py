@@ -25,6 +25,7 @@ from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
+from dali_train.report import write_report
 from dali_train.runtime.agreement import StopAgreement
 from dali_train.runtime.bus_error import explain_bus_errors
 from dali_train.runtime.launch import Launch, LaunchOptions
@@ -358,7 +359,8 @@ def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
     cause = watchdog.close(error)
     record = RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=error)
     reason = cause or f"{type(error).__name__}: {error}"
-    for action in (partial(run.hooks.end, record), run.saver.join, partial(run.write_status, "failed", reason)):
+    status = partial(run.write_status, "failed", reason)
+    for action in (partial(run.hooks.end, record), run.saver.join, status, partial(draw, run)):
         try:
             action()
         except (Exception, SystemExit) as fault:
@@ -379,3 +381,13 @@ def end(run: Run) -> None:
                 f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume",
                 file=sys.stderr,
             )
+    draw(run)
+
+
+def draw(run: Run) -> None:
+    """Write the run's report, without which nothing fails."""
+    if run.plan.launch.rank == 0:
+        try:
+            write_report([run.plan.directory])
+        except Exception as fault:
+            logger.warning("the report was not written: %s", fault)

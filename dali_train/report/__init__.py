@@ -1,4 +1,4 @@
-"""``dali-train report``: what a run directory holds, as one page and pictures. Reads files only, imports no torch."""
+"""``dali-train report``: what run directories hold, as a page. Reads files only, imports no torch."""
 
 from dali_train.report.page import write_report
 

@@ -1,115 +1,175 @@
-"""One self-contained HTML page: pictures inline, no script, nothing fetched."""
+"""One self-contained HTML page: data, script and pictures in it, nothing fetched."""
 
 import base64
-import html
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from dali_train.files import write_atomically
+from dali_train.report.answers import answers
 from dali_train.report.bound import what_bounds
-from dali_train.report.figures import draw_all
-from dali_train.report.runs import ReportedRun, differences, load_run
-from dali_train.text import duration, plural, printable
+from dali_train.report.charts import ALL_FIELDS, STEP_FIELDS, Chart, chart_data, phase_name, sections
+from dali_train.report.markup import escape, folded, live, table
+from dali_train.report.runs import ReportedRun, by_result, differences, find_runs, load_run
+from dali_train.text import duration, plural, shortened
 from dali_train.training.events import best_evaluation, decisive
 
-NUM_WRONG = 24
-"""Wrong answers that the page shows."""
-_SECTIONS = {
-    "Accuracy and loss": ("accuracy", "loss"),
-    "Time": ("throughput", "step-time", "time"),
-    "Optimization": ("learning-rate", "gradient-norm", "loss-scale", "trust-ratio"),
-    "Memory and GPU": ("memory", "gpu"),
-    "Measured by hooks": ("measured",),
-    "Classes": ("confusion", "classes"),
-}
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; max-width: 1280px;
-       padding: 1rem; }
-h1 { font-size: 1.6rem; margin: .5rem 0; }
-h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; border-bottom: 1px solid #ddd; }
-.bound { background: #f2f6fa; border-left: 4px solid #0072B2; padding: .6rem .9rem; margin: .6rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 1.2rem;
-           align-items: start; }
-.figures img { width: 100%; max-width: 640px; } .samples { width: 100%; max-width: 946px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; }
-th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #eee; vertical-align: top; }
-tbody th { font-weight: normal; color: #555; white-space: nowrap; }
-td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; } thead + tbody td { min-width: 9rem; }
-.wrong { display: grid; grid-template-columns: repeat(auto-fill, minmax(104px, 1fr)); gap: .8rem;
-  font-size: .8rem; line-height: 1.3; }
-.wrong img { width: 96px; height: 96px; object-fit: contain; image-rendering: auto; background: #f6f6f6;
-             display: block; }
-.pixels img { image-rendering: pixelated; } pre { font-size: .8rem; overflow-x: auto; } details { margin: 1rem 0; }
-footer { color: #777; font-size: .85rem; margin: 2rem 0; }
+_STATIC = files("dali_train.report") / "static"
+_PHASE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
+_FOLDED = ("Machine",)
+_CONTROLS = """
+<div class="controls"><label>over <select id="x"><option>epoch</option><option>step</option><option>time</option>
+</select></label> <label>smooth <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>
+<span class="hint">Drag over a chart to zoom, double-click to see all; click a name to hide its curve.</span></div>
 """
 
 
-def write_report(directories: Sequence[Path], output: Path) -> Path:
-    """Write ``output/index.html`` and the pictures beside it; returns the page.
+def write_report(places: Sequence[Path], output: Path | None = None) -> Path:
+    """Write ``index.html`` into `output` and return it: one run's page, or several runs over one another.
+
+    Args:
+        places: run directories, or folders of them.
+        output: a directory; by default report/ in the run, or comparison/ beside several runs, whose own pages stay.
 
     Raises:
         ConfigError: a directory holds no run.
     """
-    runs = [load_run(directory) for directory in directories]
-    output.mkdir(parents=True, exist_ok=True)
-    pictures: dict[str, str] = {}
-    for name, png in draw_all(runs).items():
-        (output / f"{name}.png").write_bytes(png)
-        pictures[name] = _inline(png)
-    page = output / "index.html"
-    page.write_text(_page(runs, pictures))
-    return page
+    runs = [load_run(directory, name) for name, directory in find_runs(places).items()]
+    if output is None and len(runs) == 1:
+        output = runs[0].directory / "report"
+    elif output is None:
+        output = Path(os.path.commonpath([run.directory.resolve().parent for run in runs])) / "comparison"
+    write_atomically(output / "index.html", page(runs).encode())
+    return output / "index.html"
 
 
-def _page(runs: list[ReportedRun], pictures: dict[str, str]) -> str:
-    title = " · ".join(run.name for run in runs)
-    parts = [f"<h1>{_escape(title)}</h1>"]
-    for run in runs:
-        name = f"<b>{_escape(run.name)}:</b> " if len(runs) > 1 else ""
-        parts.append(f'<p class="bound">{name}{_escape(what_bounds(run))}</p>')
-    parts.append(_facts_table(runs))
-    for heading, names in _SECTIONS.items():
-        shown = [name for name in names if name in pictures]
-        if shown:
-            images = "".join(f'<img src="{pictures[name]}" alt="{name.replace("-", " ")}">' for name in shown)
-            parts.append(f'<h2>{heading}</h2><div class="figures">{images}</div>')
-    if len(runs) > 1:
-        parts.append("<h2>Settings that differ</h2>" + _differences_table(runs))
-    for run in runs:
-        suffix = f": {_escape(run.name)}" if len(runs) > 1 else ""
-        parts += _confused(run, suffix) + _wrong_answers(run, suffix) + _samples(run, suffix)
-    for run in runs:
-        config, environment = _escape(run.config.to_json(), "\n"), _escape(json.dumps(run.environment, indent=1), "\n")
-        parts.append(
-            f"<details><summary>Config and environment of {_escape(run.name)}</summary>"
-            f"<pre>{config}</pre><pre>{environment}</pre></details>"
-        )
+def page(runs: list[ReportedRun], *, refresh_s: int = 0) -> str:
+    """Return the page of one run, or of several, the best result first.
+
+    Args:
+        refresh_s: seconds between two looks at its own address; 0: it is a file.
+    """
+    if len(runs) == 1:
+        (run,) = runs
+        parts = [live("bound", f'<p class="bound">{escape(what_bounds(run))}</p>'), live("facts", _facts_list(run))]
+        return document(run.name, [run], parts, refresh_s)
+    runs = by_result(runs)
+    parts = [live("overview", overview(runs))]
+    bounds = "".join(f'<p class="bound"><b>{escape(run.name)}:</b> {escape(what_bounds(run))}</p>' for run in runs)
+    rows = ((name, *map(_plain, values)) for name, values in differences(runs))
+    different = table(["setting", *(run.name for run in runs)], rows) or "<p>None.</p>"
+    parts += [
+        folded("What bounds them", live("bound", bounds)),
+        folded("Settings that differ", different, is_open=True),
+    ]
+    return document(" · ".join(run.name for run in runs), runs, parts, refresh_s)
+
+
+def document(
+    title: str, runs: list[ReportedRun], head: list[str], refresh_s: int = 0, *, with_answers: bool = True
+) -> str:
+    """Return a page with `head`, then the charts of `runs`, and what is known of classes and images."""
+    headed = sections(runs)
+    charts = [chart for group in headed.values() for chart in group]
+    parts = [f"<h1>{escape(shortened(title, 120))}</h1>", *head, _CONTROLS if charts else ""]
+    for heading, group in headed.items():
+        figures = f'<div class="row">{"".join(map(_figure, group))}</div>'
+        shut = heading in _FOLDED or len(group) > 6
+        parts.append(folded(heading, figures) if shut else f"<h2>{heading}</h2>{figures}")
+        if heading == "Speed":
+            parts.append(live("bars", _time_bars(runs)))
+    for number, run in enumerate(runs if with_answers else []):
+        texts = (run.config.to_json(), json.dumps(run.environment, indent=1))
+        settings = "".join(f"<pre>{escape(text, keep=chr(10))}</pre>" for text in texts)
+        own = live(f"answers{number}", answers(run)) + folded("Config and environment", settings)
+        parts.append(own if len(runs) == 1 else folded(run.name, own))
     parts.append(
         "<footer>Written by <code>dali-train report</code>. Dotted vertical lines: the run was resumed.</footer>"
     )
+    # A script ends at the first "</script", also within a text; no other character of JSON has a meaning in HTML.
+    data = json.dumps(chart_data(runs, charts)).replace("<", "\\u003c")
+    scripts = [_library(), _static("page.js")]
+    allowed = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
+    )
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; connect-src 'self'; script-src {allowed}"
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
-        f"<body>{chr(10).join(parts)}</body></html>\n"
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_static('uPlot.min.css')}{_static('page.css')}</style></head>\n"
+        f'<body data-refresh="{refresh_s}">{chr(10).join(parts)}\n'
+        f'<script type="application/json" id="data">{data}</script>\n'
+        f"{''.join(f'<script>{text}</script>' for text in scripts)}</body></html>\n"
     )
 
 
-def _facts_table(runs: list[ReportedRun]) -> str:
-    facts = [_facts(run) for run in runs]
-    heads = [run.name for run in runs] if len(runs) > 1 else []
-    return _table(heads, ((name, [fact[name] for fact in facts]) for name in facts[0]))
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
+
+
+def _static(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+def _library() -> str:
+    return f"/*\n{_static('uPlot.LICENSE.txt')}*/\n{_static('uPlot.iife.min.js')}"
+
+
+def _figure(chart: Chart) -> str:
+    return (
+        f'<figure class="chart"><figcaption>{escape(chart.title)} <span>{escape(chart.unit)}</span>'
+        '<label><input type="checkbox"> log</label></figcaption></figure>'
+    )
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def overview(runs: list[ReportedRun], name: Callable[[ReportedRun], str] = lambda run: run.name) -> str:
+    """Return a table with a row per run.
+
+    Args:
+        name: what stands in a run's first cell.
+    """
+    heads = ("run", "best top-1", "at epoch", "top-5", "training loss", "epoch", "state", "images/s", "time", "model")
+    return table([*heads, "batch"], ((name(run), *_overview_row(run)) for run in runs), "wide")
+
+
+def _overview_row(run: ReportedRun) -> list[str]:
+    best, rate, last = best_evaluation(run.events), run.median("images_per_second"), run.events[-1]
+    of_ema = " (EMA)" if best is not None and "ema_top1" in best else ""
+    return [
+        "-" if best is None else f"{decisive(best, 'top1'):.2%}{of_ema}",
+        "-" if best is None else f"{best['epoch']:.2f}",
+        "-" if best is None else f"{decisive(best, 'top5'):.2%}",
+        f"{run.train[-1]['loss']:.4f}" if run.train else "-",
+        _epochs(run),
+        shortened(run.state, 60),
+        "-" if rate is None else f"{rate:,.0f}",
+        duration(run.seconds_at(last["step"])),
+        run.config.model.name,
+        str(run.config.batch.global_batch),
+    ]
+
+
+def _facts_list(run: ReportedRun) -> str:
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(run).items())
+    return f'<dl class="facts">{rows}</dl>'
 
 
 def _facts(run: ReportedRun) -> dict[str, str]:
     config, environment, last = run.config, run.environment, run.events[-1]
     throughput, step = run.median("images_per_second"), run.median("step_s")
     seconds = run.phase_seconds()
-    epoch = min(last["epoch"], config.run.epochs)  # the last step may go beyond: all steps have the same size
     return {
-        "state": f"{run.state} at epoch {epoch:.2f} of {config.run.epochs:g} (step {last['step']:,})",
+        "state": f"{run.state} at epoch {_epochs(run)} (step {last['step']:,})",
         "best top-1": _best(run),
-        "last training loss": f"{run.train[-1]['loss']:.4f}" if run.train else "none yet",
+        "training loss": f"{run.train[-1]['loss']:.4f} at the end" if run.train else "none yet",
         "throughput": "none yet"
         if throughput is None or step is None
         else f"{throughput:,.0f} images/s, {duration(step)} per step",
@@ -117,6 +177,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         f"checkpoints {duration(seconds['checkpoint_s'])}",
         "first step": _first_steps(run),
         "model": f"{config.model.name}, {config.precision.dtype}",
+        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
         "batch": f"{config.batch.global_batch} images, micro-batches of {config.batch.micro_batch}",
         "data": config.data.root,
         "hardware": f"{environment.get('world_size', 1)} x {environment.get('device', '?')}",
@@ -124,6 +185,11 @@ def _facts(run: ReportedRun) -> dict[str, str]:
             f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment
         ),
     }
+
+
+def _epochs(run: ReportedRun) -> str:
+    """Return how far a run is. The last step may go beyond the last epoch: all steps have the same size."""
+    return f"{min(run.events[-1]['epoch'], run.config.run.epochs):.2f} of {run.config.run.epochs:g}"
 
 
 def _best(run: ReportedRun) -> str:
@@ -151,61 +217,36 @@ def _first_steps(run: ReportedRun) -> str:
     return f"{duration(firsts[-1])}, after {duration(startups[-1])} to build{compiling}{times}"
 
 
-def _differences_table(runs: list[ReportedRun]) -> str:
-    rows = ((name, [json.dumps(value) for value in values]) for name, values in differences(runs))
-    return _table([run.name for run in runs], rows) or "<p>None.</p>"
+# ------------------------------------------------------------------------------------------------ bars of time
 
 
-def _confused(run: ReportedRun, suffix: str) -> list[str]:
-    pairs = run.tables.pairs[:20]
-    if not pairs:
-        return []
-    rows = ((f"{pair.truth} taken for {pair.guess}", [pair.images]) for pair in pairs)
-    return [f"<h2>Most confused classes{suffix}</h2>", _table(["images"], rows)]
-
-
-def _wrong_answers(run: ReportedRun, suffix: str) -> list[str]:
-    rows = run.tables.predictions
-    wrong = [row for row in rows if row.truth != row.guess]
-    if not wrong:
-        return []
-    tiles = []
-    for row in wrong[:NUM_WRONG]:
-        path = run.directory / "predictions" / "images" / f"{row.image}.png"
-        image = f'<img src="{_inline(path.read_bytes())}" alt="validation image {row.image}">' if path.is_file() else ""
-        truth, guess = _escape(row.truth), _escape(row.guess)
-        tiles.append(f"<div>{image}<b>{truth}</b>, guessed {guess} ({row.score:.0%})</div>")
-    heading = (
-        f"<h2>Wrong answers{suffix}</h2><p>{len(wrong)} of {plural(len(rows), 'image')} in the table of "
-        "predictions.</p>"
+def _time_bars(runs: list[ReportedRun]) -> str:
+    """Return a median step and the complete run as bars of their phases, a bar per run."""
+    runs = [run for run in runs if run.median("forward_s") is not None]
+    if not runs:
+        return ""
+    steps = _bars(runs, STEP_FIELDS, lambda run: {field: run.median(field) or 0.0 for field in STEP_FIELDS})
+    complete = _bars(runs, ALL_FIELDS, ReportedRun.phase_seconds)
+    return (
+        f'<div class="row"><figure><figcaption>A step (median)</figcaption>{steps}</figure>'
+        f"<figure><figcaption>The complete run</figcaption>{complete}</figure></div>"
     )
-    small = " pixels" if run.is_small() else ""
-    return [heading, f'<div class="wrong{small}">{"".join(tiles)}</div>']
 
 
-def _samples(run: ReportedRun, suffix: str) -> list[str]:
-    path = run.directory / "samples.png"
-    if not path.is_file():
-        return []
-    heading = f"<h2>Training images as the network sees them{suffix}</h2>"
-    return [
-        heading,
-        f'<img class="samples" src="{_inline(path.read_bytes())}" alt="training images after augmentation">',
-    ]
-
-
-def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]]) -> str:
-    body = "".join(
-        f"<tr><th>{_escape(name)}</th>" + "".join(f"<td>{_escape(str(value))}</td>" for value in values) + "</tr>"
-        for name, values in rows
-    )
-    head = f"<thead><tr><th></th>{''.join(f'<th>{_escape(text)}</th>' for text in heads)}</tr></thead>" if heads else ""
-    return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>' if body else ""
-
-
-def _escape(text: str, keep: str = "") -> str:
-    return html.escape(printable(text, keep=keep))
-
-
-def _inline(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def _bars(runs: list[ReportedRun], fields: Sequence[str], seconds_of: Callable[[ReportedRun], dict[str, float]]) -> str:
+    colours = dict(zip(ALL_FIELDS, _PHASE_COLOURS, strict=True))
+    seconds = [seconds_of(run) for run in runs]
+    longest = max(sum(each.values()) for each in seconds) or 1.0
+    rows = []
+    for run, each in zip(runs, seconds, strict=True):
+        pieces = "".join(
+            f'<i style="width: {100 * each[field] / longest:.2f}%; background: {colours[field]}" '
+            f'title="{phase_name(field)} {duration(each[field])}"></i>'
+            for field in fields
+        )
+        name = shortened(run.name, 30) if len(runs) > 1 else ""
+        total = duration(sum(each.values()))
+        rows.append(f'<span>{escape(name)}</span><div class="bar">{pieces}</div><span>{total}</span>')
+    shown = [field for field in fields if any(each[field] > 0.005 * longest for each in seconds)]
+    key = "".join(f'<span><i style="background: {colours[field]}"></i>{phase_name(field)}</span>' for field in shown)
+    return f'<div class="bars">{"".join(rows)}</div><p class="key">{key}</p>'

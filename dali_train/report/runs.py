@@ -1,23 +1,35 @@
 """A run as the report shows it."""
 
+import os
 import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.errors import ConfigError
 from dali_train.report.tables import PredictionTables
 from dali_train.text import printable
-from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event, decisive
+from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event, best_evaluation, decisive
 
 
+@dataclass(frozen=True, eq=False)
 class ReportedRun(RunDirectory):
-    """A run directory, with what the report works out from it."""
+    """A run directory, with what the report works out from it.
+
+    Args:
+        label: what to call it; empty: the directory's own name.
+    """
+
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return printable(self.directory.resolve().name)
+        return printable(self.label or self.directory.resolve().name)
 
     @cached_property
     def train(self) -> list[Event]:
@@ -34,24 +46,20 @@ class ReportedRun(RunDirectory):
                 evaluations.append(event | accuracies | without)
         return evaluations
 
-    def series(self, key: str) -> list[Event]:
-        """Return the events that have ``train/FIELD`` or ``eval/FIELD``."""
-        kind, _, field = key.partition("/")
-        return [event for event in (self.train if kind == "train" else self.evaluations) if field in event]
-
     @cached_property
     def tables(self) -> PredictionTables:
         return PredictionTables(self.directory)
 
-    @property
-    def has_ema(self) -> bool:
-        """True if a moving average of the weights was evaluated too."""
-        return any("ema_top1" in event for event in self.evaluations)
-
     @cached_property
-    def resumed_at(self) -> list[float]:
-        """Epochs at which the run was started again."""
-        return [event["epoch"] for event in self.events if event["event"] == "start" and event["step"] > 0]
+    def resumed(self) -> list[Event]:
+        """Where the run was started again."""
+        return [event for event in self.events if event["event"] == "start" and event["step"] > 0]
+
+    @property
+    def best_top1(self) -> float | None:
+        """The top-1 of the best checkpoint, see `best_evaluation`."""
+        best = best_evaluation(self.events)
+        return None if best is None else decisive(best, "top1")
 
     @property
     def state(self) -> str:
@@ -63,19 +71,33 @@ class ReportedRun(RunDirectory):
         totals = [event["total_steps"] for event in self.events if "total_steps" in event]
         return "ended" if not totals else "finished" if last["step"] >= totals[-1] else "stopped"
 
-    def phase_seconds(self) -> dict[str, float]:
-        """Return the seconds of the complete run as far as it is logged, by field: the phases of steps, and what is
-        between steps."""
-        totals = dict.fromkeys((*STEP_PHASES.values(), *OUTSIDE_PHASES.values()), 0.0)
+    @cached_property
+    def _phases(self) -> list[tuple[int, dict[str, float]]]:
+        """The logging intervals in order: the step at which each ends, and its seconds by field."""
+        intervals = []
         before = 0
         for event in sorted((e for e in self.events if e["event"] in ("start", "train")), key=lambda e: e["step"]):
             if event["event"] == "train":
-                for phase in STEP_PHASES.values():
-                    totals[phase] += event.get(phase, 0.0) * (event["step"] - before)
-                for phase in OUTSIDE_PHASES.values():
-                    totals[phase] += event.get(phase, 0.0)
+                steps = {phase: event.get(phase, 0.0) * (event["step"] - before) for phase in STEP_PHASES.values()}
+                outside = {phase: event.get(phase, 0.0) for phase in OUTSIDE_PHASES.values()}
+                intervals.append((event["step"], steps | outside))
             before = event["step"]
-        return totals
+        return intervals
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Return the seconds of the complete run as far as it is logged, by field: the phases of steps, and what is
+        between steps."""
+        fields = (*STEP_PHASES.values(), *OUTSIDE_PHASES.values())
+        return {field: sum(seconds[field] for _, seconds in self._phases) for field in fields}
+
+    @cached_property
+    def _times(self) -> tuple[list[int], list[float]]:
+        ends = np.cumsum([sum(seconds.values()) for _, seconds in self._phases])
+        return [0, *(step for step, _ in self._phases)], [0.0, *ends.tolist()]
+
+    def seconds_at(self, step: int) -> float:
+        """Return how long the run had trained, evaluated and saved by `step`, as far as it is logged."""
+        return float(np.interp(step, *self._times))
 
     def median(self, field: str) -> float | None:
         """Return the median over the logging intervals, the first of a process left out where there are others: caches
@@ -89,21 +111,50 @@ class ReportedRun(RunDirectory):
         return self.config.data.eval_size <= 64
 
 
-def load_run(directory: Path) -> ReportedRun:
+def load_run(directory: Path, label: str = "") -> ReportedRun:
     """Read a run directory.
 
     Raises:
         ConfigError: it is none, or metrics.jsonl has no line yet.
     """
-    run = ReportedRun(directory)
+    run = ReportedRun(directory, label)
     if not run.events:
         path = directory / "metrics.jsonl"
         raise ConfigError(f"{path} has no line yet: wait for the run's first hooks.log_every_steps steps")
     return run
 
 
+def find_runs(places: Sequence[Path]) -> dict[str, Path]:
+    """Return the run directories at `places` and in the folders there, by names that tell them apart.
+
+    Raises:
+        ConfigError: one of `places` is no run and has none in it.
+    """
+    runs = [run for place in places for run in sorted(_runs_in(place)) or [RunDirectory(place).directory]]
+    found = {run.resolve(): run for run in runs}
+    names = [run.name for run in found]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath(found)
+        names = [str(run.relative_to(common)) for run in found]
+    return dict(zip(names, found.values(), strict=True))
+
+
+def _runs_in(place: Path, depth: int = 3) -> Iterator[Path]:
+    """Yield `place` if it is a run, otherwise those in the folders below; not what lies within a run."""
+    if (place / "config.json").exists():
+        yield place
+    elif depth and place.is_dir():
+        for folder in place.iterdir():
+            yield from _runs_in(folder, depth - 1)
+
+
+def by_result(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
+    """Return the runs with the best top-1 first, and those without an evaluation last."""
+    return sorted(runs, key=lambda run: -1.0 if run.best_top1 is None else run.best_top1, reverse=True)
+
+
 def differences(runs: list[ReportedRun]) -> list[tuple[str, list[Any]]]:
-    """Return the settings in which the runs differ, each with every run's value."""
-    names = dict.fromkeys(name for run in runs for name in run.settings)
+    """Return the settings in which the runs differ, each with every run's value; not their directories."""
+    names = dict.fromkeys(name for run in runs for name in run.settings if name != "run.dir")
     rows = [(name, [run.settings.get(name) for run in runs]) for name in names]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

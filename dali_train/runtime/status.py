@@ -6,7 +6,7 @@ script gets its answer at once.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +14,7 @@ from typing import Literal
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited, write_atomically
 from dali_train.runtime.lock import find_holder
+from dali_train.text import aligned
 
 FINISHED, MISTAKE, START_AGAIN = 0, 2, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h. Anything else is a failure
 
@@ -83,7 +84,7 @@ def _parse(content: bytes) -> RunStatus:
 
 
 def describe(run_directory: Path) -> str:
-    """Return the line that `dali-train status` prints.
+    """Return the line that `dali-train status` prints of one run.
 
     Raises:
         ConfigError: see `read_status`.
@@ -95,15 +96,43 @@ def describe(run_directory: Path) -> str:
         state = f"starting ({holder.describe()})" if holder is not None else "not started"
         return f"{run_directory}: {state}, newest checkpoint {newest}"
     state = status.state + (f" ({status.reason})" if status.reason else "")
-    step = max(status.step, newest or 0) if status.state in ("running", "killed") else status.step
-    total = f" of {status.total_steps}" if status.total_steps is not None else ""
     best = (
         f", best top-1{' of the EMA' if status.ema else ''} {status.best_top1:.2%}"
         if status.best_top1 is not None
         else ""
     )
     holder_text = f", last trained by {status.lock_holder}" if status.lock_holder else ""
-    return f"{run_directory}: {state}, step {step}{total}{best}, newest checkpoint {newest}{holder_text}"
+    progress = _progress(status, newest)
+    return f"{run_directory}: {state}, step {progress}{best}, newest checkpoint {newest}{holder_text}"
+
+
+def describe_all(run_directories: Sequence[Path]) -> tuple[list[str], int]:
+    """Return the table that `dali-train status` prints of several runs, and the exit status: 0 all are finished, 75
+    some are to be started again, 1 something else."""
+    rows = [["run", "state", "step", "best top-1", "checkpoint", "why, or by whom"]]
+    statuses = set()
+    for directory in run_directories:
+        try:
+            status, newest = read_status(directory), newest_step(directory)
+        except ConfigError as error:
+            rows.append([str(directory), "not readable", "", "", "", str(error)])
+            statuses.add(1)
+            continue
+        statuses.add(exit_status(status))
+        holder = find_holder(directory) if status is None else None
+        if status is None:
+            note = holder.describe() if holder is not None else ""
+            cells = ["not started" if holder is None else "starting", "", "", f"{newest}", note]
+        else:
+            best = "-" if status.best_top1 is None else f"{status.best_top1:.2%}{' (EMA)' if status.ema else ''}"
+            cells = [status.state, _progress(status, newest), best, f"{newest}", status.reason or status.lock_holder]
+        rows.append([str(directory), *cells])
+    return aligned(rows), 1 if 1 in statuses else max(statuses)
+
+
+def _progress(status: RunStatus, newest: int | None) -> str:
+    step = max(status.step, newest or 0) if status.state in ("running", "killed") else status.step
+    return f"{step}{f' of {status.total_steps}' if status.total_steps is not None else ''}"
 
 
 def exit_status(status: RunStatus | None) -> int:

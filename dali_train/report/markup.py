@@ -1,0 +1,50 @@
+"""Pieces of HTML. Everything that comes from files goes through `escape`."""
+
+import base64
+import html
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dali_train.text import printable
+
+
+class Markup(str):
+    """Text that is HTML already, and is not escaped again."""
+
+    __slots__ = ()
+
+
+def escape(value: Any, keep: str = "") -> str:
+    """Return `value` as text for HTML, between tags or in quotes; control characters other than `keep` go."""
+    return value if isinstance(value, Markup) else html.escape(printable(str(value), keep=keep))
+
+
+def table(heads: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
+    """Return a table, the first cell of each row a head, that scrolls sideways where it is too wide; nothing without
+    rows."""
+    body = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for name, *values in rows
+    )
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    if not body:
+        return ""
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def folded(heading: str, content: str, *, is_open: bool = False) -> str:
+    """Return `content` below a heading that opens and closes it; nothing without content."""
+    if not content:
+        return ""
+    return f"<details{' open' if is_open else ''}><summary>{escape(heading)}</summary>{content}</details>"
+
+
+def live(identity: str, content: str) -> str:
+    """Return a part that page.js exchanges where the page is served while the run goes on."""
+    return f'<div id="{identity}" data-live>{content}</div>'
+
+
+def inline(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

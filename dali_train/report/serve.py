@@ -1,0 +1,144 @@
+"""``dali-train report --serve``: the pages of runs that may still be training. Reads files, writes none."""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, quote, urlsplit
+
+from dali_train.errors import ConfigError
+from dali_train.report.markup import Markup, escape, live
+from dali_train.report.page import document, overview, page
+from dali_train.report.runs import ReportedRun, by_result, find_runs, load_run
+
+LOCALHOST, PORT = "127.0.0.1", 7007
+REFRESH_S = 5
+_MOST_DRAWN = 8
+"""Runs whose curves the index shows, the best ones."""
+_WATCHED = ("config.json", "metrics.jsonl", "environment.json", "samples.png", "predictions")
+
+
+def serve(places: Sequence[Path], host: str = LOCALHOST, port: int = PORT) -> None:
+    """Serve the runs in `places` until an interrupt. New runs are found when the index is loaded again.
+
+    Raises:
+        ConfigError: no run is there, or nothing can listen at that address.
+    """
+    with make_server(places, host, port) as server:
+        name, number = server.server_address[:2]
+        print(f"http://{name!s}:{number}/ shows {len(find_runs(places))} of the runs there; Ctrl-C ends it", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def make_server(places: Sequence[Path], host: str, port: int) -> ThreadingHTTPServer:
+    """Return a server that listens, for `serve`."""
+    find_runs(places)
+
+    class Handler(_Handler):
+        site = Site(tuple(places), is_local=host in (LOCALHOST, "localhost", "::1"))
+
+    try:
+        return ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: nothing can listen there ({error.strerror}): choose another --port, or "
+            "0 for any"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is at which address: ``/`` is the index, ``/run/NAME`` one run, ``/compare?run=NAME&run=NAME`` several."""
+
+    places: tuple[Path, ...]
+    is_local: bool  # only this machine is to see it
+
+    def chosen(self, target: str) -> dict[str, Path] | None:
+        """Return the runs of an address by name; None: there is nothing. Names are looked up, never made into paths."""
+        runs, address = find_runs(self.places), urlsplit(target)
+        if address.path == "/":
+            return runs
+        if address.path == "/compare":
+            names = parse_qs(address.query).get("run", [])
+            return {name: runs[name] for name in names} if names and runs.keys() >= set(names) else None
+        return next(({name: run} for name, run in runs.items() if address.path == f"/run/{quote(name)}"), None)
+
+    def render(self, target: str, runs: dict[str, Path]) -> str:
+        loaded, notes = [], []
+        for name, directory in runs.items():
+            try:
+                loaded.append(load_run(directory, name))
+            except ConfigError as error:
+                notes.append(f"<p>{escape(error)}</p>")
+        if urlsplit(target).path != "/" and loaded:
+            return page(loaded, refresh_s=REFRESH_S)
+        return _index(by_result(loaded), notes)
+
+
+def _index(runs: list[ReportedRun], notes: list[str]) -> str:
+    """Return the page with all runs, links to each, boxes to compare some, and the curves of the best."""
+
+    def entry(run: ReportedRun) -> Markup:
+        box = f'<input type="checkbox" name="run" value="{escape(run.name)}" aria-label="compare">'
+        return Markup(f'{box} <a href="/run/{escape(quote(run.label))}">{escape(run.name)}</a>')
+
+    drawn = runs[:_MOST_DRAWN]
+    hint = f" The curves are those of the {len(drawn)} best." if len(drawn) < len(runs) else ""
+    form = (
+        f'<form action="/compare">{live("overview", overview(runs, entry))}'
+        f"<p><button>Compare the ticked runs</button>{hint}</p></form>"
+    )
+    return document(f"{len(runs)} runs", drawn, [form, *notes], REFRESH_S, with_answers=False)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    site: Site
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        # A page from elsewhere whose name suddenly leads to this machine is not to read what only this machine may see.
+        host = self.headers.get("Host", "").rpartition(":")[0].strip("[]")
+        runs = (
+            self.site.chosen(self.path) if host in (LOCALHOST, "localhost", "::1") or not self.site.is_local else None
+        )
+        if runs is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"There is no such page.\n", "text/plain")
+            return
+        tag = _tag(runs)
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", "text/html", tag)
+            return
+        try:
+            content = self.site.render(self.path, runs).encode()
+        except ConfigError as error:  # a table of predictions that no run wrote
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode(), "text/plain")
+            return
+        self._answer(HTTPStatus.OK, content, "text/html", tag)
+
+    def _answer(self, status: HTTPStatus, content: bytes, kind: str, tag: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-cache")
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a page asks every few seconds."""
+
+
+def _tag(runs: dict[str, Path]) -> str:
+    """Return what changes when a file of one of `runs` has changed."""
+    facts: list[object] = []
+    for name, directory in runs.items():
+        for file in _WATCHED:
+            path = directory / file
+            facts.append((name, file, (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None))
+    return f'"{hashlib.sha256(repr(facts).encode()).hexdigest()}"'
