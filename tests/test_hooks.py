@@ -64,7 +64,7 @@ class BiasNorm(Hook):
         self.file = (record.directory / f"own.rank{self.rank}.txt").open("w")
 
     def measure(self):
-        return {"head_bias_norm": self.bias.norm().item()}
+        return {"head_bias_norm": self.bias.norm()}
 
     def step(self, record):
         self.file.write(f"{record.step} {[batch.k for batch in record.micro_batches]}\\n")
@@ -83,14 +83,18 @@ class Broken(Hook):
 
 class TakenNames(Hook):
     def measure(self):
-        return {"loss": -1.0, "own": 3.0}
+        return {"loss": -1.0, "epoch": 9.0, "own": 3.0}
+
+class Vector(Hook):
+    def measure(self):
+        return {"both": [1.0, 2.0]}
 
 class Warning(Hook):
     def step(self, record):
         logging.getLogger("dali_train").warning("disk %d of this node is slow", record.step)
         warnings.warn("something old is used", UserWarning)
 
-config = replace(config, hooks=replace(config.hooks, user=(BiasNorm, Broken, TakenNames, Warning)))
+config = replace(config, hooks=replace(config.hooks, user=(BiasNorm, Broken, TakenNames, Vector, Warning)))
 """
 
 REQUIRED_HOOK = """
@@ -203,7 +207,7 @@ def test_a_hook_in_the_users_config(users: Shared) -> None:
     assert len(set(norms)) == 7
     assert norms[-1] == pytest.approx(final_weights(users.directory)["head.bias"].norm().item())
     names = json.loads((users.directory / "config.json").read_text())["hooks"]["user"]
-    assert names == ["BiasNorm", "Broken", "TakenNames", "Warning"]
+    assert names == ["BiasNorm", "Broken", "TakenNames", "Vector", "Warning"]
 
 
 def test_a_broken_hook_does_not_end_the_run(users: Shared) -> None:
@@ -214,8 +218,9 @@ def test_a_broken_hook_does_not_end_the_run(users: Shared) -> None:
 
 
 def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
-    assert re.search(r"hook TakenNames failed at measure: .* gives loss, which the run records already", users.printed)
-    assert all(line["loss"] > 0 and "own" not in line for line in users.events("train"))
+    assert re.search(r"hook TakenNames failed at measure: .* gives epoch, loss, which the run records", users.printed)
+    assert re.search(r"hook Vector failed at measure: .* gives both = \[1\.0, 2\.0\]: return one number", users.printed)
+    assert all(line["loss"] > 0 and line["epoch"] < 9 and "own" not in line for line in users.events("train"))
 
 
 @pytest.mark.parametrize(

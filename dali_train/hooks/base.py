@@ -125,7 +125,8 @@ class Hook:
         """Before the first step. A hook that fails here is not called again."""
 
     def measure(self) -> Mapping[str, float]:
-        """On logging steps, when the device has finished: return numbers for files, trackers and the report."""
+        """On logging steps, when the device has finished: return numbers, by name, for files, trackers and the report.
+        A tensor or an array of one number counts as one. What rank 0 returns is recorded."""
         return {}
 
     def step(self, record: StepRecord) -> None:

@@ -93,8 +93,17 @@ class Observers:
 
 
 def _measure(hook: Hook, measured: dict[str, float]) -> None:
-    values = hook.measure()
-    taken = sorted(values.keys() & (measured.keys() | {field.name for field in fields(TrainRecord)}))
+    values = {name: _number(name, value) for name, value in hook.measure().items()}
+    names = {"event", "step", "epoch", *(field.name for field in fields(TrainRecord))}
+    taken = sorted(values.keys() & (measured.keys() | names))
     if taken:
         raise ValueError(f"measure() gives {', '.join(taken)}, which the run records already: choose another name")
     measured.update(values)
+
+
+def _number(name: str, value: Any) -> float:
+    """Return a number of any library as one that every file and tracker takes."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last one is torch's, for a tensor of several numbers
+        raise ValueError(f"measure() gives {name} = {value!r}: return one number for each name") from None
