@@ -185,7 +185,8 @@ def hyperparameters(config: Config) -> str:
     """Return what decides a training's outputs beside the dataset, as JSON: settings, and digests of their files."""
     data, length = config.data, config.run
     # Besides the recipe: where a training begins and ends, and how its accuracies are measured.
-    more = [length.max_steps, length.eval_every_epochs, data.eval_size, data.eval_resize, data.eval_resize_to]
+    evaluated = [data.eval_size, data.eval_resize, data.eval_resize_to]
+    more = [length.max_steps, length.eval_every_epochs, config.hooks.stop_early, evaluated]
     resume = _digest(Path(length.resume)) if length.resume else None
     return json.dumps(
         [recipe_settings(config), more, length.resume, length.accept_changed_recipe, resume], sort_keys=True

@@ -161,7 +161,8 @@ def write_run(
         lines.append({"event": "train", "step": step, "epoch": step / 10, **values, **times, **first})
     lines += events
     if ended_at is not None:
-        lines.append({"event": "end", "step": ended_at, "epoch": ended_at / 10, "seconds": {}, "error": None})
+        end = {"seconds": {}, "error": None, "finished": ended_at == 50}
+        lines.append({"event": "end", "step": ended_at, "epoch": ended_at / 10, **end})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = load_config(REPOSITORY / "configs" / "digits.py").replace({"run.dir": str(directory), **(changes or {})})
     (directory / "config.json").write_text(config.to_json())

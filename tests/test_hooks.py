@@ -550,6 +550,7 @@ def test_the_progress_bar_is_not_cut(start_training: StartTraining, tmp_path: Pa
     """On a real terminal of 70 columns: time left comes first, and what does not fit is left out as a piece."""
     whole = {
         r"left .+",
+        "evaluation|checkpoint",
         r"step \d+/7",
         r"epoch \d\.\d\d",
         r"loss \d\.\d{4}",

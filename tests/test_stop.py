@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from dali_train.config import load_config
 from dali_train.errors import ConfigError
+from dali_train.report.runs import load_run
 from dali_train.runtime.status import RunStatus, exit_status, newest_step, read_status, stopped_before_restart
 from dali_train.runtime.stop import StopReason, job_end
 
 from .conftest import REPOSITORY, StartTraining, Train, final_weights
-from .helpers import LONG, samples, wait_for_steps
+from .helpers import LONG, events, samples, wait_for_steps, words
 from .ranks import Ranks
 
 
@@ -219,3 +221,24 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, under_torchrun: bool) -> 
     process.wait()
     process.stdout.read()  # until the rank has ended, too
     assert (b"is gone, so this rank ends" in log.read_bytes()) == under_torchrun
+
+
+def test_a_run_that_gets_no_better_ends(train: Train, tmp_path: Path) -> None:
+    """Finished, with its weights, when hooks.stop_early says so; a second start has nothing to do, and more patience
+    goes on."""
+    stuck = words("--optimizer.lr 1e-12 --run.epochs 9 --run.checkpoint_every_steps 100 --hooks.predictions 0")
+    printed = train("run", *stuck, "--hooks.stop_early", "2", ranks=2)
+    run = tmp_path / "run"
+    assert len(events(run, "eval")) == 3 and "finished at step 5/15" in printed
+    status = read_status(run)
+    assert status is not None and (status.state, status.step, exit_status(status)) == ("finished", 5, 0)
+    assert status.reason == "no better top-1 for 2 epochs" and (run / "model.safetensors").is_file()
+    assert load_run(run).state == "finished"
+    assert "finished at step 5/15" in train("run", *stuck, "--hooks.stop_early", "2").rpartition("resuming")[2]
+    assert len(events(run, "eval")) == 3
+    train("run", *stuck, "--hooks.stop_early", "3")
+    assert len(events(run, "eval")) == 4
+    with pytest.raises(ConfigError, match=r"hooks.stop_early is 2.* run.eval_every_epochs None"):
+        load_config(REPOSITORY / "configs" / "digits.py").replace(
+            {"hooks.stop_early": 2.0, "run.eval_every_epochs": None}
+        )

@@ -76,6 +76,19 @@ class Run:
     def is_last_step(self) -> bool:
         return self.step == self.plan.total_steps
 
+    @property
+    def has_stalled(self) -> bool:
+        """Whether hooks.stop_early says that the run has gone without a better top-1 for too long."""
+        config, history = self.plan.config, self.accuracies.history
+        if config.hooks.stop_early is None or config.run.eval_every_epochs is None or not history:
+            return False
+        since_best = len(history) - 1 - history.index(max(history))
+        return since_best * config.run.eval_every_epochs >= config.hooks.stop_early
+
+    @property
+    def is_finished(self) -> bool:
+        return self.is_last_step or self.has_stalled
+
     def has_passed(self, every_epochs: float) -> bool:
         """Return whether this step is the first at or after a multiple of `every_epochs`."""
         multiple = int(self.epoch / every_epochs + 1e-9) * every_epochs
@@ -123,8 +136,8 @@ class Run:
             run_dir=self.plan.directory,
             step=self.step,
             total_steps=self.plan.total_steps,
-            stopped=StopReason.NONE if self.is_last_step else self.stopping,
+            stopped=StopReason.NONE if self.is_finished else self.stopping,
             best_top1=self.accuracies.best,
             epoch_accuracies=self.accuracies.history,
-            model_file=self.plan.directory / MODEL_FILE if self.is_last_step else None,
+            model_file=self.plan.directory / MODEL_FILE if self.is_finished else None,
         )

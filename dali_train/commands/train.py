@@ -267,10 +267,13 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
 
 @exit_is_an_error()
 def loop(run: Run, stop: StopAgreement) -> None:
-    """Optimizer steps until the last one, or until all ranks agree to stop."""
+    """Optimizer steps until the last one, until top-1 has not risen for hooks.stop_early, or until all ranks agree to
+    stop."""
     if run.accuracies.pending and run.evaluation_is_due():  # the run ended between saving and evaluating
         evaluate(run)
     for index in range(run.step, run.plan.total_steps):
+        if run.has_stalled:
+            break
         stop.ask()
         lr = learning_rate(run.plan.config, index, run.plan.num_images)
         images = run.trainer.step(index, lr, run.loader)
@@ -285,7 +288,7 @@ def loop(run: Run, stop: StopAgreement) -> None:
             evaluate(run)
     run.trainer.clock.enter("checkpoint")
     run.saver.wait()
-    if run.is_last_step and run.plan.launch.rank == 0:
+    if run.is_finished and run.plan.launch.rank == 0:
         write_model(run.plan.directory, run.step)
 
 
@@ -357,7 +360,7 @@ def save(run: Run) -> None:
 def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
     """Tell everyone that the run has failed with `error`; what goes wrong meanwhile is logged and never hides it."""
     cause = watchdog.close(error)
-    record = RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=error)
+    record = run_end(run, error)
     reason = cause or f"{type(error).__name__}: {error}"
     status = partial(run.write_status, "failed", reason)
     for action in (partial(run.hooks.end, record), run.saver.join, status, partial(draw, run)):
@@ -367,13 +370,20 @@ def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
             logger.warning("after the run had failed: %s: %s", type(fault).__name__, fault)
 
 
+def run_end(run: Run, error: BaseException | None = None) -> RunEnd:
+    finished = error is None and run.is_finished
+    seconds = run.trainer.clock.totals
+    return RunEnd(step=run.step, epoch=run.epoch, seconds=seconds, finished=finished, error=error)
+
+
 @exit_is_an_error()
 def end(run: Run) -> None:
     """Tell the hooks and write down that the run has ended well."""
     run.trainer.clock.finish()
-    run.hooks.end(RunEnd(step=run.step, epoch=run.epoch, seconds=run.trainer.clock.totals, error=None))
-    if run.is_last_step:
-        run.write_status("finished")
+    run.hooks.end(run_end(run))
+    if run.is_finished:
+        patience = run.plan.config.hooks.stop_early
+        run.write_status("finished", "" if run.is_last_step else f"no better top-1 for {patience:g} epochs")
     else:
         run.write_status("stopped", run.stopping.describe())
         if run.plan.launch.rank == 0:

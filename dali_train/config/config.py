@@ -119,6 +119,11 @@ class Config:
             f"run.dir and data.root are both {self.run.dir}: a run's files do not belong among the dataset's, choose "
             "another run.dir",
         )
+        require(
+            self.hooks.stop_early is None or self.run.eval_every_epochs is not None,
+            f"hooks.stop_early is {self.hooks.stop_early} with run.eval_every_epochs None: set how often to evaluate, "
+            "or leave stop_early out",
+        )
         self._check_parallel()
         self._check_dali_reader()
 

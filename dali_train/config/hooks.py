@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from dali_train.config.check import Count, CountOr0, Rule, require, section
+from dali_train.config.check import Count, CountOr0, Positive, Rule, require, section
 
 Factory = Annotated[Callable[[], Any], Rule("a class or a function that makes a hook, not a hook itself")]
 STEPS = "a first step from 1 on and a last step that is not before it"
@@ -24,6 +24,8 @@ class HooksConfig:
     tables."""
     profile: Annotated[tuple[Count, Count], Rule(f"{STEPS}, e.g. 20,25")] | None = None
     """First and last step of a torch profiler trace, counted from 1, e.g. 20,25."""
+    stop_early: Positive | None = None
+    """Epochs without a better top-1 after which the run ends, finished. None: it goes to the end of run.epochs."""
     trackers: tuple[str, ...] = ()
     """Services that record the run too: tensorboard, wandb, mlflow. Each has its own environment variables: WANDB_MODE,
     WANDB_PROJECT, WANDB_ENTITY, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""

@@ -95,6 +95,7 @@ class RunEnd:
     step: int
     epoch: float
     seconds: dict[str, float]  # wall clock of this rank by phase
+    finished: bool  # False: stopped on request, to be started again, or failed
     error: BaseException | None
 
 

@@ -4,13 +4,15 @@ end."""
 import logging
 import os
 import sys
+import threading
+import time
 
 from tqdm import tqdm
 
 from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
 from dali_train.text import duration, plural
-from dali_train.training.events import best_evaluation, decisive, read_events
+from dali_train.training.events import OUTSIDE_PHASES, best_evaluation, decisive, read_events
 
 logger = logging.getLogger("dali_train")
 
@@ -43,6 +45,11 @@ class Console(Hook):
         self._rank = record.launch.rank
         self._finished_epoch: int | None = None
         self._last_logged = record.start_step
+        self._clock = record.clock
+        self._start_step = self._step = record.start_step
+        self._epoch = record.start_step / self._steps_per_epoch
+        self._begin = self._step_time = time.monotonic()
+        self._ended = threading.Event()
         # Control characters have no place in a file, and srun's output is one even where srun has a terminal.
         self._bar = tqdm(
             total=record.total_steps,
@@ -51,16 +58,20 @@ class Console(Hook):
             bar_format=_BAR_FORMAT,
             disable=record.launch.rank != 0 or not sys.stderr.isatty() or record.launch.launcher == "srun",
         )
+        self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
+        if not self._bar.disable:
+            self._ticker.start()
 
     def step(self, record: StepRecord) -> None:
         self._finish_epoch()  # the one before, whose evaluation is known by now
+        self._step, self._epoch, self._step_time = record.step, record.epoch, time.monotonic()
         self._bar.update(1)
         if record.train is not None:
             self._interval = record.train
             self._epoch_loss.add(record.train.loss, record.step - self._last_logged)
             self._last_logged = record.step
-            parts = self._parts(record.step, record.epoch, record.train)
-            self._bar.set_description_str(fitting(parts, _terminal_width() - _BAR_WIDTH), refresh=False)
+            parts = self._parts()
+            self._draw(parts)
             logger.info("  ".join([*parts[1:], parts[0]]), extra={"file_only": not self._bar.disable})
         if (
             int(record.epoch + 1e-9) > int(record.epoch - 1 / self._steps_per_epoch + 1e-9)
@@ -75,8 +86,11 @@ class Console(Hook):
 
     def end(self, record: RunEnd) -> None:
         self._finish_epoch()
+        self._ended.set()
+        if self._ticker.is_alive():
+            self._ticker.join()
         self._bar.close()
-        state = "failed" if record.error is not None else "finished" if record.step >= self._total else "stopped"
+        state = "failed" if record.error is not None else "finished" if record.finished else "stopped"
         spent = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in record.seconds.items() if seconds >= 0.5)
         logger.info(f"{state} at step {record.step}/{self._total}{': ' if spent else ''}{spent}")
         best = best_evaluation(read_events(self._directory / "metrics.jsonl")) if self._rank == 0 else None
@@ -106,13 +120,32 @@ class Console(Hook):
                 "precision.dtype is fp16, which a CPU computes many times slower than fp32: use bf16 or fp32"
             )
 
-    def _parts(self, step: int, epoch: float, train: TrainRecord) -> list[str]:
-        """Return what a line says, the most important first."""
-        waiting = train.data_wait_s / train.step_s if train.step_s else 0.0
+    def _tick(self) -> None:
+        """Keep the bar moving between steps and logging, from what the host knows without asking the device."""
+        while not self._ended.wait(1.0):
+            if self._step > self._start_step:
+                self._draw(self._parts())
+
+    def _draw(self, parts: list[str]) -> None:
+        self._bar.set_description_str(fitting(parts, _terminal_width() - _BAR_WIDTH))
+
+    def _parts(self) -> list[str]:
+        """Return what a line says, the most important first; loss and speed are those that were logged last."""
+        train, now = self._interval, time.monotonic()
+        step_s = (
+            train.step_s if train is not None else (self._step_time - self._begin) / (self._step - self._start_step)
+        )
+        left = max(0.0, (self._total - self._step) * step_s - (now - self._step_time))
         parts = [
-            f"left {duration(round((self._total - step) * train.step_s))}",
-            f"step {step}/{self._total}",
-            f"epoch {epoch:.2f}",
+            f"left {duration(round(left))}",
+            *([self._clock.phase] if self._clock.phase in OUTSIDE_PHASES else []),
+            f"step {self._step}/{self._total}",
+            f"epoch {self._epoch:.2f}",
+        ]
+        if train is None:
+            return parts
+        waiting = train.data_wait_s / train.step_s if train.step_s else 0.0
+        parts += [
             f"loss {train.loss:.4f}",
             f"lr {train.lr:.3g}",
             f"{train.images_per_second:,.0f} images/s",

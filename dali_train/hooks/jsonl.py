@@ -91,9 +91,8 @@ class MetricsFile(Hook):
 
     def end(self, record: RunEnd) -> None:
         error = None if record.error is None else f"{type(record.error).__name__}: {record.error}"
-        self._file.write(
-            {"event": "end", "step": record.step, "epoch": record.epoch, "seconds": record.seconds, "error": error}
-        )
+        facts = {"seconds": record.seconds, "finished": record.finished, "error": error}
+        self._file.write({"event": "end", "step": record.step, "epoch": record.epoch, **facts})
         self._file.close()
 
 

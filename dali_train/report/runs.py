@@ -68,8 +68,7 @@ class ReportedRun(RunDirectory):
             return "running, or killed"
         if last["error"]:
             return f"failed: {last['error']}"
-        totals = [event["total_steps"] for event in self.events if "total_steps" in event]
-        return "ended" if not totals else "finished" if last["step"] >= totals[-1] else "stopped"
+        return "finished" if last.get("finished") else "stopped"
 
     @cached_property
     def _phases(self) -> list[tuple[int, dict[str, float]]]:
