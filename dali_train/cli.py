@@ -14,7 +14,7 @@ from typing import Any, Literal
 from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.data import add_data_command, nobody_reads_on
-from dali_train.config import Config
+from dali_train.config import Config, load_config
 from dali_train.config.override import config_with, read_overrides
 from dali_train.errors import ConfigError, RunError, UserError
 from dali_train.runtime.launch import is_first_on_host, tell_torchrun
@@ -32,6 +32,7 @@ from dali_train.runtime.status import (
 from dali_train.runtime.stop import StopReason, StopRequests
 from dali_train.text import printable
 
+_OWN_PARTS = "a config file with a model of your own, which is run to register it; the settings are the run's"
 Command = Callable[[argparse.Namespace, list[str]], int]
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
 SUMMARY = "Train image classifiers at large batch sizes, with the same samples on any number of GPUs."
@@ -107,7 +108,8 @@ def _add_commands_with_config(commands: Commands) -> None:
         command.add_argument(
             "--config",
             metavar="FILE",
-            help="a Python file that defines `config` (recipes are in configs/), or a run's config.json",
+            help="a Python file that defines `config` (recipes are in configs/), or a run's config.json"
+            + (f"; beside RUN {_OWN_PARTS}" if name == "eval" else ""),
         )
         return command
 
@@ -119,7 +121,9 @@ def _add_commands_with_config(commands: Commands) -> None:
     )
     summary = "Evaluate a run's checkpoint, or with --config FILE --model.weights FILE_OR_NAME any weights."
     evaluate = add("eval", _evaluate, summary)
-    evaluate.add_argument("directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own config is used")
+    evaluate.add_argument(
+        "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own settings are used"
+    )
     evaluate.add_argument(
         "--checkpoint",
         metavar="best|newest|PATH",
@@ -172,6 +176,7 @@ def _add_commands_on_runs(commands: Commands) -> None:
         "--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file"
     )
     for command in (export, predict):
+        command.add_argument("--config", type=Path, metavar="FILE", help=_OWN_PARTS)
         command.add_argument(
             "--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest)"
         )
@@ -242,7 +247,8 @@ def _num_processes(text: str) -> int | Literal["auto"]:
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
-    if options.directory is not None and options.config is None:
+    if options.directory is not None:
+        _run_own_parts(options)
         options.config = RunDirectory(options.directory).directory / "config.json"
     config = _config(options, overrides)
     chosen = read_overrides(overrides)
@@ -309,6 +315,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _export(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
+    _run_own_parts(options)
     from dali_train.commands.export import export
 
     export(options.run_dir, options.format, options.output, options.checkpoint, options.weights)
@@ -317,6 +324,7 @@ def _export(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
+    _run_own_parts(options)
     from dali_train.commands.predict import print_predictions
 
     print_predictions(
@@ -353,6 +361,18 @@ def _report(options: argparse.Namespace, overrides: list[str]) -> int:
 
     print(write_report(options.run_dir, options.output))
     return FINISHED
+
+
+def _run_own_parts(options: argparse.Namespace) -> None:
+    """Run --config beside RUN for what it registers: models, storages and the like."""
+    if options.config is None:
+        return
+    if Path(options.config).suffix == ".json":
+        raise ConfigError(
+            f"--config {options.config} beside RUN, whose own settings are used: leave it out, or name the Python file "
+            "that registers the run's own model"
+        )
+    load_config(options.config)
 
 
 def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from nvidia.dali import fn
+from timm.models import build_model_with_cfg, register_model
 
 import dali_train
 from dali_train.cli import main
@@ -67,6 +68,28 @@ class Descent(torch.optim.Optimizer):
 
 
 dali_train.register_optimizer("descent", Descent)
+
+
+class Patches(torch.nn.Module):
+    """The mean of all patches of 8 pixels, after one layer."""
+
+    def __init__(self, num_classes: int = 1000, in_chans: int = 3, drop_rate: float = 0.0) -> None:
+        super().__init__()
+        self.num_classes, self.num_features = num_classes, 32
+        self.patches = torch.nn.Conv2d(in_chans, 32, 8, stride=8)
+        self.drop = torch.nn.Dropout(drop_rate)
+        self.head = torch.nn.Linear(32, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.drop(self.patches(images).relu()).mean(dim=(2, 3)))
+        return logits
+
+
+@register_model
+def patches(pretrained: bool = False, **kwargs: Any) -> Patches:
+    model: Patches = build_model_with_cfg(Patches, "patches", pretrained, **kwargs)
+    return model
+
 
 SCHEDULES["half"] = lambda settings, peak, span: peak / 2
 LOSSES["three"] = lambda config, logits, targets, lambdas: ((logits - 3) ** 2).mean()
@@ -142,10 +165,7 @@ build.parallelize = parallelize_by_hand
 
 config = Config(
     data=DataConfig(root="counted://stripes", train_size=32, eval_size=32, eval_resize_to=36, num_threads=1),
-    model=ModelConfig(
-        name="vit_tiny_patch16_224",
-        kwargs={"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "proj_drop_rate": 0.1},
-    ),
+    model=ModelConfig(name="patches", kwargs={"drop_rate": 0.1}),
     optimizer=OptimizerConfig(name="descent", lr=1e-2),
     schedule=ScheduleConfig(name="half"),
     loss=LossConfig(name="three"),

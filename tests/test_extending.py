@@ -5,14 +5,17 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from dali_train.checkpoint.load import load_newest
+from dali_train.cli import main
 
-from .conftest import REPOSITORY
-from .helpers import FLOAT64_BOUND, losses, samples, state_difference
+from .conftest import REPOSITORY, photograph
+from .helpers import FLOAT64_BOUND, in_ranks, losses, samples, state_difference
 from .ranks import Ranks
 
 OWN_PARTS = REPOSITORY / "tests" / "own_parts.py"
@@ -49,8 +52,27 @@ def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
     assert {"train", "validation"} >= set((stripes / "counted.txt").read_text().split()) >= {"train"}, "the storage"
     assert json.loads((one / "config.json").read_text())["data"]["root"] == f"counted://{stripes}"
     assert "gradients are averaged by hand" in run.log.read_text(), "the kind of parallelism, which keeps the invariant"
+    assert (one / "configs" / "own_parts.py").read_bytes() == OWN_PARTS.read_bytes()
     assert samples(one) == samples(two) and losses(two) == pytest.approx(losses(one), rel=1e-12)
     assert state_difference(one, two) < FLOAT64_BOUND
+
+    in_ranks(1, after_the_run, one)
+
+
+def after_the_run(_: int, run: Path) -> None:
+    """The model, in what follows a run: its file is run where that is asked for, and not otherwise."""
+    own, picture = ["--config", str(run / "configs" / "own_parts.py")], run / "picture.jpg"
+    photograph(0, 40, 50).save(picture)
+    for words, status, message in (
+        (["predict", str(run), str(picture)], 2, f"registers it, add {' '.join(own)},"),
+        (["eval", str(run)], 2, f"registers it, add {' '.join(own)},"),
+        (["eval", str(run), *own], 0, "step 3: top-1"),
+        (["predict", str(run), str(picture), *own], 0, "horizontal"),
+        (["export", str(run), *own], 0, "Read back, its logits differ by"),
+    ):
+        with redirect_stdout(StringIO()) as output, redirect_stderr(output):
+            assert main(words) == status, output.getvalue()
+        assert message in output.getvalue()
 
 
 def test_the_documents_name_files_that_exist() -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import timm
 import torch
 from safetensors.torch import save
 from torch import nn
@@ -13,7 +14,7 @@ from dali_train.checkpoint.load import Checkpoint, load_checkpoint
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.state import restore_weights
 from dali_train.checkpoint.storage import CheckpointError, Tensors
-from dali_train.config import Config, DataConfig
+from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
@@ -64,9 +65,11 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
             too.
 
     Raises:
-        ConfigError, CheckpointError: no such run, no such checkpoint, or no moving average in it.
+        ConfigError, CheckpointError: no such run, no such checkpoint, no moving average in it, or a model that only the
+            run's config file registers.
     """
     config = RunDirectory(run_dir).config
+    check_registered(config, run_dir)
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
     chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
@@ -74,14 +77,29 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
         config.model, compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False
     )
     model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
-    model.pretrained_cfg = _input_config(model.pretrained_cfg, config.data, names)
+    model.pretrained_cfg = _input_config(model, config, names)
     return TrainedModel(config=config, checkpoint=loaded, weights=chosen, class_names=names, model=model.float().eval())
 
 
-def _input_config(architecture: dict[str, Any], data: DataConfig, class_names: tuple[str, ...]) -> dict[str, Any]:
-    """Return timm's description of a model: what concerns its layers from `architecture`, its images from `data`."""
-    kept = ("architecture", "first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
-    return {name: architecture[name] for name in kept if name in architecture} | {
+def check_registered(config: Config, run_dir: Path) -> None:
+    """Check that timm knows the model of a run; nothing in a run directory is run without being asked for.
+
+    Raises:
+        ConfigError: it does not; the message names the file that may register it.
+    """
+    if not timm.is_model(config.model.name) and (file := RunDirectory(run_dir).environment.get("config_file")):
+        raise ConfigError(
+            f"model.name is {config.model.name!r}, which timm does not know: if the run's config file registers it, "
+            f"add --config {run_dir / file}, or in Python call dali_train.load_config with that file first"
+        )
+
+
+def _input_config(model: nn.Module, config: Config, class_names: tuple[str, ...]) -> dict[str, Any]:
+    """Return timm's description of `model`: what concerns its layers from timm, its images from `config`."""
+    data, of_layers = config.data, ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
+    theirs = getattr(model, "pretrained_cfg", None) or {}  # a model of the user's own may have none
+    return {name: theirs[name] for name in of_layers if name in theirs} | {
+        "architecture": config.model.name.partition(".")[0],
         "num_classes": len(class_names),
         "label_names": list(class_names),
         "input_size": (3, data.eval_size, data.eval_size),

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from dali_train.text import plural
 def describe_run(
     directory: Path, config: Config, launch: Launch, device: torch.device, command: Sequence[str], num_threads: int
 ) -> None:
-    """Write both files."""
+    """Write both files, and copies of the Python files that the config is from."""
     environment: dict[str, Any] = {
         "command": list(command),
+        "config_file": keep_files(directory, config.files),
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -41,6 +42,19 @@ def describe_run(
     }
     write_atomically(directory / "config.json", config.to_json().encode())
     write_atomically(directory / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
+
+
+def keep_files(directory: Path, files: Mapping[Path, bytes]) -> str | None:
+    """Write `files` into ``configs/``, where they have the same places relative to each other.
+
+    Returns:
+        The name of the first, relative to `directory`; None without any.
+    """
+    top = os.path.commonpath([path.parent for path in files]) if files else ""
+    copies = {Path("configs") / path.relative_to(top): content for path, content in files.items()}
+    for name, content in copies.items():
+        write_atomically(directory / name, content)
+    return str(next(iter(copies))) if copies else None
 
 
 def device_name(device: torch.device) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dali_train.checkpoint.directory import resolve_checkpoint
 from dali_train.checkpoint.load import Checkpoint, load_checkpoint
-from dali_train.checkpoint.model import first_weights, model_from
+from dali_train.checkpoint.model import check_registered, first_weights, model_from
 from dali_train.checkpoint.recipe import changes_between, recipe_settings
 from dali_train.checkpoint.state import restore_weights
 from dali_train.config import Config
@@ -43,6 +43,8 @@ def evaluate_checkpoint(
             "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights, "
             "--model.weights FILE_OR_NAME"
         )
+    if run_dir is not None:
+        check_registered(config, run_dir)
     path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
     with joined(options, config) as (launch, device):
         num_threads = configure_torch(config, launch, device)

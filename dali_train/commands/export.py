@@ -89,13 +89,19 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
 
 def _export_timm(trained: TrainedModel, output: Path) -> Logits:
     """Write what ``timm.create_model("local-dir:OUTPUT", pretrained=True)`` and model.weights read."""
-    save_for_hf(
-        trained.model,
-        output,
-        safe_serialization=True,
-        model_args=trained.config.model.kwargs,
-        model_config={"label_names": list(trained.class_names)},
-    )
+    try:
+        save_for_hf(
+            trained.model,
+            output,
+            safe_serialization=True,
+            model_args=trained.config.model.kwargs,
+            model_config={"label_names": list(trained.class_names)},
+        )
+    except AttributeError as error:
+        raise ConfigError(
+            f"--format timm: timm cannot describe {trained.config.model.name}: {error}; set that on the model, or use "
+            "another --format"
+        ) from error
     loaded: Logits = timm.create_model(f"local-dir:{output}", pretrained=True).eval()
     return loaded
 

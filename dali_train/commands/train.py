@@ -81,6 +81,8 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
 def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | DatasetError:
     """Run in a process of its own, and return the error that its parent is to raise instead of printing a traceback."""
     try:
+        if isinstance(config, Config) and config.files:
+            load_config(next(iter(config.files)))  # registers the user's own models and losses in this process too
         return run(config)
     except (ConfigError, DatasetError) as error:
         return error

@@ -201,6 +201,18 @@ class Config:
         """This config with training images of `size` pixels throughout."""
         return self.replace({"data.train_size": size, "data.progressive": ()})
 
+    @property
+    def files(self) -> Mapping[Path, bytes]:
+        """The Python files that `load_config` has run for this config, with their content; the one it was asked for is
+        the first."""
+        return self.__dict__.get("_files", {})
+
+    def from_files(self, files: Mapping[Path, bytes]) -> "Config":
+        """Return this config with other `files`, which are no setting: equal configs may be from different files."""
+        config = replace(self)
+        object.__setattr__(config, "_files", dict(files))
+        return config
+
     def replace(self, changes: Mapping[str, Any] | None = None, /, **sections: Mapping[str, Any]) -> "Config":
         """Return this config with other values: ``config.replace(batch=dict(global_batch=64, micro_batch=8))``.
 
@@ -230,7 +242,8 @@ class Config:
         for inner in [group for group in groups if "." in group]:  # a section within another
             outer, _, one = inner.partition(".")
             groups[outer][one] = replace(attrgetter(inner)(self), **groups.pop(inner))
-        return replace(self, **{group: replace(getattr(self, group), **values) for group, values in groups.items()})
+        changed = {group: replace(getattr(self, group), **values) for group, values in groups.items()}
+        return replace(self, **changed).from_files(self.files)
 
     def to_json(self) -> str:
         """The settings as run.dir/config.json has them; `load_config` reads it. User hooks are written by name."""

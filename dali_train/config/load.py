@@ -16,6 +16,7 @@ from dali_train.config.parallel import ParallelConfig
 from dali_train.errors import ConfigError
 
 _running: list[Path] = []  # the config files that are being run, the innermost last
+_files: dict[Path, bytes] = {}  # since the outermost began, in order
 
 
 def load_config(path: Path | str) -> Config:
@@ -55,10 +56,10 @@ def load_config(path: Path | str) -> Config:
     parallel = names.get("parallel")
     if isinstance(parallel, dict):
         try:
-            return replace(config, parallel=ParallelConfig(**parallel))
+            config = replace(config, parallel=ParallelConfig(**parallel))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-    return config
+    return config.from_files(_files)
 
 
 def _executed(path: Path) -> ModuleType:
@@ -68,8 +69,11 @@ def _executed(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # timm's register_model, dataclasses and pickle look a function's or class's module up by its name.
     sys.modules[spec.name] = module
+    if not _running:
+        _files.clear()
     _running.append(path)
     try:
+        _files[path.resolve()] = path.read_bytes()
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ConfigError(f"{error.filename or path}, line {error.lineno}: {error.msg}") from error
