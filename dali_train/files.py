@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,11 +39,12 @@ def sync_directory(directory: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    """Return the digest of a regular file. Raises OSError: as `open_regular`."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one. Opening a FIFO would wait for a writer, reading a device might never end.
 
     Raises:
@@ -56,8 +58,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
-    """The content of a regular file that has at most `max_bytes`. Raises OSError: as `open_regular`, or it is
-    larger."""
+    """Return the content of a regular file. Raises OSError: as `open_regular`, or it is larger than `max_bytes`."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -66,8 +67,7 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 
 def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file exclusively until it is closed or the process ends, however it ends. False: another process has
-    it."""
+    """Lock an open file until it is closed or the process ends, however it ends. False: another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -42,6 +42,7 @@ except ModuleNotFoundError as error:
 
 from dali_train import __version__
 from dali_train.checkpoint.recipe import recipe_settings
+from dali_train.checkpoint.storage import MANIFEST
 from dali_train.commands import data
 from dali_train.commands.train import run
 from dali_train.config import Config
@@ -187,18 +188,11 @@ def hyperparameters(config: Config) -> str:
     # Besides the recipe: where a training begins and ends, and how its accuracies are measured.
     evaluated = [data.eval_size, data.eval_resize, data.eval_resize_to]
     more = [length.max_steps, length.eval_every_epochs, config.hooks.stop_early, evaluated]
-    resume = _digest(Path(length.resume)) if length.resume else None
+    manifest = Path(length.resume) / MANIFEST  # of the checkpoint to begin with, which has the digests of its files
+    resume = sha256(manifest) if manifest.is_file() else None
     return json.dumps(
         [recipe_settings(config), more, length.resume, length.accept_changed_recipe, resume], sort_keys=True
     )
-
-
-def _digest(path: Path) -> str | None:
-    """Return the SHA-256 of a file, or of all files below a directory; None where it is neither, as a hub's name."""
-    if path.is_file():
-        return sha256(path)
-    found = {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest() if found else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -288,8 +282,7 @@ def _is_local() -> bool:
 
 @contextmanager
 def _kept(directory: Path, checkpoint: flyte.Checkpoint | None) -> Iterator[None]:
-    """Within, what the run needs to resume goes to the task's checkpoint; before, it comes from there if the disk is
-    empty."""
+    """Within, keep what the run needs to resume in the task's checkpoint; before, get it from there if need be."""
     if checkpoint is None:
         yield
         return
@@ -325,8 +318,7 @@ def _kept(directory: Path, checkpoint: flyte.Checkpoint | None) -> Iterator[None
 
 
 def upload_run(directory: Path, checkpoint: flyte.Checkpoint) -> None:
-    """Save the files of a run, with its newest and best checkpoint, as the task's checkpoint: one uncompressed tar
-    file."""
+    """Save the files of a run, with its newest and best checkpoint, as the task's checkpoint: one tar file."""
     kept = {(directory / "checkpoints" / link).resolve().name for link in ("newest", "best")} | {"newest", "best"}
 
     def chosen(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:

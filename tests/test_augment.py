@@ -32,7 +32,7 @@ from dali_train.data.loading.mixing import mix
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, IndexedPipeline
 from dali_train.data.loading.storage import MappedFiles
 from dali_train.data.sampling.augment import IDENTITY, draw_operators, erased_boxes, policy_of
-from dali_train.data.sampling.draws import draw_mixing
+from dali_train.data.sampling.draws import Images, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 from dali_train.errors import ConfigError, DatasetError
@@ -179,13 +179,18 @@ def test_unknown_operators_are_refused(config: Config) -> None:
         batches(augmented(config, "rand-tRotate+Solarise"))
 
 
+def drawn_for(epochs: np.ndarray, images: np.ndarray) -> Images:
+    sides = np.ones(len(images), int)
+    return Images(epochs=epochs, images=images, heights=sides, widths=sides)
+
+
 def test_draws_are_pure_functions_of_image_and_epoch() -> None:
     policy = policy_of(DataConfig(root="data", augment="rand-m9-mstd0.5-inc1", color_jitter=0.3))
     images, epochs = np.arange(4000) % 2000, np.arange(4000) // 2000
-    operators, levels = draw_operators(3, policy, epochs=epochs, images=images)
+    operators, levels = draw_operators(3, policy, drawn_for(epochs, images))
     assert operators.shape == levels.shape == (4000, 2 + 3)
     some = np.random.default_rng(0).permutation(4000)[:100]
-    again = draw_operators(3, policy, epochs=epochs[some], images=images[some])
+    again = draw_operators(3, policy, drawn_for(epochs[some], images[some]))
     assert np.array_equal(again[0], operators[some]) and np.array_equal(again[1], levels[some])
     assert not np.array_equal(operators[:2000], operators[2000:])
     counts = np.bincount(operators[:, 0], minlength=len(policy.names))[:16]
@@ -212,7 +217,7 @@ def test_policies_draw_from_rows_of_the_table() -> None:
     ):
         policy = policy_of(DataConfig(root="data", augment=augment))
         assert set(policy.names) <= set(OPERATORS), augment
-        operators, levels = draw_operators(0, policy, epochs=np.zeros(500, int), images=np.arange(500))
+        operators, levels = draw_operators(0, policy, drawn_for(np.zeros(500, int), np.arange(500)))
         assert set(np.unique(operators)) == set(range(len(policy.names))) - (
             {0} if augment in ("3-augment", "big-vision") else set()
         )
@@ -257,13 +262,13 @@ def test_cutout_is_anywhere_in_the_image() -> None:
 
 def test_erased_boxes() -> None:
     images = np.arange(3000)
-    boxes = erased_boxes(0, epochs=np.zeros(3000, int), images=images, probability=0.25, size=64)
+    boxes = erased_boxes(0, drawn_for(np.zeros(3000, int), images), probability=0.25, size=64)
     erased = boxes[boxes[:, 2] > 0]
     assert 0.22 < len(erased) / 3000 < 0.28
     area = (erased[:, 2] * erased[:, 3]) / 64**2
     assert area.min() > 0.01 and area.max() < 0.36
     assert (erased[:, 0] + erased[:, 2] <= 64).all() and (erased[:, 1] + erased[:, 3] <= 64).all()
-    assert not erased_boxes(0, epochs=np.zeros(9, int), images=images[:9], probability=0, size=64).any()
+    assert not erased_boxes(0, drawn_for(np.zeros(9, int), images[:9]), probability=0, size=64).any()
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_a_run_evaluates_it_and_resumes_it_exactly(
     [
         ({"decay": 1.0}, "ema.decay is 1.0: use a share between 0 and 1"),
         ({"decay": 0.0}, "ema.decay is 0.0: use a share between 0 and 1"),
-        ({"warmup": True}, "ema.warmup is true, but there is no average: set ema.decay"),
+        ({"warmup": True}, "ema.warmup is true with ema.decay none: set ema.decay"),
     ],
 )
 def test_averages_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

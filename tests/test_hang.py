@@ -85,15 +85,7 @@ class Ranks:
         self.pass_time(2, beating=range(count))
 
     def _watchdog(self, rank: int) -> Watchdog:
-        launch = Launch(
-            rank=rank,
-            world_size=self._count,
-            local_rank=rank,
-            local_world_size=self._count,
-            host="localhost",
-            port=self._port,
-            launcher="test",
-        )
+        launch = Launch(rank=rank, world_size=self._count, local_rank=rank, port=self._port)
         return Watchdog(launch, self.directory, 60.0, self.clock)
 
     def enter(self, phase: str, *ranks: int) -> None:

@@ -197,10 +197,7 @@ def test_cores_next_to_a_device(tmp_path: Path, written: str | None, cores: set[
 
 def test_a_layout_divides_the_ranks() -> None:
     """Ranks with the same data coordinate compute the same micro-batches; the sizes' product is the number of ranks."""
-    launches = [
-        Launch(rank=r, world_size=16, local_rank=0, local_world_size=1, host="n", port=1, launcher="srun")
-        for r in range(16)
-    ]
+    launches = [Launch(rank=r, world_size=16, port=1) for r in range(16)]
     assert [(layout.data_rank, layout.data_size) for layout in map(Layout.from_sizes, launches)] == [
         (rank, 16) for rank in range(16)
     ]

@@ -17,12 +17,10 @@ from dali_train.training.metrics import all_finite
 from dali_train.training.running_statistics import RunningStatistics
 
 from .conftest import Train
-from .helpers import LONG
+from .helpers import LONG, extended
 
-HOPELESS = ("--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--run.max_nonfinite_steps", "1000000")
-LAYOUT = Layout.from_sizes(
-    Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, host="localhost", port=0, launcher="none")
-)
+HOPELESS = ("--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--hooks.log_every_steps", "1000000")
+LAYOUT = Layout.from_sizes(Launch())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -38,11 +36,23 @@ def test_a_run_that_ends_with_nan_is_a_failure(train: Train, tmp_path: Path, dty
     assert status is not None and status.state == "failed" and status.reason.startswith("NonFiniteError")
 
 
-def test_a_stop_that_could_not_save_says_so(train: Train, tmp_path: Path) -> None:
-    output = train("run", *LONG, *HOPELESS, "--run.max_seconds", "4", ranks=2, status=1)
-    assert re.search(
-        r"stopped on request \(run.max_seconds is over\) at step \d+ of \d+, but was not saved: weights or", output
-    )
+STOPPING = """
+import os, signal
+from dataclasses import replace
+from dali_train.hooks import Hook
+
+class Stop(Hook):
+    def step(self, record):
+        if record.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+config = replace(config, hooks=replace(config.hooks, user=(Stop,)))
+"""
+
+
+def test_a_stop_that_could_not_save_says_so(train: Train, tiny_config: Path) -> None:
+    output = train("run", *LONG, *HOPELESS, ranks=2, config=extended(tiny_config, STOPPING), status=1)
+    assert re.search(r"stopped on request \(signal TERM\) at step \d+ of \d+, but was not saved: weights or", output)
     assert "stopped after saving" not in output
 
 

@@ -17,7 +17,7 @@ from dali_train.config import (
 )
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.loading.loader import assigned_places
-from dali_train.data.sampling.draws import Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
+from dali_train.data.sampling.draws import Images, Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
@@ -68,10 +68,10 @@ def rows_of(num_images: int) -> np.ndarray:
     return rows
 
 
-def images_of(count: int, heights: Any, widths: Any) -> dict[str, np.ndarray]:
-    """What the draws of boxes take: the first epoch of `count` images of these sizes."""
+def images_of(count: int, heights: Any = 1, widths: Any = 1, *, epoch: int = 0) -> Images:
+    """What the draws take: an epoch of `count` images of these sizes."""
     sizes = {"heights": np.broadcast_to(heights, count), "widths": np.broadcast_to(widths, count)}
-    return {"epochs": np.zeros(count, int), "images": np.arange(count), **sizes}
+    return Images(epochs=np.full(count, epoch), images=np.arange(count), **sizes)
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])
@@ -136,7 +136,7 @@ def test_unshuffled_order_is_that_on_disk() -> None:
 
 
 def test_crop_boxes_are_uniform_in_area() -> None:
-    boxes = crop_boxes(1, **images_of(20_000, 300, 400), area=(0.25, 0.5), aspect=(0.75, 4 / 3))
+    boxes = crop_boxes(1, images_of(20_000, 300, 400), area=(0.25, 0.5), aspect=(0.75, 4 / 3))
     top, left, height, width = boxes.astype(float).T
     assert (top >= 0).all() and (left >= 0).all() and (top + height <= 300).all() and (left + width <= 400).all()
     fraction, aspect = height * width / (300 * 400), width / height
@@ -148,20 +148,20 @@ def test_crop_boxes_are_uniform_in_area() -> None:
 
 def test_crop_of_extreme_shapes_is_central() -> None:
     images = images_of(3, heights=[10, 1000, 1], widths=[1000, 10, 1])
-    boxes = crop_boxes(0, **images, area=(0.9, 1.0), aspect=(0.75, 4 / 3))
+    boxes = crop_boxes(0, images, area=(0.9, 1.0), aspect=(0.75, 4 / 3))
     assert boxes.tolist() == [[0, 493, 10, 13], [493, 0, 13, 10], [0, 0, 1, 1]]
 
 
 def test_inception_boxes_are_uniform_in_height() -> None:
     squares = images_of(20_000, 1000, 1000)
-    boxes = inception_boxes(1, **squares, area=(0.05, 1.0), aspect=(1.0, 1.0))
+    boxes = inception_boxes(1, squares, area=(0.05, 1.0), aspect=(1.0, 1.0))
     top, left, height, width = boxes.astype(float).T
     assert (height == width).all() and (top + height <= 1000).all() and (left + width <= 1000).all()
     quarters = np.quantile(height, [0, 0.25, 0.5, 0.75, 1])
     lowest = 1000 * 0.05**0.5
     assert np.allclose(quarters, np.linspace(lowest, 1000, 5), atol=12)
     assert np.corrcoef(top / np.maximum(1, 1000 - height), left / np.maximum(1, 1000 - height))[0, 1] < 0.05
-    boxes = inception_boxes(1, **squares, area=(0.05, 0.3), aspect=(0.75, 1.33)).astype(float)
+    boxes = inception_boxes(1, squares, area=(0.05, 0.3), aspect=(0.75, 1.33)).astype(float)
     aspect, fraction = boxes[:, 3] / boxes[:, 2], boxes[:, 2] * boxes[:, 3] / 1000**2
     assert abs(aspect.mean() - (0.75 + 1.33) / 2) < 0.005 and fraction.min() >= 0.05 and fraction.max() <= 0.3
 
@@ -169,7 +169,7 @@ def test_inception_boxes_are_uniform_in_height() -> None:
 def test_inception_boxes_fit_images_of_any_shape() -> None:
     n = 5000
     heights, widths = np.random.default_rng(0).integers(1, 60, (2, n))
-    boxes = inception_boxes(0, **images_of(n, heights, widths), area=(0.3, 1.0), aspect=(0.75, 1.33))
+    boxes = inception_boxes(0, images_of(n, heights, widths), area=(0.3, 1.0), aspect=(0.75, 1.33))
     assert (boxes[:, :2] >= 0).all() and (boxes[:, 2:] > 0).all()
     assert (boxes[:, 0] + boxes[:, 2] <= heights).all() and (boxes[:, 1] + boxes[:, 3] <= widths).all()
     long = widths > 10 * heights  # no allowed box covers enough of it
@@ -178,10 +178,10 @@ def test_inception_boxes_fit_images_of_any_shape() -> None:
 
 def test_draws_of_an_image_change_from_epoch_to_epoch() -> None:
     n = 2000
-    first, second = (flips(0, epochs=np.full(n, epoch), images=np.arange(n), probability=0.5) for epoch in (0, 1))
+    first, second = (flips(0, images_of(n, epoch=epoch), probability=0.5) for epoch in (0, 1))
     assert 0.45 < (first == second).mean() < 0.55
     assert 0.45 < first.mean() < 0.55
-    assert not flips(0, epochs=np.zeros(n, int), images=np.arange(n), probability=0).any()
+    assert not flips(0, images_of(n), probability=0).any()
 
 
 def mixing(step: int = 0, k: int = 0, size: int = 64, side: int = 32, **settings: Any) -> Mixing:
@@ -220,7 +220,7 @@ def test_cutmix_draws() -> None:
 
 def test_padded_crops_are_uniform() -> None:
     n = 12_000
-    boxes, offsets = padded_crops(0, **images_of(n, 32, 40), side=32, padding=4)
+    boxes, offsets = padded_crops(0, images_of(n, 32, 40), side=32, padding=4)
     starts = boxes[:, :2] - offsets
     assert starts.min(axis=0).tolist() == [-4, -4] and starts.max(axis=0).tolist() == [4, 12]
     assert [len(np.unique(column)) for column in starts.T] == [9, 17]

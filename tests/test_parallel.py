@@ -196,7 +196,7 @@ def local_bytes(tensors: Iterable[Any]) -> int:
 def test_each_rank_holds_what_plan_says(tiny_config: Path, tmp_path: Path) -> None:
     in_ranks(4, measure_memory, tiny_config)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    launch = Launch(rank=0, world_size=4, local_rank=0, local_world_size=4, host="localhost", port=1, launcher="plan")
+    launch = Launch(world_size=4, port=1)
     for name in MEMORY_LAYOUTS:
         config = memory_config(tiny_config, name)
         model = build_model(config, 5, torch.device("meta"))

@@ -42,10 +42,7 @@ def small(freeze: tuple[str, ...] = (), **parallel: Any) -> Config:
 
 
 def layout(ranks: int, **parallel: Any) -> Layout:
-    launch = Launch(
-        rank=0, world_size=ranks, local_rank=0, local_world_size=ranks, host="localhost", port=1, launcher="torchrun"
-    )
-    return Layout.from_config(launch, ParallelConfig(**parallel))
+    return Layout.from_config(Launch(world_size=ranks, port=1), ParallelConfig(**parallel))
 
 
 def planned(ranks: int, one: Config) -> list[RankPlan]:

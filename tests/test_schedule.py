@@ -125,19 +125,19 @@ def test_the_peak_follows_the_batch_if_asked_to(scale: str, factor: float) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 5, "warmup_epochs": 1}, "warmup_steps is 5 and schedule.warmup_epochs 1: set one"),
+        ({"warmup_steps": 5, "warmup_epochs": 1}, "warmup_steps is 5 with schedule.warmup_epochs 1: set one"),
         ({"warmup_steps": 5, "step_every": "epoch"}, "set schedule.warmup_epochs instead"),
         ({"warmup_steps": -1}, "warmup_steps is -1: use a whole"),
         ({"warmup_lr": -1e-6}, "warmup_lr is -1e-06: use a"),
         ({"min_lr": -1.0}, "min_lr is -1.0: use a"),
         ({"name": "polynomial", "power": 0.0}, "power is 0.0: use a"),
-        ({"name": "cosine", "power": 2.0}, "power is 2.0, which schedule.name cosine ignores"),
-        ({"name": "step"}, "schedule.name step needs schedule.decay_epochs: set it"),
+        ({"name": "cosine", "power": 2.0}, "power is 2.0 with schedule.name cosine: .* leave it out"),
+        ({"name": "step"}, "schedule.name is step with schedule.decay_epochs none: set"),
         (
             {"name": "step", "decay_epochs": 2.0, "decay_rate": 1.5},
             "decay_rate is 1.5: use a factor over 0 and up to 1",
         ),
-        ({"name": "cosine", "decay_epochs": 2.0}, "decay_epochs is 2.0, which schedule.name cosine ignores"),
+        ({"name": "cosine", "decay_epochs": 2.0}, "decay_epochs is 2.0 with schedule.name cosine: .* leave it out"),
         (
             {"name": "warmup-stable-decay", "decay_epochs": 18.0, "warmup_epochs": 3},
             "schedule.decay_epochs 18.0 after schedule.warmup_epochs 3 exceeds run.epochs 20: shorten",

@@ -141,7 +141,7 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for this test's own reading
     store = tmp_path / "mlruns"
     settings = {"WANDB_MODE": "offline", "WANDB_PROJECT": "ours", "MLFLOW_TRACKING_URI": str(store)}
-    on = (*ALL, "--hooks.detail_every_steps", "2", "--run.checkpoint_every_steps", "4")
+    on = (*ALL, "--run.checkpoint_every_steps", "4")
     run = tmp_path / "run"
     first = train("run", *on, environment=settings)
     ids = [json.loads((run / f"{name}-id.json").read_text())["id"] for name in ("wandb", "mlflow")]
@@ -159,7 +159,7 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
         for place, value in expected.items()
         if place[0].endswith(("/loss", "/top1", "/grad_norm", "/lr", "_max"))
     }
-    assert len(losses) == 4 * 7 + 2 * 4 + 4
+    assert len(losses) == 4 * 7 + 2 * 4 + 1
     assert scalars_of_tensorboard(run) == pytest.approx(expected, rel=1e-6)
     # The steps that were trained twice: W&B's server and MLflow keep what came first, whose times are others.
     recorded = scalars_of_mlflow(run, store)

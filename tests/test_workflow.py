@@ -103,7 +103,7 @@ def test_each_file_that_decides_is_in_the_key(place: Path, tmp_path: Path) -> No
     changes = [
         ("model.weights", str(weights), weights),
         ("loss.teacher_weights", str(weights), weights),
-        ("run.resume", str(checkpoint), checkpoint / "model.safetensors"),
+        ("run.resume", str(checkpoint), checkpoint / "manifest.json"),
     ]
     base = workflow.config_with(place / "config.py", ["--loss.distillation", "hard", "--loss.teacher", "x"], "test")
     keys = {workflow.hyperparameters(base.replace({"run.accept_changed_recipe": accept})) for accept in (False, True)}

@@ -40,8 +40,8 @@ from dali_train.checkpoint.load import load_checkpoint  # noqa: E402
 from dali_train.config import load_config  # noqa: E402
 from dali_train.data.convert.archive import Archive, SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
+from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.index import MappedShards, Split  # noqa: E402
-from dali_train.data.dataset.jpeg import JpegError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
 from dali_train.errors import ConfigError, DatasetError, RunError  # noqa: E402
@@ -106,7 +106,7 @@ TARGETS = {
     ),
     "tar": Target("tar/images.tar", "tar", read_archive, (SourceError,)),
     "jpeg": Target(
-        "images/*.jpg", "images", lambda directory, damaged: parse_jpeg_header(damaged.read_bytes()), (JpegError,)
+        "images/*.jpg", "images", lambda directory, damaged: parse_jpeg_header(damaged.read_bytes()), (BadImageError,)
     ),
     "checkpoint": Target("run/checkpoints/step-*/*", "run", lambda directory, damaged: load_checkpoint(damaged.parent)),
     "status": Target(

@@ -11,9 +11,9 @@ import os
 import re
 from pathlib import Path
 
-from dali_train.checkpoint.storage import MANIFEST, CheckpointError, read_regular
+from dali_train.checkpoint.storage import MANIFEST
 from dali_train.errors import ConfigError
-from dali_train.files import write_atomically
+from dali_train.files import read_limited, write_atomically
 
 SCORE = "evaluation.json"
 _NAME = re.compile(r"step-(\d{8,18})")
@@ -58,9 +58,9 @@ def saved_top1(path: Path) -> float | None:
     It is in a file beside the manifest, since it comes later.
     """
     try:
-        top1 = float(json.loads(read_regular(path / SCORE, 1000))["top1"])
+        top1 = float(json.loads(read_limited(path / SCORE, 1000))["top1"])
         return top1 if math.isfinite(top1) else None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, CheckpointError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
@@ -101,9 +101,7 @@ def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
         if not inside.is_dir():
             if not run_dir.is_dir():
                 raise ConfigError(f"{run_dir}: no such directory; name that of a run")
-            reason = (
-                "no evaluation was saved" if (run_dir / "checkpoints" / "newest").is_dir() else "it has no checkpoints"
-            )
+            reason = "no evaluation was saved" if inside.with_name("newest").is_dir() else "it has no checkpoints"
             raise ConfigError(f"{run_dir} has no {which} checkpoint: {reason}")
         return inside.resolve()
     path = inside if not Path(which).exists() and inside.is_dir() else Path(which)
@@ -131,9 +129,7 @@ def point_link(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to its sibling `target`, in one move."""
     fresh = link.with_name(f".{link.name}.partial")
     for path in (link, fresh):
-        if (
-            os.path.lexists(path) and not path.is_symlink()
-        ):  # such as a copy of the directory that has followed the link
+        if os.path.lexists(path) and not path.is_symlink():  # such as what a copy that follows links has made of it
             set_aside(path)
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target.name)

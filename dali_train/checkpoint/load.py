@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dali_train.checkpoint.directory import checkpoint_paths, step_of, wrong_path
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, read_safetensors
 from dali_train.errors import ConfigError
-from dali_train.runtime.process_group import from_rank_0
+from dali_train.runtime.process_group import on_rank_0
 
 # What DCP says in a single process; that is what is meant here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -103,7 +103,7 @@ def find_checkpoint(
             )
         return None, []
     named = Path(resume)
-    if problem := from_rank_0(wrong_path(named), group):
+    if problem := on_rank_0(lambda: wrong_path(named), group):
         remedy = "; set run.resume auto to resume from this run's newest checkpoint" if existing else ""
         raise ConfigError(f"run.resume: {problem}{remedy}")
     if existing and named.resolve().parent != directory.resolve():
@@ -130,12 +130,4 @@ def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoin
 
 def _agreed_paths(directory: Path, group: dist.ProcessGroup | None) -> list[Path]:
     """Return the checkpoints as rank 0 sees them: file systems may show a change to some hosts later."""
-    names, problem = [], ""
-    try:
-        names = [path.name for path in checkpoint_paths(directory)]
-    except ConfigError as error:
-        problem = str(error)
-    names, problem = from_rank_0((names, problem), group)
-    if problem:
-        raise ConfigError(problem)
-    return [directory / name for name in names]
+    return on_rank_0(lambda: checkpoint_paths(directory), group)

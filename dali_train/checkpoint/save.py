@@ -23,7 +23,7 @@ from dali_train.checkpoint.directory import checkpoint_paths, point_link, record
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, Writer
 from dali_train.files import NO_SPACE, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
-from dali_train.runtime.process_group import from_rank_0
+from dali_train.runtime.process_group import on_rank_0
 
 # More writers than this do not make a file system faster, and each has to hold its share in host memory.
 _MAX_WRITERS = 8
@@ -59,16 +59,10 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the directory cannot be written to.
         """
-        best, error = -1.0, None
-        if self._rank == 0:
-            try:
-                best = self._tidy(start_step)
-            except OSError as fault:
-                error = fault
-        best, error = from_rank_0((best, error), self._group)
-        if error is not None:
+        try:
+            return on_rank_0(lambda: self._tidy(start_step), self._group)
+        except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
-        return best
 
     def save(self, step: int, state: Mapping[str, Mapping[str, torch.Tensor]], values: dict[str, Any]) -> None:
         """Copy this rank's share of `state` to host memory, then write it in the background.
@@ -104,11 +98,7 @@ class CheckpointWriter:
             self._retire()
 
     def wait(self) -> None:
-        """Wait until the last save is complete on disk.
-
-        Raises:
-            CheckpointError: it is not; the message says why.
-        """
+        """Wait until the last save is complete on disk. Raises CheckpointError: it is not; the message says why."""
         self.join()
         self._thread = None
         if self._error is not None:
@@ -159,21 +149,15 @@ class CheckpointWriter:
             if self._group is not None:
                 digests = [{} for _ in range(self._world_size)] if self._rank == 0 else []
                 dist.gather_object(writer.digests, digests or None, dst=0, group=self._group)
-            error = None
-            if self._rank == 0:
-                files = {name: digest for part in digests for name, digest in part.items()}
-                try:
-                    self._commit(partial, final, CheckpointManifest(step=step, values=values, files=files))
-                except BaseException as fault:
-                    error = fault
-            self._error = from_rank_0(error, self._group)
+            files = {name: digest for part in digests for name, digest in part.items()}
+            on_rank_0(lambda: self._commit(partial, final, step, values, files), self._group)
         except BaseException as fault:  # raised in the main thread, by wait()
             self._error = fault
         if self._error is not None and self._rank == 0:  # so that the room is free again
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _commit(self, partial: Path, final: Path, manifest: CheckpointManifest) -> None:
-        manifest.write(partial)
+    def _commit(self, partial: Path, final: Path, step: int, values: dict[str, Any], files: dict[str, str]) -> None:
+        CheckpointManifest(step=step, values=values, files=files).write(partial)
         if os.path.lexists(final):
             set_aside(final)
         partial.rename(final)
@@ -181,8 +165,7 @@ class CheckpointWriter:
         self._retire()
 
     def _retire(self) -> None:
-        """Point to the newest and the best checkpoint, and remove those that are neither among the newest nor the
-        best."""
+        """Point to the newest and the best checkpoint, and remove all but the best and the newest few."""
         paths = checkpoint_paths(self._directory)
         scores = {path: top1 for path in paths if (top1 := saved_top1(path)) is not None}
         best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)

@@ -56,7 +56,7 @@ def capture(
         {
             key: float(value) if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
-            if _is_state(key, optimizer)
+            if key not in optimizer.defaults and key != "params"
         }
         for group in optimizer.param_groups
     ]
@@ -131,17 +131,15 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
         group.update({key: value for key, value in counter.items() if key not in group})
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
 
-    named = {
-        name: (parameter, group)
-        for name, parameter in model.named_parameters()
-        for group in _group_of(parameter, optimizer)
-    }
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter in group_of}
     weights = checkpoint.state["model"]
     for name, value in (*checkpoint.state.get("optimizer", {}).items(), *saved["numbers"].items()):
         owner, _, key = name.removeprefix("state.").rpartition(".")
-        if owner not in named:  # a parameter that is not trained any more
+        if owner not in parameters:  # it is not trained any more
             continue
-        parameter, group = named[owner]
+        parameter = parameters[owner]
+        group = group_of[parameter]
         if isinstance(value, torch.Tensor):
             # As torch does: counts of steps stay on the host, unless the kernels read them on the device.
             on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
@@ -151,11 +149,3 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
                 value = value.to(parameter.dtype)
         optimizer.state[parameter][key] = value
     return []
-
-
-def _group_of(parameter: torch.Tensor, optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [group for group in optimizer.param_groups if any(parameter is other for other in group["params"])]
-
-
-def _is_state(key: str, optimizer: Optimizer) -> bool:
-    return key not in optimizer.defaults and key != "params"

@@ -8,9 +8,7 @@ in the manifest, and the manifest's own is in a file beside it.
 import hashlib
 import json
 import math
-import os
 import re
-import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dali_train.errors import RunError
-from dali_train.files import sha256, sync_directory, write_atomically
+from dali_train.files import read_limited, sha256, sync_directory, write_atomically
 
 FORMAT = 1  # of manifest and files; the next one gets the next number
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
@@ -78,8 +76,8 @@ class CheckpointManifest:
             CheckpointError: it is damaged, of another format, or something in it is not of the kind it must be.
         """
         path = directory / MANIFEST
-        content = read_regular(path, _MAX_MANIFEST_BYTES)
-        if read_regular(directory / MANIFEST_DIGEST, 1000) != _digest_line(content):
+        content = read_limited(path, _MAX_MANIFEST_BYTES)
+        if read_limited(directory / MANIFEST_DIGEST, 1000) != _digest_line(content):
             raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST_DIGEST}")
         try:
             fields = json.loads(content)
@@ -107,7 +105,6 @@ class CheckpointManifest:
             CheckpointError: a file is not what was written.
         """
         for name, digest in self.files.items():
-            check_regular(directory / name, (directory / name).lstat())
             if sha256(directory / name) != digest:
                 raise CheckpointError(f"{directory / name} is damaged: its SHA-256 is not the one in {MANIFEST}")
 
@@ -150,27 +147,6 @@ def read_safetensors(directory: Path, names: set[str]) -> Tensors:
         tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file, without following a link or waiting for a FIFO or device.
-
-    Raises:
-        OSError: it cannot be read.
-        CheckpointError: it is something else, or larger.
-    """
-    check_regular(path, path.lstat())
-    with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise CheckpointError(f"{path} is larger than the {max_bytes:,} bytes that such a file can have")
-    return content
-
-
-def check_regular(path: Path, status: os.stat_result) -> None:
-    """Raise CheckpointError unless `status` is that of a regular file."""
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
 
 
 def _digest_line(manifest: bytes) -> bytes:

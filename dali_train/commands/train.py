@@ -99,7 +99,7 @@ def train(
 ) -> RunResult:
     """Train on all ranks together, inside the process group."""
     directory, group = Path(config.run.dir), host_group(launch, config)
-    with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, launch, group) as holder:
+    with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, group) as holder:
         run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
         watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
         try:
@@ -304,7 +304,7 @@ def report_step(run: Run, lr: float, images: StepImages) -> None:
 
 def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
     """Wait for the device and return the means since the last logging step, whose images had `size` pixels."""
-    sums = run.trainer.metrics.read(run.plan.config.run.max_nonfinite_steps)
+    sums = run.trainer.metrics.read()
     times = run.trainer.clock.read()
     rate = run.plan.config.batch.global_batch / times.step_s
     mfu = run.flops.utilisation(rate, size) if run.flops is not None else None

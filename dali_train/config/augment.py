@@ -29,9 +29,7 @@ class AugmentSpec:
     magnitude: float = 10.0  # m
     num_layers: int = 2  # n: operators per image
     probability: float = 0.5  # p: of applying each of them
-    magnitude_std: float = (
-        0.0  # mstd: of normally distributed noise on the magnitude; over 100: uniform from 0 to the magnitude
-    )
+    magnitude_std: float = 0.0  # mstd: of normal noise on the magnitude; over 100: uniform from 0 to the magnitude
     magnitude_max: float = 10.0  # mmax
     increasing: bool = False  # inc: operators whose strength rises with the magnitude
     operators: tuple[str, ...] = ()  # t: names joined by +; empty: timm's

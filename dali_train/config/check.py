@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dali_train.config.names import close_value, unknown_setting
@@ -47,9 +48,27 @@ Fraction = Annotated[float, Rule("a fraction from 0 to 1", 0, 1)]
 Directory = Annotated[str, Rule("the name of a directory")]
 
 
+_PREFIXES: dict[type, str] = {}  # section -> what its settings' names begin with
+
+
 def require(fulfilled: bool, message: str) -> None:
     if not fulfilled:
         raise ConfigError(message)
+
+
+def refuse(wrong: bool, settings: Any, names: str, remedy: str) -> None:
+    """Raise ConfigError if `wrong`, for settings that do not go together: "NAME is VALUE with NAME VALUE: REMEDY".
+
+    Args:
+        settings: a section, or the complete config.
+        names: of these settings in it, separated by spaces.
+    """
+    if wrong:
+        prefix, values = _PREFIXES[type(settings)], [attrgetter(name)(settings) for name in names.split()]
+        written = [str(value).lower() if value is None or isinstance(value, bool) else str(value) for value in values]
+        (first, is_), *others = zip(names.split(), written, strict=True)
+        more = [f"{prefix}{name} {value}" for name, value in others]
+        raise ConfigError(f"{prefix}{first} is {is_} with {' and '.join(more)}: {remedy}")
 
 
 def section(name: str) -> Callable[[type[T]], type[T]]:
@@ -62,7 +81,7 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     def decorate(cls: type[T]) -> type[T]:
         hints = get_type_hints(cls, include_extras=True)
         needed = {one.name for one in fields(cls) if default_of(one) is MISSING}  # type: ignore[arg-type]  # a dataclass
-        prefix = f"{name}." if name else ""
+        prefix = _PREFIXES[cls] = f"{name}." if name else ""
         build = cls.__init__
 
         @functools.wraps(build)

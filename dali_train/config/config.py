@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from dali_train.config.batch import BatchConfig
-from dali_train.config.check import NotInRecipe, default_of, is_in_recipe, require, section
+from dali_train.config.check import NotInRecipe, default_of, is_in_recipe, refuse, require, section
 from dali_train.config.data import DataConfig
 from dali_train.config.ema import EmaConfig
 from dali_train.config.hooks import HooksConfig
@@ -73,11 +73,9 @@ class Config:
             f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {self.schedule.warmup_epochs} "
             f"exceeds run.epochs {self.run.epochs}: shorten the decay or the warmup",
         )
-        require(
-            not self.mixup.enabled or self.batch.micro_batch > 1,
-            f"mixup.alpha is {self.mixup.alpha} and mixup.cutmix_alpha {self.mixup.cutmix_alpha} with "
-            "batch.micro_batch 1: partners are found within a micro-batch, so use at least 2 images, or 0 for both",
-        )
+        remedy = "partners are found within a micro-batch, so use at least 2 images, or 0 for both alphas"
+        alone = self.mixup.enabled and self.batch.micro_batch == 1
+        refuse(alone, self, "mixup.alpha mixup.cutmix_alpha batch.micro_batch", remedy)
         until = max((epoch for epoch, _ in self.data.progressive), default=0)
         require(
             until < self.run.epochs,
@@ -91,29 +89,17 @@ class Config:
             f"repeats of an image together: use a multiple of {repeats} such as "
             f"{max(1, round(micro_batch / repeats)) * repeats}, or data.shuffle full",
         )
-        require(
-            self.precision.dtype != "fp64" or self.run.device != "cuda",
-            "precision.dtype fp64 is for checks on the CPU: set run.device cpu",
-        )
-        require(
-            self.precision.autocast or not self.model.fast_norm,
-            "precision.autocast is false with model.fast_norm true: without it norms are in half precision anyway, "
-            "set model.fast_norm false",
-        )
-        require(
-            self.precision.autocast or self.model.compile in ("auto", "none"),
-            f"precision.autocast is false with model.compile {self.model.compile}: the weights' copies are not "
-            "compiled, set model.compile none, or precision.autocast true",
-        )
-        require(
-            not self.model.cuda_graphs or self.run.device != "cpu",
-            "model.cuda_graphs is true with run.device cpu: CUDA graphs need a GPU, set model.cuda_graphs false",
-        )
-        require(
-            not self.model.cuda_graphs or not self.data.progressive,
-            "model.cuda_graphs is true with data.progressive: a captured graph takes images of one size, set "
-            "model.cuda_graphs false",
-        )
+        remedy = "fp64 is for checks on the CPU: set run.device cpu"
+        refuse(self.precision.dtype == "fp64" and self.run.device == "cuda", self, "precision.dtype run.device", remedy)
+        pure, compiles = not self.precision.autocast, self.model.compile not in ("auto", "none")
+        remedy = "without autocast norms are in half precision anyway, set model.fast_norm false"
+        refuse(pure and self.model.fast_norm, self, "precision.autocast model.fast_norm", remedy)
+        remedy = "the weights' copies are not compiled, set model.compile none, or precision.autocast true"
+        refuse(pure and compiles, self, "precision.autocast model.compile", remedy)
+        graphs, remedy = self.model.cuda_graphs, "CUDA graphs need a GPU, set model.cuda_graphs false"
+        refuse(graphs and self.run.device == "cpu", self, "model.cuda_graphs run.device", remedy)
+        remedy = "a captured graph takes images of one size, set model.cuda_graphs false"
+        refuse(graphs and bool(self.data.progressive), self, "model.cuda_graphs data.progressive", remedy)
         require(
             "://" in self.data.root or Path(self.data.root).resolve() != Path(self.run.dir).resolve(),
             f"run.dir and data.root are both {self.run.dir}: a run's files do not belong among the dataset's, choose "
@@ -146,34 +132,23 @@ class Config:
             f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: what then "
             "communicates is not compiled, set model.compile none",
         )
-        require(
-            parallel.shard == "none" or not self.model.channels_last,
-            f"model.channels_last is true with parallel.shard {parallel.shard}: FSDP takes weights in torch's usual "
-            "memory format only, set model.channels_last false",
-        )
-        shards, micro_batch = parallel.tensor.image_shards, self.batch.micro_batch
-        require(
-            micro_batch % shards == 0,
-            f"batch.micro_batch is {micro_batch}, and parallel.tensor.size {parallel.tensor.size} with mode "
-            f"{parallel.tensor.mode} splits its images into {shards} shards: use a multiple of {shards}",
-        )
+        remedy = "FSDP takes weights in torch's usual memory format only, set model.channels_last false"
+        shards = parallel.shard != "none"
+        refuse(shards and self.model.channels_last, self, "model.channels_last parallel.shard", remedy)
+        parts = parallel.tensor.image_shards
+        remedy = f"its images are split into {parts} shards, use a multiple of {parts}"
+        names = "batch.micro_batch parallel.tensor.size parallel.tensor.mode"
+        refuse(self.batch.micro_batch % parts != 0, self, names, remedy)
         require(
             not self.data.progressive or (parallel.pipeline == 1 and parallel.tensor.size == 1),
             f"data.progressive with {parallel.kind}: activations between ranks have one size; leave one of them out",
         )
-        if parallel.pipeline == 1:
-            return
-        stages = f"parallel.pipeline is {parallel.pipeline}"
-        require(
-            self.loss.distillation == "none",
-            f"{stages} with loss.distillation {self.loss.distillation}: the last stage has no images to show the "
-            "teacher; set parallel.pipeline 1, or loss.distillation none",
-        )
-        require(
-            self.optimizer.layer_decay is None,
-            f"{stages} with optimizer.layer_decay {self.optimizer.layer_decay}: a stage does not know the layers of "
-            "the others; leave one of them out",
-        )
+        stages, distils = parallel.pipeline > 1, self.loss.distillation != "none"
+        remedy = "the last stage has no images to show the teacher; leave one of them out"
+        refuse(stages and distils, self, "parallel.pipeline loss.distillation", remedy)
+        remedy = "a stage does not know the layers of the others; leave one of them out"
+        by_layer = self.optimizer.layer_decay is not None
+        refuse(stages and by_layer, self, "parallel.pipeline optimizer.layer_decay", remedy)
 
     def steps(self, epochs: float, num_images: int) -> int:
         """Optimizer steps that `epochs` passes over `num_images` take, rounded up so that the last pass is complete."""
@@ -192,8 +167,7 @@ class Config:
         return [(start, self.at_size(size)) for start, size in zip(starts, sizes, strict=True)]
 
     def by_step(self, num_images: int) -> Callable[[int], "Config"]:
-        """Return the function of the step that gives this config as it is at that step: the same object for all steps
-        of one size of training images."""
+        """Return step -> this config as it is then: the same object for all steps of one size of training images."""
         starts, configs = zip(*self.sizes_by_step(num_images), strict=True)
         return lambda step: configs[bisect(starts, step) - 1]
 

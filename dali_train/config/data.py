@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from dali_train.config.augment import parse_augment
-from dali_train.config.check import OVER_0, Directory, NotInRecipe, Pixels, Positive, Rule, require, section
+from dali_train.config.check import OVER_0, Directory, NotInRecipe, Pixels, Positive, Rule, refuse, require, section
 
 Triple = tuple[float, float, float]
 """One number each for red, green and blue, in units of the pixel values 0 to 255."""
@@ -166,28 +166,15 @@ class DataConfig:
             all(first < then for (first, _), (then, _) in pairwise(self.progressive)),
             f"data.progressive is {self.progressive}: use growing epochs, each the one until which its size is used",
         )
-        require(
-            self.train_sizes[-1] == self.train_size,
-            f"data.progressive is {self.progressive}: use sizes up to data.train_size {self.train_size}, which "
-            "follows them",
-        )
+        remedy = f"use sizes up to data.train_size {self.train_size}, which follows them"
+        refuse(self.train_sizes[-1] != self.train_size, self, "progressive train_size", remedy)
         parse_augment(self.augment)
-        require(
-            self.crop == "random-resized" or self.crop_side is None,
-            f"data.crop is {self.crop} with data.crop_side {self.crop_side}: leave one of them out",
-        )
-        require(
-            self.crop_padding == 0 or self.crop_side is not None,
-            f"data.crop_padding is {self.crop_padding} without data.crop_side: set data.crop_side, such as "
-            f"{self.train_size}",
-        )
-        require(
-            self.crop_side is None or self.crop_padding < self.crop_side,
-            f"data.crop_padding is {self.crop_padding} with data.crop_side {self.crop_side}: use less than "
-            "data.crop_side, or a crop could miss the image",
-        )
-        require(
-            self.random_erasing > 0 or self.random_erasing_fill == "mean",
-            f"data.random_erasing_fill is {self.random_erasing_fill}, but nothing is erased: set "
-            "data.random_erasing, such as 0.25",
-        )
+        side, padding = self.crop_side, self.crop_padding
+        drawn = self.crop != "random-resized"
+        refuse(drawn and side is not None, self, "crop crop_side", "leave one of them out")
+        remedy = f"set data.crop_side, such as {self.train_size}"
+        refuse(padding > 0 and side is None, self, "crop_padding crop_side", remedy)
+        remedy = "use less than data.crop_side, or a crop could miss the image"
+        refuse(side is not None and padding >= side, self, "crop_padding crop_side", remedy)
+        filled, remedy = self.random_erasing_fill != "mean", "set data.random_erasing, such as 0.25"
+        refuse(filled and self.random_erasing == 0, self, "random_erasing_fill random_erasing", remedy)

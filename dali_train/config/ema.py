@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dali_train.config.check import OVER_0, UNDER_1, Rule, require, section
+from dali_train.config.check import OVER_0, UNDER_1, Rule, refuse, section
 
 
 @section("ema")
@@ -20,7 +20,4 @@ class EmaConfig:
     """Let the decay rise to its value: 1 - (1 + step) ** (-2 / 3)."""
 
     def __post_init__(self) -> None:
-        require(
-            self.decay is not None or not self.warmup,
-            "ema.warmup is true, but there is no average: set ema.decay, such as 0.999",
-        )
+        refuse(self.warmup and self.decay is None, self, "warmup decay", "set ema.decay, such as 0.999")

@@ -17,8 +17,6 @@ class HooksConfig:
     """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
     trace_samples: bool = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had."""
-    detail_every_steps: Count | None = 50
-    """Steps between two looks at LAMB's trust ratio in every layer. None: never."""
     predictions: CountOr0 = 320
     """Validation images in the table of predictions; with it come confused classes and accuracy by class. 0: no
     tables."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, UNDER_1, Positive, Rule, require, section
+from dali_train.config.check import OVER_0, UNDER_1, Positive, Rule, refuse, section
 
 
 @section("loss")
@@ -30,22 +30,20 @@ class LossConfig:
     """A file with the teacher's weights, of the kinds that model.weights takes."""
 
     def __post_init__(self) -> None:
-        require(
-            self.target_threshold is None or self.name != "cross-entropy",
-            f"loss.target_threshold is {self.target_threshold} with loss.name {self.name}: leave it out, or use "
-            "binary-cross-entropy",
+        refuse(
+            self.target_threshold is not None and self.name == "cross-entropy",
+            self,
+            "target_threshold name",
+            "leave it out, or use binary-cross-entropy",
         )
-        require(
-            self.temperature == 1 or self.distillation == "soft",
-            f"loss.temperature is {self.temperature} with loss.distillation {self.distillation}: only soft has one, "
-            "set it to 1",
-        )
-        require(
-            self.distillation == "none" or self.teacher is not None,
-            f"loss.distillation is {self.distillation}, but there is no teacher: set loss.teacher to a timm model",
-        )
-        require(
-            self.distillation != "none" or (self.teacher is None and self.teacher_weights is None),
-            f"loss.teacher is {self.teacher}, but loss.distillation is none: set it to hard or soft, or leave the "
-            "teacher out",
+        hard = self.distillation != "soft"
+        refuse(self.temperature != 1 and hard, self, "temperature distillation", "only soft has one, set it to 1")
+        without = self.distillation == "none"
+        has_teacher = self.teacher is not None
+        refuse(not without and not has_teacher, self, "distillation teacher", "set loss.teacher to a timm model")
+        refuse(
+            without and (has_teacher or self.teacher_weights is not None),
+            self,
+            "teacher teacher_weights distillation",
+            "set it to hard or soft, or leave the teacher out",
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dali_train.config.check import NotInRecipe, require, section
+from dali_train.config.check import NotInRecipe, refuse, require, section
 
 
 @section("model")
@@ -48,8 +48,5 @@ class ModelConfig:
             "num_classes" not in self.kwargs,
             f"model.kwargs has num_classes {self.kwargs.get('num_classes')}: leave it out, the dataset decides it",
         )
-        require(
-            not self.cuda_graphs or self.compile == "model",
-            f"model.cuda_graphs is true with model.compile {self.compile}: the compiler records the graphs, so set "
-            "model.compile model",
-        )
+        remedy = "the compiler records the graphs, so set model.compile model"
+        refuse(self.cuda_graphs and self.compile != "model", self, "cuda_graphs compile", remedy)

@@ -99,11 +99,7 @@ def close_value(value: Any, known: Sequence[Any], every: str) -> str:
 
 
 def row_of(table: Mapping[str, T], setting: str, name: str) -> T:
-    """Return the row of a table that a setting names.
-
-    Raises:
-        ConfigError: there is no such row.
-    """
+    """Return the row of a table that a setting names. Raises ConfigError: there is no such row."""
     if name not in table:
         known = list(table)
         raise ConfigError(f"{setting} is {name!r}: use {close_value(name, known, ', '.join(known))}")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import isqrt, prod
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, Count, Rule, require, section
+from dali_train.config.check import OVER_0, Count, Rule, refuse, require, section
 
 TensorMode = Literal["1d", "2d", "2.5d", "3d"]
 
@@ -27,15 +27,10 @@ class TensorConfig:
     def __post_init__(self) -> None:
         mode, size, depth = self.mode, self.size, self.depth
         name = f"parallel.tensor.size is {size} with mode {mode}"
-        require(
-            depth is None or mode == "2.5d",
-            f"parallel.tensor.depth is {depth} with mode {mode}: only mode 2.5d has a depth, leave it out",
-        )
-        require(
-            not self.sequence_parallel or mode == "1d",
-            f"parallel.tensor.sequence_parallel is true with mode {mode}: only mode 1d takes it, the others shard the "
-            "images of a micro-batch; set it to false",
-        )
+        remedy = "only mode 2.5d has a depth, leave it out"
+        refuse(depth is not None and mode != "2.5d", self, "depth mode", remedy)
+        remedy = "only mode 1d takes it, the others shard the images of a micro-batch; set it to false"
+        refuse(self.sequence_parallel and mode != "1d", self, "sequence_parallel mode", remedy)
         if mode == "2d":
             require(isqrt(size) ** 2 == size, f"{name}, which needs q x q ranks: use {_near(size, 2)}")
         elif mode == "3d":
@@ -119,32 +114,21 @@ class ParallelConfig:
         return next((f"parallel.{name} {value}" for name, (value, off) in kinds.items() if value != off), "")
 
     def __post_init__(self) -> None:
-        require(
-            self.num_chunks == 1 or self.pipeline > 1,
-            f"parallel.num_chunks is {self.num_chunks} with parallel.pipeline {self.pipeline}: set parallel.pipeline "
-            "to the number of ranks in the pipeline, at least 2",
-        )
+        remedy = "set parallel.pipeline to the number of ranks in the pipeline, at least 2"
+        refuse(self.num_chunks > 1 and self.pipeline == 1, self, "num_chunks pipeline", remedy)
         num_given = len(self.blocks_per_stage)
         require(
             num_given in (0, self.num_stages),
             f"parallel.blocks_per_stage has {num_given} numbers for parallel.pipeline {self.pipeline} x "
             f"parallel.num_chunks {self.num_chunks} = {self.num_stages} stages: give one for each stage",
         )
-        require(
-            num_given == 0 or self.pipeline > 1,
-            f"parallel.blocks_per_stage is {self.blocks_per_stage} with parallel.pipeline 1: leave it out, or set "
-            "parallel.pipeline",
-        )
-        require(
-            self.shard_ranks is None or self.shard != "none",
-            f"parallel.shard_ranks is {self.shard_ranks} with parallel.shard none: set parallel.shard to what is "
-            "sharded, or leave it out",
-        )
-        require(
-            self.shard == "none" or self.tensor.mode == "1d" or self.tensor.size == 1,
-            f"parallel.shard is {self.shard} with parallel.tensor.mode {self.tensor.mode}: only mode 1d can be "
-            "sharded as well; set parallel.shard none, or parallel.tensor.mode 1d",
-        )
+        remedy = "leave it out, or set parallel.pipeline"
+        refuse(num_given > 0 and self.pipeline == 1, self, "blocks_per_stage pipeline", remedy)
+        remedy = "set parallel.shard to what is sharded, or leave it out"
+        refuse(self.shard_ranks is not None and self.shard == "none", self, "shard_ranks shard", remedy)
+        remedy = "only mode 1d can be sharded as well; set parallel.shard none, or parallel.tensor.mode 1d"
+        grid = self.tensor.mode != "1d" and self.tensor.size > 1
+        refuse(self.shard != "none" and grid, self, "shard tensor.mode", remedy)
         require(
             not self.kind or self.grad_reduce_dtype == "fp32",
             f"parallel.grad_reduce_dtype is {self.grad_reduce_dtype} with {self.kind}: it is for DDP, which is not "

@@ -35,6 +35,3 @@ class RunConfig:
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
     published_top1: NotInRecipe[Fraction | None] = None
     """Accuracy that the recipe's source published, a fraction: a line in the report to compare with."""
-    max_nonfinite_steps: NotInRecipe[Count] = 50
-    """The run ends after this many steps in a row with a loss or gradient that is not finite. FP16 needs about 10 to
-    find its scale."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Rule, require, section
+from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Rule, refuse, section
 
 
 @section("schedule")
@@ -38,31 +38,23 @@ class ScheduleConfig:
     """Whether the rate moves at every optimizer step or only when an epoch begins."""
 
     def __post_init__(self) -> None:
-        require(
-            self.step_every == "step" or float(self.warmup_epochs).is_integer(),
-            f"schedule.warmup_epochs is {self.warmup_epochs}: with schedule.step_every epoch it must be a whole number",
+        by_epoch, steps, length = self.step_every == "epoch", self.warmup_steps is not None, self.decay_epochs
+        whole = "it must be a whole number there"
+        refuse(by_epoch and self.warmup_epochs % 1 != 0, self, "warmup_epochs step_every", whole)
+        refuse(steps and self.warmup_epochs > 0, self, "warmup_steps warmup_epochs", "set one of them")
+        refuse(steps and by_epoch, self, "warmup_steps step_every", "set schedule.warmup_epochs instead")
+        needs_length = self.name in ("step", "warmup-stable-decay")
+        refuse(needs_length and length is None, self, "name decay_epochs", "set schedule.decay_epochs")
+        remedy = "it has no effect there; leave it out, or use"
+        refuse(
+            self.name in ("linear", "cosine", "polynomial") and length is not None,
+            self,
+            "decay_epochs name",
+            f"{remedy} step or warmup-stable-decay",
         )
-        require(
-            self.warmup_steps is None or self.warmup_epochs == 0,
-            f"schedule.warmup_steps is {self.warmup_steps} and schedule.warmup_epochs {self.warmup_epochs}: set one "
-            "of them",
-        )
-        require(
-            self.warmup_steps is None or self.step_every == "step",
-            f"schedule.warmup_steps is {self.warmup_steps} with schedule.step_every epoch: set "
-            "schedule.warmup_epochs instead",
-        )
-        require(
-            self.name not in ("step", "warmup-stable-decay") or self.decay_epochs is not None,
-            f"schedule.name {self.name} needs schedule.decay_epochs: set it",
-        )
-        require(
-            self.name not in ("linear", "cosine", "polynomial") or self.decay_epochs is None,
-            f"schedule.decay_epochs is {self.decay_epochs}, which schedule.name {self.name} ignores: leave it out, "
-            "or use step or warmup-stable-decay",
-        )
-        require(
-            self.name not in ("linear", "cosine", "step") or self.power == 1,
-            f"schedule.power is {self.power}, which schedule.name {self.name} ignores: leave it out, or use "
-            "polynomial or warmup-stable-decay",
+        refuse(
+            self.name in ("linear", "cosine", "step") and self.power != 1,
+            self,
+            "power name",
+            f"{remedy} polynomial or warmup-stable-decay",
         )

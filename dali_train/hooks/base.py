@@ -80,8 +80,7 @@ class EvaluationRecord:
     ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
 
     def scalars(self) -> dict[str, float]:
-        """Return everything by name, as it goes into files and trackers; the moving average's as ema_loss, ema_top1,
-        ema_top5."""
+        """Return everything by name, as it goes into files and trackers; the moving average's begin with ema_."""
         average = (
             {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5")}
             if self.ema is not None

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +57,15 @@ class JsonLines:
 
 def trim(path: Path, last_step: int) -> None:
     """Remove lines of steps after `last_step`, and torn ones, from a JSON-lines file if there is one."""
-    if path.is_file():
-        write_atomically(path, b"".join(_lines_up_to(path, last_step)))
-
-
-def _lines_up_to(path: Path, last_step: int) -> Iterator[bytes]:
+    if not path.is_file():
+        return
+    kept = []
     with path.open("rb") as file:
         for line in file:
             content = parse_line(line)
-            if content is None:
-                continue
-            step = content.get("step")
-            if not isinstance(step, int) or step <= last_step:
-                yield line.rstrip(b"\n") + b"\n"
+            if content is not None and not (isinstance(step := content.get("step"), int) and step > last_step):
+                kept.append(line.rstrip(b"\n") + b"\n")
+    write_atomically(path, b"".join(kept))
 
 
 class MetricsFile(Hook):

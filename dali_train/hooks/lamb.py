@@ -15,9 +15,11 @@ from dali_train.hooks.jsonl import JsonLines
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.shardwise import Shardwise
 
+EVERY_STEPS = 50
+
 
 class LambView(Hook):
-    """Trust ratios, weight norms and update norms, every hooks.detail_every_steps steps, computed just before LAMB
+    """Trust ratios, weight norms and update norms of the first step and every `EVERY_STEPS`, computed just before LAMB
     steps.
 
     LAMB moves a weight w by lr * |w| / |r| * r, with r = m / (sqrt(v) + eps) + weight_decay * w; |w| / |r| is the trust
@@ -28,8 +30,8 @@ class LambView(Hook):
     weight_decay and says nothing. Other optimizers have no trust ratio: then the hook does nothing.
     """
 
-    def __init__(self, every_steps: int, layout: Layout) -> None:
-        self._every_steps, self._layout = every_steps, layout
+    def __init__(self, layout: Layout, every_steps: int = EVERY_STEPS) -> None:
+        self._layout, self._every_steps = layout, every_steps
 
     def start(self, record: RunStart) -> None:
         self._pending: tuple[int, list[str], torch.Tensor] | None = None
@@ -82,18 +84,13 @@ class LambView(Hook):
                 if parameter.grad is not None:
                     names.append(self._names[parameter])
                     with Shardwise():
-                        state = optimizer.state.get(parameter, {})
-                        rows.append(_layer(parameter, state, group, self._num_updates(group)))
+                        rows.append(_layer(parameter, optimizer.state.get(parameter, {}), group))
         self._pending = self._step, names, torch.stack(rows)
 
-    def _num_updates(self, group: dict[str, Any]) -> int:
-        """Return LAMB's own count of its steps, this one included: it lives on the host."""
-        return int(group["step"].item() if isinstance(group.get("step"), torch.Tensor) else group.get("step", 0)) + 1
 
-
-def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any], step: int) -> torch.Tensor:
+def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
     """Return (trust ratio, norm of the weight, of its update, of its gradient) of one parameter in the step to come."""
-    gradient = parameter.grad
+    gradient, step = parameter.grad, int(group.get("step", 0)) + 1  # LAMB's own count is on the host
     assert gradient is not None
     beta1, beta2 = group["betas"]
     first = gradient * (1 - beta1)

@@ -1,6 +1,7 @@
 """All hooks of a rank. One that raises is reported by name and training continues."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -22,7 +23,7 @@ class Observers:
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._hooks = list(hooks)
-        self._failures: dict[Hook, int] = {}
+        self._failures: Counter[Hook] = Counter()
         self._directory = ""
 
     def announce(self, record: RunPlan) -> None:
@@ -56,7 +57,7 @@ class Observers:
     def end(self, record: RunEnd) -> None:
         # Last started, first ended: the log files are still open for what the others report at their end.
         for hook in reversed(self._hooks):
-            if self._failures.get(hook, 0) > 1:
+            if self._failures[hook] > 1:
                 logger.warning("hook %s failed %s in all", type(hook).__name__, plural(self._failures[hook], "time"))
             self._guarded(hook, "the end", partial(hook.end, record))
 
@@ -69,17 +70,14 @@ class Observers:
             call()
             return True
         except (Exception, SystemExit) as error:
-            self._report(hook, moment, error)
+            if hook.required:
+                raise
+            self._failures[hook] += 1
+            if self._failures[hook] == 1:
+                name = type(hook).__name__
+                logger.warning("hook %s failed at %s: %s", name, moment, self._explain(error))
+                logger.debug("hook %s failed at %s", name, moment, exc_info=error)
             return False
-
-    def _report(self, hook: Hook, moment: str, error: Exception | SystemExit) -> None:
-        if hook.required:
-            raise error
-        self._failures[hook] = self._failures.get(hook, 0) + 1
-        if self._failures[hook] == 1:
-            name = type(hook).__name__
-            logger.warning("hook %s failed at %s: %s", name, moment, self._explain(error))
-            logger.debug("hook %s failed at %s", name, moment, exc_info=error)
 
     def _explain(self, error: Exception | SystemExit) -> str:
         if isinstance(error, HookUnavailableError):

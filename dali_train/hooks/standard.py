@@ -27,8 +27,8 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
     if layout.rank == 0:
         hooks += [MetricsFile(), SystemFacts(), Health()]
     # No rank sees all layers of a divided model: there all of them work out its norms.
-    if chosen.detail_every_steps is not None and (layout.rank == 0 or layout.splits_model):
-        hooks.append(LambView(chosen.detail_every_steps, layout))
+    if layout.rank == 0 or layout.splits_model:
+        hooks.append(LambView(layout))
     if layout.rank == 0:
         hooks.append(SampleImages())
         if chosen.predictions:

@@ -34,16 +34,14 @@ class SystemFacts(Hook):
             for name, read in nvml.items():
                 try:
                     read()
-                    self._gpu[name] = read
                 except ImportError:
-                    logger.warning(
-                        "no GPU utilisation, power and clocks: pip install 'dali-train[nvml]' for nvidia-ml-py"
-                    )
+                    logger.warning("no GPU utilisation, power, clocks: pip install 'dali-train[nvml]' for nvidia-ml-py")
                     break
-                except (
-                    Exception
-                ) as error:  # NVML's have no base but this; a part of a GPU (MIG) has no utilisation, but power
+                # NVML's errors have no other base; a part of a GPU (MIG) has no utilisation, but power.
+                except Exception as error:
                     logger.warning("no %s: NVML says %s; check `nvidia-smi` on this host", name, error)
+                else:
+                    self._gpu[name] = read
 
     def measure(self) -> Mapping[str, float]:
         now, read = time.perf_counter(), self._read_bytes()
@@ -51,8 +49,8 @@ class SystemFacts(Hook):
         self._last_time, self._last_read = now, read
         memory = psutil.virtual_memory()
         return {
-            "process_memory_gb": self._process.memory_info().rss
-            / 1e9,  # mapped shards count as long as they are cached
+            # Mapped shards count as long as they are cached.
+            "process_memory_gb": self._process.memory_info().rss / 1e9,
             "host_memory_gb": (memory.total - memory.available) / 1e9,
             "disk_read_mb_per_s": rate / 1e6,
             **{name: value() for name, value in self._gpu.items()},

@@ -33,13 +33,13 @@ class LaunchOptions:
 class Launch:
     """This process's place among all processes of the run."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host: str  # where rank 0 listens
-    port: int
-    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host: str = "localhost"  # where rank 0 listens
+    port: int = 0
+    launcher: str = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -77,7 +77,6 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world_size is {options.world_size}: use at least 1, or leave it out")
     if options.world_size is not None and options.world_size > 1:
-        launcher = "--world_size"
         rank = options.rank if options.rank is not None else options.local_rank
         if rank is None or not options.host or options.port is None:
             raise ConfigError(
@@ -92,17 +91,9 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
             local_world_size=options.world_size,
             host=options.host,
             port=options.port,
-            launcher=launcher,
+            launcher="--world_size",
         )
-    return Launch(
-        rank=0,
-        world_size=1,
-        local_rank=options.local_rank or 0,
-        local_world_size=1,
-        host="localhost",
-        port=0,
-        launcher="none",
-    )
+    return Launch(local_rank=options.local_rank or 0)
 
 
 def is_first_on_host(local_rank: int | None = None, environ: Mapping[str, str] = os.environ) -> bool:

@@ -5,19 +5,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from dali_train.config import Config
-from dali_train.errors import ConfigError, RunError
+from dali_train.errors import RunError
 from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
@@ -47,9 +48,8 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) 
         LaunchError: the other ranks were not reached within a minute.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(
-            device
-        )  # before NCCL starts: its object collectives use the current device, else all of them cuda:0
+        # Before NCCL starts: its object collectives use the current device, else all of them cuda:0.
+        torch.cuda.set_device(device)
     if launch.world_size == 1:
         yield launch
         return
@@ -157,17 +157,26 @@ def host_group(launch: Launch, config: Config, timeout: timedelta | None = None)
     return group
 
 
-def from_rank_0(value: Value, group: dist.ProcessGroup | None) -> Value:
-    """Return rank 0's value on all ranks of `group`; without a group the value itself."""
+def on_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None) -> Value:
+    """Call `function` on rank 0 alone; return its value, or raise its error, on all ranks of `group`."""
     if group is None:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]
+        return function()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    value, fault = outcome
+    if fault is not None:
+        dist.barrier(group)  # rank 0 must not leave before all know
+        raise fault
+    return value
 
 
 @contextmanager
-def locked(directory: Path, launch: Launch, group: dist.ProcessGroup | None) -> Iterator[Holder | None]:
+def locked(directory: Path, group: dist.ProcessGroup | None) -> Iterator[Holder | None]:
     """Keep other runs out of the run directory. Rank 0 holds the lock; only there the holder is given.
 
     Args:
@@ -176,19 +185,10 @@ def locked(directory: Path, launch: Launch, group: dist.ProcessGroup | None) -> 
     Raises:
         ConfigError: on all ranks, if another run trains there or the directory cannot be written.
     """
-    lock, refusal = None, ""
-    if launch.rank == 0:
-        try:
-            lock = RunLock(directory, say=lambda text: print(text, file=sys.stderr, flush=True))
-        except ConfigError as error:
-            refusal = str(error)
+    locks: list[RunLock] = []
     try:
-        refusal = from_rank_0(refusal, group)
-        if group is not None:
-            dist.barrier(group)  # rank 0 must not leave before all know
-        if refusal:
-            raise ConfigError(refusal)
-        yield lock.holder if lock is not None else None
+        on_rank_0(lambda: locks.append(RunLock(directory, say=partial(print, file=sys.stderr, flush=True))), group)
+        yield locks[0].holder if locks else None
     finally:
-        if lock is not None:
+        for lock in locks:
             lock.release()

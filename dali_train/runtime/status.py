@@ -7,10 +7,11 @@ script gets its answer at once.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_type_hints
 
+from dali_train.config.check import CountOr0, Fraction, checked
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited, write_atomically
 from dali_train.runtime.lock import find_holder
@@ -26,13 +27,11 @@ _FILE, _LARGEST_FILE = "status.json", 100_000
 class RunStatus:
     """How far the last start came."""
 
-    state: Literal[
-        "running", "stopped", "finished", "failed", "killed"
-    ]  # "killed" is never written: there was no time to
-    step: int  # optimizer steps done
+    state: Literal["running", "stopped", "finished", "failed", "killed"]  # the last is never written: there was no time
+    step: CountOr0  # optimizer steps done
     reason: str = ""  # why it was stopped or failed
-    total_steps: int | None = None  # at which the run ends
-    best_top1: float | None = None  # of the evaluations so far, a fraction
+    total_steps: CountOr0 | None = None  # at which the run ends
+    best_top1: Fraction | None = None  # of the evaluations so far, a fraction
     ema: bool = False  # best_top1 is that of the moving average of the weights
     lock_holder: str = ""  # which process trained: `Holder.describe`
 
@@ -48,7 +47,11 @@ def read_status(run_directory: Path) -> RunStatus | None:
     """
     path = run_directory / _FILE
     try:
-        status = _parse(read_limited(path, _LARGEST_FILE))
+        values = json.loads(read_limited(path, _LARGEST_FILE))
+        hints = get_type_hints(RunStatus, include_extras=True)
+        # An empty text is what its field has anyway, and fields of other versions are ignored.
+        known = {name: values[name] for name in hints if name in values and values[name] != ""}
+        status = RunStatus(**{name: checked(name, value, hints[name]) for name, value in known.items()})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -60,35 +63,8 @@ def read_status(run_directory: Path) -> RunStatus | None:
     return status
 
 
-def _parse(content: bytes) -> RunStatus:
-    """Return the status; unknown fields are ignored.
-
-    Raises:
-        ValueError: it is no JSON object with fields of the right types.
-    """
-    values = json.loads(content)
-    if not isinstance(values, dict):
-        raise ValueError(f"found {type(values).__name__}, expected an object")
-    known = {field.name: values[field.name] for field in fields(RunStatus) if field.name in values}
-    status = RunStatus(**known)
-    if status.state not in ("running", "stopped", "finished", "failed"):
-        raise ValueError(f"its state is {status.state!r}")
-    numbers = (status.step, status.total_steps, status.best_top1)
-    if type(status.step) is not int or not all(
-        value is None or (type(value) in (int, float) and abs(value) < 1 << 63) for value in numbers
-    ):
-        raise ValueError(f"step, total_steps and best_top1 are {numbers}, expected numbers")
-    if not isinstance(status.reason, str) or not isinstance(status.lock_holder, str):
-        raise ValueError("reason and lock_holder are not text")
-    return status
-
-
 def describe(run_directory: Path) -> str:
-    """Return the line that `dali-train status` prints of one run.
-
-    Raises:
-        ConfigError: see `read_status`.
-    """
+    """Return the line that `dali-train status` prints of one run. Raises ConfigError: see `read_status`."""
     status = read_status(run_directory)
     newest = newest_step(run_directory)
     if status is None:
@@ -155,9 +131,6 @@ def stopped_before_restart(run_directory: Path, environ: Mapping[str, str] = os.
 
 def newest_step(run_directory: Path) -> int | None:
     """Return the step of the newest checkpoint, None without one. Its content is not looked at."""
-    names = (
-        path.name for path in (run_directory / "checkpoints").glob("step-*") if path.is_dir() and not path.is_symlink()
-    )
-    return max(
-        (int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdecimal()), default=None
-    )
+    paths = [path for path in (run_directory / "checkpoints").glob("step-*") if path.is_dir() and not path.is_symlink()]
+    steps = [path.name.removeprefix("step-") for path in paths]
+    return max((int(step) for step in steps if step.isdecimal()), default=None)

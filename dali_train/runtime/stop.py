@@ -26,13 +26,15 @@ class StopReason(IntEnum):
     INTERRUPT = 5
 
     def describe(self) -> str:
-        return {
-            StopReason.USR1: "signal USR1",
-            StopReason.TERM: STOPPED_BY_TERM,
-            StopReason.MAX_SECONDS: "run.max_seconds is over",
-            StopReason.JOB_END: "the job's time limit is near",
-            StopReason.INTERRUPT: "Ctrl-C",
-        }[self]
+        words = (
+            "",
+            "signal USR1",
+            STOPPED_BY_TERM,
+            "run.max_seconds is over",
+            "the job's time limit is near",
+            "Ctrl-C",
+        )
+        return words[self]
 
 
 # Time in which a job must save and end: a tenth of its limit, at most this.
@@ -77,18 +79,15 @@ class StopRequests:
     def _hear(self) -> None:
         if self._signal != StopReason.INTERRUPT:
             self._signal = StopReason.INTERRUPT
-            os.write(
-                2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n"
-            )  # print may be in use right now
+            # print may be in use right now.
+            os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
 
     def _listen(self) -> None:
         """Hear Ctrl-C also while the main thread is outside Python: the C handler writes signals into a pipe."""
         heard, written = os.pipe()
         os.set_blocking(written, False)
         before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        if (
-            before != -1
-        ):  # an event loop's, as in a notebook: it stays, and Ctrl-C is heard between Python's instructions
+        if before != -1:  # an event loop's, as in a notebook: it stays, Ctrl-C is heard between Python's instructions
             signal.set_wakeup_fd(before)
             os.close(heard)
             os.close(written)

@@ -16,6 +16,7 @@ from dali_train.parallel.mesh import local
 # step * _PER_STEP + micro-batch, with the largest micro-batch number for "in the gradients only".
 _PER_STEP = 1 << 20
 _NEVER = float(1 << 52)
+MAX_NONFINITE_STEPS = 50  # in a row; FP16 needs about 10 to find its scale
 
 
 class NonFiniteError(RunError):
@@ -64,11 +65,11 @@ class TrainingMetrics:
         self._grad_norm = grad_norm.detach()
         self._loss_scale = loss_scale.detach()
 
-    def read(self, max_nonfinite_steps: int) -> TrainingSums:
+    def read(self) -> TrainingSums:
         """Wait for the device, sum over all ranks and start again from zero. All ranks call this together.
 
         Raises:
-            NonFiniteError: the last `max_nonfinite_steps` steps or more had a loss or gradient that is not finite.
+            NonFiniteError: the last `MAX_NONFINITE_STEPS` steps or more had a loss or gradient that is not finite.
         """
         sums, streak, first = self._sums.clone(), self._streak.clone(), self._first.clone()
         if dist.is_initialized():
@@ -78,7 +79,7 @@ class TrainingMetrics:
         last = torch.stack([streak, first, self._grad_norm.double(), self._loss_scale.double(), self._skipped])
         loss, correct, num_images, nonfinite, place, grad_norm, loss_scale, skipped = torch.cat([sums, last]).tolist()
         self._sums.zero_()
-        if nonfinite >= max_nonfinite_steps:
+        if nonfinite >= MAX_NONFINITE_STEPS:
             step, k = divmod(int(place), _PER_STEP)
             where = f"micro-batch {k}" if k < _PER_STEP - 1 else "in the gradients only"
             raise NonFiniteError(

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.data.convert import run, workers
+from dali_train.data.convert import run, shards
 from dali_train.data.dataset.index import MappedShards, Split
 from tests.conftest import REPOSITORY, photograph
 from tests.data.files import EPS, encoded, files_of, small_photograph, tool, write_folder, write_training_archive
@@ -121,7 +122,7 @@ def end_of(process: multiprocessing.process.BaseProcess) -> int | None:
 
 
 def kill_at_third_shard() -> None:
-    publish, published = workers.publish, list[Path]()
+    publish, published = shards.publish, list[Path]()
 
     def publish_or_die(path: Path) -> None:
         publish(path)
@@ -129,7 +130,7 @@ def kill_at_third_shard() -> None:
         if len(published) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    workers.publish, workers._FLUSHERS = publish_or_die, 1
+    shards.publish, shards._FLUSHERS = publish_or_die, 1
 
 
 def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path) -> None:
@@ -212,11 +213,16 @@ def test_bad_images_fail_when_all_are_known_then_can_be_skipped(
     assert convert_folder(folder, out, "--on-bad", "skip") == 0
     assert "5 images: left out, see quarantine.jsonl" in capsys.readouterr().out
     assert sorted(images_of(out)) == good_images
-    sizes = [shard.num_records for shard in Split(out, "train").manifest.splits["train"].shards]
-    assert max(sizes) - min(sizes) <= 1
     # The detour over the failure leaves no trace.
     assert convert_folder(folder, tmp_path / "at-once", "--on-bad", "skip") == 0
     assert files_of(out) == files_of(tmp_path / "at-once")
+
+
+def test_a_shard_without_good_images_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "images", {"ant": 4})
+    (folder / "ant" / "bad.jpg").write_bytes(b"")
+    assert convert_folder(folder, tmp_path / "out", "--on-bad", "skip") == 1
+    assert re.search("train: train-0000.-of-00005 has no good image: start with fewer --train", capsys.readouterr().err)
 
 
 def test_without_decode_check_headers_still_count(

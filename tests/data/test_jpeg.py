@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from dali_train.data.dataset.jpeg import JpegError, parse_jpeg_header
+from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header
 from tests.conftest import photograph
 from tests.data.files import encoded
 
@@ -49,7 +49,7 @@ def test_every_truncated_header_is_an_error() -> None:
     content = encoded(photograph(1, 32, 32), "JPEG")
     frame = content.index(b"\xff\xc0")
     for end in range(2, frame + 10):
-        with pytest.raises(JpegError):
+        with pytest.raises(BadImageError):
             parse_jpeg_header(content[:end])
 
 

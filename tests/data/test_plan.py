@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dali_train.data.convert.plan import default_num_shards, held_out, layout_without, shuffled_layout
+from dali_train.data.convert.plan import default_num_shards, held_out, shuffled_layout
 
 
 @pytest.mark.parametrize(("num_images", "num_shards"), [(1, 1), (10, 3), (1000, 7), (1024, 1024), (1281, 64)])
@@ -20,18 +20,6 @@ def test_the_seed_decides() -> None:
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.15
-
-
-@pytest.mark.parametrize("num_bad", [1, 2, 7, 40, 93])
-def test_without_bad_images_shards_are_level_and_few_change(num_bad: int) -> None:
-    layout = shuffled_layout(100, 7, seed=0)
-    bad = set(np.random.default_rng(num_bad).choice(100, num_bad, replace=False).tolist())
-    level = layout_without(layout, bad)
-    sizes = [len(images) for images in level]
-    assert max(sizes) - min(sizes) <= 1
-    assert sorted(np.concatenate(level).tolist()) == sorted(set(range(100)) - bad)
-    if num_bad == 1:
-        assert sum(not np.array_equal(a, b) for a, b in zip(layout, level, strict=True)) <= 2
 
 
 def test_default_number_of_shards() -> None:

@@ -25,7 +25,7 @@ from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.imagenet import imagenet
 from dali_train.data.convert.run import Conversion, convert
 from dali_train.data.convert.sources import SourcePart
-from dali_train.data.dataset.jpeg import is_jpeg
+from dali_train.data.dataset.image_file import is_jpeg
 from tools.bench.turns import Spread, describe_machine
 
 Measurement = Callable[[Path], object]  # takes an empty directory

@@ -54,8 +54,7 @@ class MembersByName(dict[str, Member]):
 
 
 def printable(name: str) -> str:
-    """Return a name of the file system as proper text: bytes that are not UTF-8 as \\xNN, so that two names stay
-    two."""
+    """Return a file's name as proper text: bytes that are not UTF-8 as \\xNN, so that two names stay two."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
@@ -123,11 +122,6 @@ class Archive:
 
     def read(self, member: Member) -> bytes:
         content = os.pread(self._descriptor, member.size, member.offset)
-        while len(content) < member.size:  # a read may be interrupted
-            more = os.pread(self._descriptor, member.size - len(content), member.offset + len(content))
-            if not more:
-                break
-            content += more
         _check_length(content, member, self.place(member.name))
         return content
 

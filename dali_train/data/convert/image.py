@@ -17,8 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.dataset.image_file import IMAGE_FORMATS, MAX_SIDE, BadImageError, check_size, open_image
-from dali_train.data.dataset.jpeg import JpegError, is_jpeg, parse_jpeg_header
+from dali_train.data.dataset.image_file import (
+    IMAGE_FORMATS,
+    MAX_SIDE,
+    BadImageError,
+    check_size,
+    is_jpeg,
+    open_image,
+    parse_jpeg_header,
+)
 from dali_train.errors import DatasetError
 
 MAX_ENCODED_BYTES = 100_000_000
@@ -110,10 +117,7 @@ def prepare(image: RawImage, encoding: EncodingOptions, budget: MemoryBudget) ->
     if len(image) > MAX_ENCODED_BYTES:
         raise BadImageError(f"{len(image):,} bytes: an image may have {MAX_ENCODED_BYTES:,}")
     if encoding.format == "jpeg" and is_jpeg(image):
-        try:
-            header = parse_jpeg_header(image)
-        except JpegError as error:
-            raise BadImageError(f"is not a JPEG that can be read: {error}") from error
+        header = parse_jpeg_header(image)
         check_size(header.height, header.width)
         if header.is_plain and _target_size(header.width, header.height, encoding) is None:
             return StoredImage(image, header.height, header.width, rotated=header.orientation != 1, unchecked=True)
@@ -180,12 +184,9 @@ def _to_rgb_or_grey(image: Image.Image) -> Image.Image:
 
 def _target_size(width: int, height: int, encoding: EncodingOptions) -> tuple[int, int] | None:
     """(width, height) to shrink to, None to leave it."""
-    if encoding.max_side is not None:
-        side, limit = max(width, height), encoding.max_side
-    elif encoding.short_side is not None:
+    side, limit = max(width, height), encoding.max_side
+    if limit is None:
         side, limit = min(width, height), encoding.short_side
-    else:
-        return None
-    if side <= limit:
+    if limit is None or side <= limit:
         return None
     return max(1, round(width * limit / side)), max(1, round(height * limit / side))

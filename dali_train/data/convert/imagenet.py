@@ -8,7 +8,6 @@ sorted order, as in every pretrained model: not the ILSVRC id.
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,26 +31,25 @@ def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -
         raise SourceError("nothing to convert: give --train-archive FILE, --validation-archive FILE, or both")
     if validation is not None and devkit is None:
         raise SourceError("--validation-archive needs --devkit ILSVRC2012_devkit_t12.tar.gz, which holds its labels")
-    kit = _read_devkit(devkit) if devkit is not None else None
+    synset_of_id, validation_ids = _read_devkit(devkit) if devkit is not None else ({}, [])
     sources: dict[SplitName, Source] = {}
-    synsets = sorted(kit.synset_of_id.values()) if kit else []
+    synsets = sorted(synset_of_id.values())
     if train is not None:
         archive = Archive(train)
         found = {_synset(archive, member) for member in archive.members()}
         if not found:
             raise SourceError(f"{train}: an archive without members: not ImageNet's training archive")
-        unknown = sorted(found - set(synsets)) if kit else []
+        unknown = sorted(found - set(synsets)) if devkit is not None else []
         if unknown:
             raise SourceError(
                 f"{train}: {', '.join(unknown[:5])} ({len(unknown)} synsets) are not in {devkit}: take the devkit of "
                 "the same year"
             )
         synsets = synsets or sorted(found)
+        sources["train"] = ImageFiles(archive, _training_images(archive, synsets))
+    if validation is not None:
         label_of = {synset: label for label, synset in enumerate(synsets)}
-        sources["train"] = ImageFiles(archive, _training_images(archive, label_of))
-    if validation is not None and kit is not None:
-        label_of = {synset: label for label, synset in enumerate(synsets)}
-        labels = [label_of[kit.synset_of_id[number]] for number in kit.validation_ids]
+        labels = [label_of[synset_of_id[number]] for number in validation_ids]
         archive = Archive(validation)
         sources["validation"] = ImageFiles(archive, _validation_images(archive, labels))
     return sources, synsets
@@ -67,7 +65,8 @@ def _synset(archive: Archive, member: Member) -> str:
     return match[1]
 
 
-def _training_images(archive: Archive, label_of: dict[str, int]) -> Iterator[tuple[Member, int]]:
+def _training_images(archive: Archive, synsets: list[str]) -> Iterator[tuple[Member, int]]:
+    label_of = {synset: label for label, synset in enumerate(synsets)}
     for outer in archive.members():
         synset = _synset(archive, outer)
         # Some copies hold the images themselves instead of a tar per synset.
@@ -102,13 +101,8 @@ def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tupl
         )
 
 
-@dataclass(frozen=True)
-class _Devkit:
-    synset_of_id: dict[int, str]  # ILSVRC id, from 1, of the synsets that have images themselves -> synset
-    validation_ids: list[int]  # ILSVRC id of validation image 1, 2, ...
-
-
-def _read_devkit(path: Path) -> _Devkit:
+def _read_devkit(path: Path) -> tuple[dict[int, str], list[int]]:
+    """Return the synset of each ILSVRC id whose synset has images itself, and the id of each validation image."""
     archive = Archive(path)
     members = MembersByName(archive)
     meta, truth = members["meta.mat"], members["ILSVRC2012_validation_ground_truth.txt"]
@@ -123,7 +117,7 @@ def _read_devkit(path: Path) -> _Devkit:
             f"{archive.place(truth.name)}: ILSVRC ids {unknown[:5]} are not among the {len(synset_of_id)} synsets of "
             "meta.mat"
         )
-    return _Devkit(synset_of_id, ids)
+    return synset_of_id, ids
 
 
 def _read_meta(content: bytes, place: str) -> dict[int, str]:

@@ -1,12 +1,19 @@
-"""Writing one shard: complete and flushed under its final name, with a note of what went into it."""
+"""Writing shards: complete and flushed under their final names, each with a note of what went into it.
+
+Many threads write; a few others wait for the disk. Threads, not processes: decoding, checksums, reading and writing all
+release the interpreter, and a thread costs no memory of its own. What remains under the interpreter's lock is about
+60 us per image.
+"""
 
 import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
@@ -24,6 +31,9 @@ from dali_train.data.progress import Progress
 
 LABEL_BASE = 1  # as in the field's ImageNet records
 
+_FLUSHERS = 4
+_DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever the number of workers
+
 # Images of a source and what becomes of them; each record has 5 pieces, and the system writes up to 1,024 at once.
 Batch = list[tuple[int, StoredImage | BadImageError]]
 
@@ -36,7 +46,6 @@ class StoppedError(Exception):
 class BadImage:
     """An image that was left out, and where it lies in the source."""
 
-    image: int
     file: str
     position: int
     reason: str
@@ -47,8 +56,7 @@ class WrittenShard:
     """What a shard holds, kept beside the shards until the dataset is complete."""
 
     indexed: IndexedShard
-    images: NDArray[np.uint32]  # source images in the order of the records
-    bad: tuple[BadImage, ...]  # found while this shard was written, now or before
+    bad: tuple[BadImage, ...]  # left out
     counts: Counter[str]  # "re-encoded: CMYK JPEG" and the like -> images
 
     def save(self, path: Path) -> None:
@@ -65,7 +73,6 @@ class WrittenShard:
                 file,
                 rows=self.indexed.rows,
                 record_offsets=self.indexed.record_offsets,
-                images=self.images,
                 facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
             )
         partial.replace(path)
@@ -84,29 +91,20 @@ class WrittenShard:
                 encoding=facts["encoding"],
             )
             bad = tuple(BadImage(**bad) for bad in facts["bad"])
-            return cls(indexed=indexed, images=arrays["images"], bad=bad, counts=Counter(facts["counts"]))
+            return cls(indexed=indexed, bad=bad, counts=Counter(facts["counts"]))
 
 
+@dataclass(frozen=True)
 class ShardWriter:
-    """Writes shards one after the other; each worker thread has its own."""
+    """Writes shards, several at once in as many threads."""
 
-    def __init__(
-        self,
-        source: Source,
-        encoding: EncodingOptions,
-        *,
-        class_names: Sequence[str],
-        budget: MemoryBudget,
-        progress: Progress,
-        stop: threading.Event,
-    ) -> None:
-        self._source = source
-        self._encoding = encoding
-        self._class_names = class_names
-        self._budget = budget
-        self._progress = progress
-        self._stop = stop
-        self._checker: DecodeChecker | None = None
+    source: Source
+    encoding: EncodingOptions
+    class_names: Sequence[str]
+    progress: Progress
+    stop: threading.Event = field(default_factory=threading.Event)  # set: all threads end with StoppedError
+    _budget: MemoryBudget = field(default_factory=lambda: MemoryBudget(_DECODED_BYTES))
+    _local: threading.local = field(default_factory=threading.local)  # each thread's DecodeChecker
 
     def write(self, path: Path, images: NDArray[np.uint32]) -> WrittenShard:
         """Write `images` in their order, but for the bad ones, to `partial_path(path)`; `publish` does the rest.
@@ -115,7 +113,7 @@ class ShardWriter:
             OSError: the disk is full, or another fault of the system.
             StoppedError: asked to stop.
         """
-        rows, offsets, written, bad = [], [0], [], []
+        rows, offsets, bad = [], [0], []
         counts: Counter[str] = Counter()
         encoding: Encoding = "image"
         crc = offset = 0
@@ -124,17 +122,14 @@ class ShardWriter:
                 pieces: list[Buffer] = []
                 for image, stored in batch:
                     if isinstance(stored, BadImageError):
-                        name, position = self._source.locate(image)
-                        bad.append(BadImage(image=image, file=name, position=position, reason=str(stored)))
+                        name, position = self.source.locate(image)
+                        bad.append(BadImage(file=name, position=position, reason=str(stored)))
                         continue
                     record = frame_record(encode_example(stored.content, self._features(image, stored)))
                     start = offset + len(record[0]) + len(record[1])
-                    rows.append(
-                        (start, len(stored.content), 0, self._source.labels[image], stored.height, stored.width)
-                    )
+                    rows.append((start, len(stored.content), 0, self.source.labels[image], stored.height, stored.width))
                     offset += sum(map(len, record))
                     offsets.append(offset)
-                    written.append(image)
                     encoding = "raw" if stored.is_raw else "image"  # the same for all images of a source
                     if stored.reencoded is not None:
                         counts[f"re-encoded: {stored.reencoded}"] += 1
@@ -144,7 +139,7 @@ class ShardWriter:
                 for piece in pieces:
                     crc = crc32c(piece, crc)
                 _write_all(file.fileno(), pieces)
-                self._progress.update(len(batch), num_bytes=sum(map(len, pieces)))
+                self.progress.update(len(batch), num_bytes=sum(map(len, pieces)))
         table = np.array(rows, dtype=INDEX_DTYPE)
         indexed = IndexedShard(
             shard=Shard(name=path.name, num_records=len(rows), num_bytes=offset, crc32c=f"{crc:08x}"),
@@ -154,15 +149,15 @@ class ShardWriter:
             record_offsets=np.array(offsets, dtype=np.uint64),
             encoding=encoding,
         )
-        return WrittenShard(indexed=indexed, images=np.array(written, dtype=np.uint32), bad=tuple(bad), counts=counts)
+        return WrittenShard(indexed=indexed, bad=tuple(bad), counts=counts)
 
     def _features(self, image: int, stored: StoredImage) -> dict[str, str | int]:
-        label = int(self._source.labels[image])
+        label = int(self.source.labels[image])
         return {
             "image/format": stored.format,
             "image/class/label": label + LABEL_BASE,
-            "image/class/synset": self._class_names[label],
-            "image/filename": self._source.name(image),
+            "image/class/synset": self.class_names[label],
+            "image/filename": self.source.name(image),
             "image/height": stored.height,
             "image/width": stored.width,
         }
@@ -172,10 +167,10 @@ class ShardWriter:
         batch: Batch = []
         pixels = 0
         for image in images.tolist():
-            if self._stop.is_set():
+            if self.stop.is_set():
                 raise StoppedError
             try:
-                stored: StoredImage | BadImageError = prepare(self._source.read(image), self._encoding, self._budget)
+                stored: StoredImage | BadImageError = prepare(self.source.read(image), self.encoding, self._budget)
             except BadImageError as error:
                 stored = error
             size = stored.height * stored.width if isinstance(stored, StoredImage) else 0
@@ -189,24 +184,21 @@ class ShardWriter:
     def _checked(self, batch: Batch, pixels: int) -> Batch:
         """Return `batch`, of `pixels` in all, without those that do not decode."""
         unchecked = [n for n, (_, stored) in enumerate(batch) if isinstance(stored, StoredImage) and stored.unchecked]
-        if not unchecked or not self._encoding.decode_check:
+        if not unchecked or not self.encoding.decode_check:
             return batch
-        if self._checker is None:
-            self._checker = DecodeChecker()
+        if not hasattr(self._local, "checker"):
+            self._local.checker = DecodeChecker()
         contents = [stored.content for _, stored in (batch[n] for n in unchecked) if isinstance(stored, StoredImage)]
         with self._budget.held(3 * pixels):  # one byte a pixel comes out, the decoder's own buffers come on top
-            failures = self._checker.failures(contents)
+            failures = self._local.checker.failures(contents)
         for failure in failures:
             number = unchecked[failure]
-            batch[number] = batch[number][0], self._rescued(contents[failure])
+            try:  # PIL may read all of an image that DALI refuses
+                rescued: StoredImage | BadImageError = reencode(contents[failure], self.encoding, self._budget)
+            except BadImageError as error:
+                rescued = error
+            batch[number] = batch[number][0], rescued
         return batch
-
-    def _rescued(self, content: bytes) -> StoredImage | BadImageError:
-        """Re-encode an image that DALI refuses, if PIL reads all of it."""
-        try:
-            return reencode(content, self._encoding, self._budget)
-        except BadImageError as error:
-            return error
 
 
 def partial_path(path: Path) -> Path:
@@ -228,3 +220,38 @@ def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
         rest = memoryview(b"".join(pieces))[-missing:]
         while rest:
             rest = rest[os.write(descriptor, rest) :]
+
+
+def write_shards(
+    jobs: Sequence[tuple[Path, NDArray[np.uint32]]],
+    writer: ShardWriter,
+    *,
+    finish: Callable[[Path, WrittenShard], None],
+    workers: int,
+) -> None:
+    """Write each job's images to its path.
+
+    Args:
+        finish: called when a shard lies flushed under its final name, from any thread.
+
+    Raises:
+        The first error of any thread; all others have ended by then.
+    """
+
+    def write(path: Path, images: NDArray[np.uint32]) -> Future[None]:
+        return flushers.submit(flush, path, writer.write(path, images))
+
+    def flush(path: Path, shard: WrittenShard) -> None:
+        publish(path)
+        finish(path, shard)
+
+    with ThreadPoolExecutor(_FLUSHERS) as flushers, ThreadPoolExecutor(workers) as pool:
+        pending: set[Future[Any]] = {pool.submit(write, *job) for job in jobs}
+        try:
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                pending |= {flushing for future in done if (flushing := future.result()) is not None}
+        except BaseException:
+            writer.stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise

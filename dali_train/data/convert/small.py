@@ -1,5 +1,4 @@
-"""The small datasets as they are published, read into memory: CIFAR-10, MNIST, Fashion-MNIST and scikit-learn's
-digits."""
+"""Small datasets as they are published, read into memory: CIFAR-10, MNIST, Fashion-MNIST, scikit-learn's digits."""
 
 import gzip
 import struct
@@ -104,8 +103,8 @@ def mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources
         if images is None and labels is None:
             continue
         if images is None or labels is None:
-            found, lost = (labels, "images") if images is None else (images, "labels")
-            raise SourceError(f"{directory}: {found} is there, but not the {lost} that belong to it")
+            lost = "images" if images is None else "labels"
+            raise SourceError(f"{directory}: {images or labels} is there, but not the {lost} that belong to it")
         pixels, numbers = _read_idx(images, dimensions=3), _read_idx(labels, dimensions=1)
         if len(pixels) != len(numbers):
             raise SourceError(

@@ -45,11 +45,7 @@ class ImageFiles:
     """
 
     def __init__(self, container: Container, files: Iterable[tuple[Member, int]]) -> None:
-        """`files` yields members and their labels.
-
-        Raises:
-            SourceError: a file too large for an image.
-        """
+        """`files` yields members and their labels. Raises SourceError: a file too large for an image."""
         self._container = container
         names, name_ends = bytearray(), array("Q", [0])
         offsets, sizes, labels = array("Q"), array("I"), array("i")
@@ -100,9 +96,8 @@ class SourcePart:
         self._source = source
         self._images = images
         self.labels = source.labels[images]
-        self.num_bytes = (
-            source.num_bytes * len(images) // max(1, len(source.labels))
-        )  # enough to choose a number of shards
+        # Enough to choose a number of shards.
+        self.num_bytes = source.num_bytes * len(images) // max(1, len(source.labels))
 
     def read(self, image: int) -> RawImage:
         return self._source.read(int(self._images[image]))

@@ -41,13 +41,10 @@ def folders(train: Path | None, validation: Path | None, *, validation_fraction:
     if train is not None and splits_within:
         if validation is None and validation_fraction is None and len(splits_within) == len(listed["train"][1]) == 2:
             return split_folders(train)
-        other = next(name for name in ("val", "validation", "test") if name in (*splits_within, "test"))
-        remedy = (
-            f"give --train {train}/train and --validation {train}/{other}"
-            if train.is_dir()
-            else "unpack the archive first"
+        raise SourceError(
+            f"{train} holds {', '.join(splits_within)}, which are splits and not classes: give --train {train}/train "
+            f"and --validation with the folder of the other split, of an archive once it is unpacked"
         )
-        raise SourceError(f"{train} holds {', '.join(splits_within)}, which are splits and not classes: {remedy}")
     sources, names = _with_common_labels(listed)
     if validation_fraction is None:
         return sources, names
@@ -79,8 +76,7 @@ def split_folders(path: Path) -> Sources:
 def _list_images(
     container: Container, class_of: Callable[[tuple[str, ...]], str | None]
 ) -> tuple[ImageFiles, list[str]]:
-    """The images for which `class_of` (the parts of a file's name) gives a class, and the classes in order of
-    appearance."""
+    """Return the images for which `class_of` (the parts of a name) gives a class, and the classes as they appear."""
     numbers: dict[str, int] = {}
     passed_over: list[str] = []
 
@@ -126,9 +122,7 @@ def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:
     return None
 
 
-def _with_common_labels(
-    listed: dict[SplitName, tuple[ImageFiles, list[str]]],
-) -> Sources:
+def _with_common_labels(listed: dict[SplitName, tuple[ImageFiles, list[str]]]) -> Sources:
     """Number the classes of all splits by their sorted names."""
     first = next(iter(listed))
     names = sorted(listed[first][1])

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _MOST_ENTRIES = 2000  # of a directory that are looked at
@@ -13,17 +13,8 @@ _TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}", re.IGNORECASE)
 _SPLIT_FOLDERS = ("train", "validation", "val", "test")
 
 
-class Published(Protocol):
-    """A published dataset: how its files are called, and the options of the converter for the directory ROOT."""
-
-    @property
-    def files(self) -> str | None: ...
-    @property
-    def command(self) -> str: ...
-
-
-PUBLISHED: Mapping[str, Published] = {}
-"""By the converter's name; `dali_train.data.convert.datasets` puts its table here."""
+PUBLISHED: Mapping[str, Any] = {}
+"""The table of `dali_train.data.convert.datasets`, which puts it here, since this layer cannot import it."""
 
 
 def converter_for(root: Path) -> str:
@@ -45,7 +36,8 @@ def converter_for(root: Path) -> str:
             "if they hold CLASS/name.jpg"
         )
     inner = [root / split / name for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
-    if any(_is_image(name) for inside in [*below.values(), *map(_names, inner)] for name in inside):
+    found = (Path(name) for inside in [*below.values(), *map(_names, inner)] for name in inside)
+    if any(path.suffix.lower() in IMAGE_SUFFIXES for path in found):
         return f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`"
     return (
         "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted, "
@@ -59,7 +51,3 @@ def _names(directory: Path) -> list[str]:
             return sorted(entry.name for entry in islice(entries, _MOST_ENTRIES) if not entry.name.startswith("."))
     except OSError:
         return []
-
-
-def _is_image(name: str) -> bool:
-    return Path(name).suffix.lower() in IMAGE_SUFFIXES

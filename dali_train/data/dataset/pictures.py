@@ -31,30 +31,22 @@ def picture(split: Split, number: int, stored: NDArray[np.uint8]) -> Image.Image
         raise DatasetError(f"{split.describe(number)} {error}") from error
 
 
-def thumbnail(image: Image.Image, side: int) -> Image.Image:
-    """`image` with its longer side `side` pixels long. Small images are enlarged without smoothing: it shows what is
-    stored."""
-    scale = side / max(image.size)
-    method = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST
-    return image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), method)
-
-
-def font(size: int) -> ImageFont.FreeTypeFont:
-    """matplotlib's DejaVu Sans, `size` pixels high: PIL's own font has little beyond ASCII."""
-    import matplotlib  # only when a picture is drawn: importing it takes a tenth of a second
-
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
-
-
 def contact_sheet(images: Sequence[tuple[Image.Image, str]], *, columns: int, side: int) -> Image.Image:
-    """Thumbnails of `side` pixels in rows of `columns`, each with its caption below."""
+    """Return thumbnails, the longer side `side` pixels long, in rows of `columns`, each with its caption below."""
+    import matplotlib  # takes a tenth of a second
+
+    # PIL's own font has little beyond ASCII.
+    font = ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", _FONT_SIZE)
     rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * (side + _GAP) + _GAP, rows * (side + _CAPTION + _GAP) + _GAP), PAPER)
-    draw, caption_font = ImageDraw.Draw(sheet), font(_FONT_SIZE)
+    draw = ImageDraw.Draw(sheet)
     for place, (image, caption) in enumerate(images):
         left, top = _GAP + place % columns * (side + _GAP), _GAP + place // columns * (side + _CAPTION + _GAP)
-        tile = thumbnail(image, side)
+        # Small images are enlarged without smoothing, to show what is stored.
+        scale = side / max(image.size)
+        method = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST
+        tile = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), method)
         sheet.paste(tile, (left + (side - tile.width) // 2, top + (side - tile.height) // 2))
-        text = shortened(printable(caption), side, caption_font.getlength)
-        draw.text((left + side // 2, top + side + 2), text, fill=INK, font=caption_font, anchor="ma")
+        text = shortened(printable(caption), side, font.getlength)
+        draw.text((left + side // 2, top + side + 2), text, fill=INK, font=font, anchor="ma")
     return sheet

@@ -26,9 +26,7 @@ _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5  # protobuf wire typ
 
 Buffer = bytes | memoryview
 FeatureKind = Literal["bytes", "float", "int64"]
-# tf.train.Feature: the field number of each kind of list.
-_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
-_KIND_OF_FIELD: dict[int, FeatureKind] = {_BYTES_LIST: "bytes", _FLOAT_LIST: "float", _INT64_LIST: "int64"}
+_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # tf.train.Feature: the field number of each kind of list
 
 
 class TFRecordError(RunError):
@@ -133,8 +131,7 @@ def encode_example(image: Buffer, features: Mapping[str, bytes | str | int]) -> 
 
 
 def write_records(path: Path, records: Iterable[tuple[Buffer, Mapping[str, bytes | str | int]]]) -> None:
-    """Write a TFRecord file, and its directory, of Examples given as (image, features): for datasets that fit into
-    memory."""
+    """Write a TFRecord file, and its directory, of Examples given as (image, features)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         for image, features in records:
@@ -177,12 +174,11 @@ class _WireError(ValueError):
 
 def _parse_feature(buffer: memoryview, start: int, end: int) -> Feature:
     for field, list_start, list_end in _fields(buffer, start, end):
-        kind = _KIND_OF_FIELD.get(field)
-        if kind == "bytes":
+        if field == _BYTES_LIST:
             return Feature("bytes", spans=tuple((a, b) for _, a, b in _fields(buffer, list_start, list_end)))
-        if kind == "int64":
+        if field == _INT64_LIST:
             return Feature("int64", integers=tuple(_integers(buffer, list_start, list_end)))
-        if kind == "float":
+        if field == _FLOAT_LIST:
             return Feature("float")  # no feature that is read here holds floats: the kind is all an error needs
     return Feature("bytes")
 

@@ -11,9 +11,9 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.dataset.build_index import Features, IndexedShard, index_record, index_shard, map_shards
+from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards
 from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
-from dali_train.data.dataset.index import MappedShards, Split, map_file
+from dali_train.data.dataset.index import INDEX_DTYPE, MappedShards, Split, map_file
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitManifest, SplitName, text_index_path
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
@@ -21,7 +21,6 @@ from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
 
 _MOST_LISTED = 10  # of one kind
-_COMPARED = ("offset", "size", "label", "height", "width")
 _SAMPLE_STREAM = 0x5645_5249_4659  # "VERIFY", apart from what else is drawn
 
 
@@ -70,11 +69,21 @@ def verify(
         problem = split.index_problem()
         if problem is not None:
             findings.problems.append(problem)
-        if _check_shard_numbers(split, findings):
-            _check_classes(split, findings)
-        else:
+        expected = np.repeat(np.arange(len(split.shards)), np.diff(split.first_images))
+        wrong = np.flatnonzero(split.rows["shard"] != expected)
+        if len(wrong):  # then no row can be looked up
+            row = wrong[0]
+            found = f"has shard {split.rows['shard'][row]}, by dataset.json it is in {expected[row]}"
+            findings.problems.append(f"{name}: row {row} of the index {found}")
             del splits[name]
-        _check_unexpected_files(split, findings)
+        else:
+            _check_classes(split, findings)
+        known = {path.name for path in split.paths}
+        unexpected = sorted(path.name for path in (root / name).iterdir() if path.name not in known)
+        if unexpected:
+            findings.problems.append(
+                f"{root / name}: {len(unexpected)} files that dataset.json does not name: {_some(unexpected)}"
+            )
     if sample is None:
         checksums = {name: _check_all(split, decode, workers, findings) for name, split in splits.items()}
         _find_duplicates(splits, checksums, findings)
@@ -105,19 +114,6 @@ def _compare_readers(split: Split) -> list[str]:
     return problems
 
 
-def _check_shard_numbers(split: Split, findings: Findings) -> bool:
-    """Whether the rows stand in the order of the shards, as dataset.json counts them. Else no row can be looked up."""
-    expected = np.repeat(np.arange(len(split.shards)), np.diff(split.first_images))
-    wrong = np.flatnonzero(split.rows["shard"] != expected)
-    if len(wrong):
-        row = int(wrong[0])
-        findings.problems.append(
-            f"{split.name}: row {row} of the index has shard {split.rows['shard'][row]}, by dataset.json it is in "
-            f"{expected[row]}"
-        )
-    return not len(wrong)
-
-
 def _check_classes(split: Split, findings: Findings) -> None:
     labels = split.rows["label"]
     if labels.min() < 0 or labels.max() >= split.num_classes:
@@ -132,15 +128,6 @@ def _check_classes(split: Split, findings: Findings) -> None:
     if len(empty):
         names = [split.manifest.class_names[number] for number in empty]
         findings.notes.append(f"{split.name}: {len(empty)} classes without images: {_some(names)}")
-
-
-def _check_unexpected_files(split: Split, findings: Findings) -> None:
-    known = {path.name for path in split.paths}
-    unexpected = sorted(path.name for path in (split.root / split.name).iterdir() if path.name not in known)
-    if unexpected:
-        findings.problems.append(
-            f"{split.root / split.name}: {len(unexpected)} files that dataset.json does not name: {_some(unexpected)}"
-        )
 
 
 def _check_files(directory: Path, manifest: Manifest, split: SplitManifest, workers: int) -> list[str]:
@@ -170,26 +157,21 @@ def _first_fault(features: Features, path: Path) -> list[str]:
 def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> NDArray[np.uint32]:
     """Check every shard; returns the checksum of each image's bytes, (N,), 0 where a shard cannot be read."""
     checksums = np.zeros(len(split), dtype=np.uint32)
-    bounds = list(pairwise(split.first_images.tolist()))
-    shards = {path: number for number, path in enumerate(split.paths)}
-    check = partial(_check_shard, split, shards, bounds, decode)
     with Progress(f"verifying {split.name}", total=len(split), unit="images") as progress:
-        for path, (problems, images) in map_shards(split.paths, check, workers=workers):
-            first, end = bounds[shards[path]]
+        for path, (problems, images) in map_shards(split.paths, partial(_check_shard, split, decode), workers=workers):
+            number = split.paths.index(path)
+            first, end = split.first_images[number : number + 2].tolist()
             findings.problems += problems
             if len(images) == end - first:
                 checksums[first:end] = images
-            progress.update(end - first, num_bytes=split.shards[shards[path]].num_bytes)
+            progress.update(end - first, num_bytes=split.shards[number].num_bytes)
     return checksums
 
 
-def _check_shard(
-    split: Split, shards: dict[Path, int], bounds: Sequence[tuple[int, int]], decode: bool, path: Path
-) -> tuple[list[str], NDArray[np.uint32]]:
+def _check_shard(split: Split, decode: bool, path: Path) -> tuple[list[str], NDArray[np.uint32]]:
     """Return what is wrong with one shard, and the checksums of its images."""
-    number = shards[path]
-    expected = split.shards[number]
-    rows = split.rows[slice(*bounds[number])]
+    number = split.paths.index(path)
+    expected, rows = split.shards[number], split.rows[slice(*split.first_images[number : number + 2])]
     try:
         found = index_shard(path, check_crc=True, features=Features.of(split.manifest))
     except TFRecordError as error:
@@ -202,45 +184,51 @@ def _check_shard(
     text_index = text_index_path(split.root, split.name, path.name)
     if not text_index.is_file() or text_index.read_text() != found.text_index():
         problems.append(f"{text_index}: is missing or does not fit its shard")
-    problems += _compare_rows(path, rows, found, label_base=split.manifest.label_base)
-    content = memoryview(map_file(path))
-    if decode and found.encoding == "image":
-        problems += _undecodable(path, content, found.rows)
-    spans = zip(found.rows["offset"].tolist(), found.rows["size"].tolist(), strict=True)
-    return problems, np.array([crc32c(content[start : start + size]) for start, size in spans], dtype=np.uint32)
+    content, decode = memoryview(map_file(path)), decode and found.encoding == "image"
+    if len(rows) == len(found.rows):
+        records, labels = np.arange(len(rows)), found.labels - split.manifest.label_base
+        problems += _check_images(path, content, records, rows, found.rows, labels, decode)
+    else:
+        problems.append(f"{path}: has {len(found.rows)} records, the index {len(rows)}")
+    return problems, np.array([crc32c(image) for image in _images(content, found.rows)], dtype=np.uint32)
 
 
-def _undecodable(path: Path, content: memoryview, rows: NDArray[np.void]) -> list[str]:
-    """Name the images of one shard, given by rows of the index, that DALI does not decode."""
-    checker, problems = DecodeChecker(), []
-    pixels = rows["height"].astype(np.int64) * rows["width"]
-    first = 0
-    while first < len(rows):
+def _images(content: memoryview, rows: NDArray[np.void]) -> list[memoryview]:
+    spans = zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+    return [content[start : start + size] for start, size in spans]
+
+
+def _check_images(
+    path: Path,
+    content: memoryview,
+    records: NDArray[np.int64],
+    rows: NDArray[np.void],
+    found: NDArray[np.void],
+    labels: NDArray[np.int64],
+    decode: bool,
+) -> list[str]:
+    """Compare rows of the index with what was `found` of the same `records` of a shard, whose `labels` are apart, and
+    name the images that DALI does not decode."""
+    problems = []
+    for column in ("offset", "size", "label", "height", "width"):
+        truth = labels if column == "label" else found[column]
+        for place in np.flatnonzero(truth != rows[column])[:_MOST_LISTED]:
+            index = f"the index says {rows[column][place]}"
+            problems.append(f"{path}: record {records[place]} has {column} {truth[place]}, {index}")
+    if not decode:
+        return problems
+    checker, images, first = DecodeChecker(), _images(content, found), 0
+    pixels = found["height"].astype(np.int64) * found["width"]
+    while first < len(found):
         # As many as fit into memory at once, but at least one.
         fitting = int(np.searchsorted(np.cumsum(pixels[first : first + checker.BATCH]), BATCH_PIXELS, side="right"))
-        batch = rows[first : first + max(1, fitting)]
-        images = [
-            np.frombuffer(content[int(row["offset"]) : int(row["offset"]) + int(row["size"])], np.uint8)
-            for row in batch
-        ]
-        for number, reason in checker.failures(images).items():
-            place = f"record {first + number}, {batch[number]['size']} bytes at byte {batch[number]['offset']}"
+        end = first + max(1, fitting)
+        failures = checker.failures([np.frombuffer(image, np.uint8) for image in images[first:end]])
+        for number, reason in failures.items():
+            row = found[first + number]
+            place = f"record {records[first + number]}, {row['size']} bytes at byte {row['offset']}"
             problems.append(f"{path}: the image of {place} cannot be decoded: {reason}")
-        first += len(batch)
-    return problems
-
-
-def _compare_rows(path: Path, rows: NDArray[np.void], found: IndexedShard, *, label_base: int) -> list[str]:
-    if len(rows) != len(found.rows):
-        return [f"{path}: has {len(found.rows)} records, the index {len(rows)}"]
-    truth = found.rows.copy()
-    truth["label"] = found.labels - label_base
-    problems = []
-    for column in _COMPARED:
-        for record in np.flatnonzero(truth[column] != rows[column])[:_MOST_LISTED]:
-            problems.append(
-                f"{path}: record {record} has {column} {truth[column][record]}, the index says {rows[column][record]}"
-            )
+        first = end
     return problems
 
 
@@ -252,36 +240,32 @@ def _check_sample(split: Split, sample: int, decode: bool, findings: Findings) -
         for shard, (first, end) in enumerate(pairwise(split.first_images.tolist())):
             images = chosen[(chosen >= first) & (chosen < end)]
             if len(images):
-                findings.problems += _check_records(split, shard, images, decode)
+                findings.problems += _check_records(split, shard, images.astype(np.int64) - first, decode)
                 progress.update(len(images))
 
 
-def _check_records(split: Split, shard: int, images: NDArray[np.int64], decode: bool) -> list[str]:
-    path = split.paths[shard]
+def _check_records(split: Split, shard: int, records: NDArray[np.int64], decode: bool) -> list[str]:
+    path, manifest = split.paths[shard], split.manifest
     try:
-        offsets = split.record_offsets(shard)[images - split.first_images[shard]].tolist()
+        offsets = split.record_offsets(shard)[records].tolist()
     except DatasetError as error:
         return [str(error)]
     content = memoryview(map_file(path))
-    problems, sound = [], []
-    for image, offset in zip(images.tolist(), offsets, strict=True):
-        row = split.rows[image]
+    problems, sound, rows, labels = [], [], [], []
+    for record, offset in zip(records.tolist(), offsets, strict=True):
         try:
-            record = next(walk_records(content, path, check_payload=True, start_at=offset))
-            found = index_record(content, record, path, Features.of(split.manifest))
+            span = next(walk_records(content, path, check_payload=True, start_at=offset))
+            found = index_record(content, span, path, Features.of(manifest))
         except (TFRecordError, StopIteration) as error:
             problems.append(str(error) or f"{path}: no record at byte {offset}, where its text index has one")
             continue
-        truth = (found.start, found.size, found.label - split.manifest.label_base, found.height, found.width)
-        differing = [column for column, value in zip(_COMPARED, truth, strict=True) if row[column] != value]
-        for column in differing:
-            value = truth[_COMPARED.index(column)]
-            problems.append(f"{path}: the record at byte {offset} has {column} {value}, the index says {row[column]}")
-        if not differing:
-            sound.append(image)
-    if decode and split.manifest.encoding == "image":
-        problems += _undecodable(path, content, split.rows[sound])
-    return problems
+        sound.append(record)
+        rows.append((found.start, found.size, 0, 0, found.height, found.width))
+        labels.append(found.label - manifest.label_base)
+    places, truth = np.array(sound, dtype=np.int64), np.array(rows, dtype=INDEX_DTYPE)
+    indexed = split.rows[places + split.first_images[shard]]
+    decode = decode and manifest.encoding == "image"
+    return problems + _check_images(path, content, places, indexed, truth, np.array(labels), decode)
 
 
 def _find_duplicates(
@@ -302,7 +286,8 @@ def _find_duplicates(
 
     order = np.argsort(keys, kind="stable")
     same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
-    num_equal, two_labels, two_splits = 0, _Examples(), _Examples()
+    num_equal = 0
+    found: dict[str, list[str]] = {"under two labels": [], "in two splits": []}
     for position in same.tolist():
         (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
         # The checksum only proposes: 32 bits and a size agree by chance once in some hundred such datasets.
@@ -310,31 +295,12 @@ def _find_duplicates(
             continue
         num_equal += 1
         if split.rows["label"][image] != other.rows["label"][twin]:
-            two_labels.add(f"{_called(split, image)} = {_called(other, twin)}")
+            found["under two labels"].append(f"{_called(split, image)} = {_called(other, twin)}")
         elif split is not other:
-            two_splits.add(f"{_called(split, image)} = {_called(other, twin)}")
+            found["in two splits"].append(f"{_called(split, image)} = {_called(other, twin)}")
     if num_equal:
         findings.notes.append(f"{num_equal} images have the same bytes as another one")
-    if two_labels.count:
-        findings.notes.append(f"{two_labels.count} duplicates under two labels: {two_labels}")
-    if two_splits.count:
-        findings.notes.append(f"{two_splits.count} duplicates in two splits: {two_splits}")
-
-
-class _Examples:
-    """How many there are, and the first few of them: a million lines would help nobody."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._first: list[str] = []
-
-    def add(self, example: str) -> None:
-        self.count += 1
-        if self.count <= _MOST_LISTED:
-            self._first.append(example)
-
-    def __str__(self) -> str:
-        return ", ".join(self._first) + (", ..." if self.count > _MOST_LISTED else "")
+    findings.notes += [f"{len(pairs)} duplicates {kind}: {_some(pairs)}" for kind, pairs in found.items() if pairs]
 
 
 def _called(split: Split, image: int) -> str:

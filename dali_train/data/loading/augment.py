@@ -13,6 +13,7 @@ import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,11 +54,6 @@ class Operator:
     dali: DaliForm
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What a level becomes
-# ---------------------------------------------------------------------------------------------------------------
-
-
 def none(levels: NDArray[np.float32], side: int) -> NDArray[np.float32]:
     return np.zeros_like(levels)
 
@@ -82,10 +78,6 @@ def threshold(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
     return np.minimum(256, np.floor(np.abs(levels) * 256))
 
 
-def falling_threshold(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
-    return 256 - threshold(levels, side)
-
-
 def mask_of(bits: Callable[[NDArray[np.float32]], NDArray[np.floating[Any]]]) -> Argument:
     """Return the mask that keeps the `bits` highest bits; at least one, as in DALI: Pillow refuses a black image."""
     return lambda levels, side: 256 - 2.0 ** (8 - np.clip(bits(np.abs(levels)), 1, 8))
@@ -97,11 +89,6 @@ def place(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
         raise ConfigError(f"data.train_size is {side}: Cutout takes images of at most {_ROW} pixels")
     pixel = np.minimum(np.floor(np.abs(levels.astype(np.float64)) * side**2), side**2 - 1)
     return pixel // side * _ROW + pixel % side
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Forms
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def by_pil(operate: PilForm) -> CpuForm:
@@ -127,18 +114,6 @@ def solarize_add(image: Image.Image, add: float) -> Image.Image:
     return image.point([min(255, value + int(add)) if value < 128 else value for value in range(256)] * 3)
 
 
-def dali_solarize(images: Any, limit: Any) -> Any:
-    return dali_ops.solarize.op(images, _beside(limit, images))
-
-
-def dali_solarize_add(images: Any, add: Any) -> Any:
-    return dali_ops.solarize_add.op(images, _beside(fn.cast(add, dtype=types.UINT8), images))
-
-
-def dali_posterize(images: Any, mask: Any) -> Any:
-    return images & _beside(fn.cast(mask, dtype=types.UINT8), images)
-
-
 def dali_sharpness(images: Any, factor: Any) -> Any:
     """Sharpen as PIL does but for the outermost pixels, which PIL leaves as they are."""
     smooth = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / 13
@@ -146,14 +121,6 @@ def dali_sharpness(images: Any, factor: Any) -> Any:
     sharp[1, 1] = 1
     kernel = types.Constant(smooth) + types.Constant(sharp - smooth) * factor
     return fn.experimental.filter(images, _beside(kernel, images))  # type: ignore[attr-defined]
-
-
-def dali_contrast(images: Any, factor: Any) -> Any:
-    return dali_ops.contrast.op(images, _beside(factor, images))
-
-
-def dali_blur(images: Any, sigma: Any) -> Any:
-    return fn.gaussian_blur(images, sigma=sigma, window_size=_BLUR_WINDOW)
 
 
 def cutout(radius: int) -> tuple[CpuForm, DaliForm]:
@@ -171,14 +138,6 @@ def cutout(radius: int) -> tuple[CpuForm, DaliForm]:
         return fn.erase(images, anchor=corner, shape=[2.0 * radius] * 2, axis_names="HW", fill_value=_FILL)
 
     return cpu, dali
-
-
-def rotate(image: Image.Image, degrees: float) -> Image.Image:
-    return image.rotate(degrees, Image.Resampling.BILINEAR, fillcolor=(_FILL,) * 3)
-
-
-def dali_rotate(images: Any, degrees: Any) -> Any:
-    return fn.rotate(images, angle=degrees, keep_size=True, fill_value=_FILL, interp_type=types.INTERP_LINEAR)
 
 
 def slide(image: Image.Image, x: float, y: float) -> Image.Image:
@@ -219,26 +178,32 @@ def moved(*, shear_x: int = 0, shear_y: int = 0, x: int = 0, y: int = 0) -> tupl
     return by_pil(pil), dali
 
 
+def enhanced(kind: Callable[[Image.Image], Any], dali: DaliForm) -> tuple[CpuForm, DaliForm]:
+    """Return the forms of one of PIL's `ImageEnhance`, with that of DALI."""
+    return by_pil(lambda image, factor: kind(image).enhance(factor)), dali
+
+
 _SHEAR_X, _SHEAR_Y, _MOVE_X, _MOVE_Y = moved(shear_x=1), moved(shear_y=1), moved(x=1), moved(y=1)
-_BRIGHTNESS: tuple[CpuForm, DaliForm] = (
-    by_pil(lambda image, factor: ImageEnhance.Brightness(image).enhance(factor)),
-    lambda images, factor: fn.brightness(images, brightness=factor),
+_BRIGHTNESS = enhanced(ImageEnhance.Brightness, lambda images, factor: fn.brightness(images, brightness=factor))
+_CONTRAST = enhanced(
+    ImageEnhance.Contrast, lambda images, factor: dali_ops.contrast.op(images, _beside(factor, images))
 )
-_CONTRAST: tuple[CpuForm, DaliForm] = (
-    by_pil(lambda image, factor: ImageEnhance.Contrast(image).enhance(factor)),
-    dali_contrast,
+_COLOR = enhanced(ImageEnhance.Color, lambda images, factor: fn.saturation(images, saturation=factor))
+_SHARPNESS = enhanced(ImageEnhance.Sharpness, dali_sharpness)
+_POSTERIZE: tuple[CpuForm, DaliForm] = (
+    lambda image, mask: image & int(mask),
+    lambda images, mask: images & _beside(fn.cast(mask, dtype=types.UINT8), images),
 )
-_COLOR: tuple[CpuForm, DaliForm] = (
-    by_pil(lambda image, factor: ImageEnhance.Color(image).enhance(factor)),
-    lambda images, factor: fn.saturation(images, saturation=factor),
+_SOLARIZE: tuple[CpuForm, DaliForm] = (
+    by_pil(solarize),
+    lambda images, limit: dali_ops.solarize.op(images, _beside(limit, images)),
 )
-_SHARPNESS: tuple[CpuForm, DaliForm] = (
-    by_pil(lambda image, factor: ImageEnhance.Sharpness(image).enhance(factor)),
-    dali_sharpness,
+_ROTATE: tuple[CpuForm, DaliForm] = (
+    by_pil(lambda image, degrees: image.rotate(degrees, Image.Resampling.BILINEAR, fillcolor=(_FILL,) * 3)),
+    lambda images, degrees: fn.rotate(
+        images, angle=degrees, keep_size=True, fill_value=_FILL, interp_type=types.INTERP_LINEAR
+    ),
 )
-_POSTERIZE: tuple[CpuForm, DaliForm] = (lambda image, mask: image & int(mask), dali_posterize)
-_SOLARIZE: tuple[CpuForm, DaliForm] = (by_pil(solarize), dali_solarize)
-_ROTATE: tuple[CpuForm, DaliForm] = (by_pil(rotate), dali_rotate)
 
 OPERATORS: dict[str, Operator] = {
     IDENTITY: Operator(none, lambda image, _: image, lambda images, _: images),
@@ -253,7 +218,9 @@ OPERATORS: dict[str, Operator] = {
         lambda images, _: fn.saturation(images, saturation=0.0),
     ),
     "GaussianBlur": Operator(
-        between(0.1, 2.0), by_pil(lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))), dali_blur
+        between(0.1, 2.0),
+        by_pil(lambda image, sigma: image.filter(ImageFilter.GaussianBlur(sigma))),
+        lambda images, sigma: fn.gaussian_blur(images, sigma=sigma, window_size=_BLUR_WINDOW),
     ),
     "Rotate": Operator(signed(30), *_ROTATE),
     "RotateWide": Operator(signed(135), *_ROTATE),
@@ -276,11 +243,13 @@ OPERATORS: dict[str, Operator] = {
     "Posterize8": Operator(mask_of(lambda level: 8 - np.rint(level * 4)), *_POSTERIZE),
     "PosterizeWide": Operator(mask_of(lambda level: 8 - np.rint(level * 6)), *_POSTERIZE),
     "Solarize": Operator(threshold, *_SOLARIZE),
-    "SolarizeIncreasing": Operator(falling_threshold, *_SOLARIZE),
+    "SolarizeIncreasing": Operator(lambda levels, side: 256 - threshold(levels, side), *_SOLARIZE),
     "Solarize128": Operator(between(128, 128), *_SOLARIZE),
     "Solarize200": Operator(between(200, 200), *_SOLARIZE),
     "SolarizeAdd": Operator(
-        lambda levels, side: np.minimum(127, np.floor(np.abs(levels) * 110)), by_pil(solarize_add), dali_solarize_add
+        lambda levels, side: np.minimum(127, np.floor(np.abs(levels) * 110)),
+        by_pil(solarize_add),
+        lambda images, add: dali_ops.solarize_add.op(images, _beside(fn.cast(add, dtype=types.UINT8), images)),
     ),
     "Brightness": Operator(between(0.1, 1.9), *_BRIGHTNESS),
     "BrightnessIncreasing": Operator(around_one(0.9, least=0.1), *_BRIGHTNESS),
@@ -298,11 +267,6 @@ OPERATORS: dict[str, Operator] = {
     "SharpnessIncreasing": Operator(around_one(0.9, least=0.1), *_SHARPNESS),
     "SharpnessWide": Operator(around_one(0.99), *_SHARPNESS),
 }
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# A micro-batch's draws, applied
-# ---------------------------------------------------------------------------------------------------------------
 
 
 class Augmentation:
@@ -340,37 +304,28 @@ class Augmentation:
 
     def operations(self, batch: MicroBatch) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """Return what the CPU does with each image: a function of a (3, h, w) uint8 image."""
-        arguments = [self.arguments(step, batch).tolist() for step in range(self.num_steps)]
+        arguments = np.zeros_like(batch.levels)
+        for step in range(self.num_steps):
+            arguments[:, step] = self.arguments(step, batch)
         if self.shows_noise:
             fill = torch.from_numpy(batch.noise).permute(2, 0, 1)
         else:
             fill = torch.tensor(self.fill, dtype=torch.uint8)[:, None, None].expand(3, self._side, self._side)
-        rows = enumerate(zip(batch.operators.tolist(), batch.erased.tolist(), strict=True))
-        return [
-            self._operation(numbers, [column[image] for column in arguments], box, fill)
-            for image, (numbers, box) in rows
-        ]
+        rows = zip(batch.operators.tolist(), arguments.tolist(), batch.erased.tolist(), strict=True)
+        return [partial(self._operate, *row, fill) for row in rows]
 
-    def _operation(
-        self, numbers: list[int], arguments: list[float], box: list[int], fill: torch.Tensor
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        steps = [
-            (self.operators[number].cpu, argument)
-            for number, argument in zip(numbers, arguments, strict=True)
-            if number
-        ]
+    def _operate(
+        self, numbers: list[int], arguments: list[float], box: list[int], fill: torch.Tensor, image: torch.Tensor
+    ) -> torch.Tensor:
+        for number, argument in zip(numbers, arguments, strict=True):
+            if number:
+                image = self.operators[number].cpu(image, argument)
         top, left, height, width = box
-
-        def apply(image: torch.Tensor) -> torch.Tensor:
-            for operate, argument in steps:
-                image = operate(image, argument)
-            if height:
-                image = image.clone()
-                where = (slice(None), slice(top, top + height), slice(left, left + width))
-                image[where] = fill[where]
-            return image
-
-        return apply
+        if height:
+            image = image.clone()
+            where = (slice(None), slice(top, top + height), slice(left, left + width))
+            image[where] = fill[where]
+        return image
 
     def nodes(self, images: Any, steps: Sequence[tuple[Any, Any]], box: tuple[Any, Any] | None) -> Any:
         """Return a graph's node of augmented images. The graph needs conditionals.

@@ -23,10 +23,6 @@ from dali_train.data.loading.decoder import PixelFormat
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _leave(image: torch.Tensor) -> torch.Tensor:
-    return image
-
-
 class CpuTransform:
     """Resize, mirror, augment, normalise and mix crops, on threads of its own.
 
@@ -64,8 +60,8 @@ class CpuTransform:
         """
         batch = self._batches.take()
         if mixing is None:
-            mirrored, augment = flips.tolist(), operations or [_leave] * len(crops)
-            self._each(len(crops), lambda i: self._normalise(batch[i], self._resize(crops[i], mirrored[i], augment[i])))
+            resize = self._resizing(crops, flips, operations)
+            self._each(len(crops), lambda i: self._normalise(batch[i], resize(i)))
         else:
             partners, lambdas, cuts = (array.tolist() for array in mixing)
             resized = self.resize(crops, flips, operations)
@@ -87,24 +83,31 @@ class CpuTransform:
         operations: Sequence[Operation] | None = None,
     ) -> list[torch.Tensor]:
         """Return each crop as the square that is trained on, (side, 3 * side) uint8: a row for each row of pixels."""
-        mirrored, augment = flips.tolist(), operations or [_leave] * len(crops)
-        resized: dict[int, torch.Tensor] = {}
+        resize, resized = self._resizing(crops, flips, operations), [torch.empty(0)] * len(crops)
 
         def work(i: int) -> None:
-            resized[i] = self._resize(crops[i], mirrored[i], augment[i])
+            resized[i] = resize(i)
 
         self._each(len(crops), work)
-        return [resized[i] for i in range(len(crops))]
+        return resized
 
-    def _resize(self, crop: NDArray[np.uint8], mirrored: int, operation: Operation) -> torch.Tensor:
-        if not crop.flags.writeable:  # here and not before: each thread copies its own
-            crop = crop.copy()
-        image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # in this order torch sees that it is channels-last
-        if image.shape[2:] != (self._side, self._side):
-            image = F.interpolate(image, (self._side, self._side), mode=self._mode, antialias=self._antialias)
-        if mirrored:
-            image = image.flip(-1)
-        return operation(image[0]).permute(1, 2, 0).reshape(self._side, -1)
+    def _resizing(
+        self, crops: Sequence[NDArray[np.uint8]], flips: NDArray[np.int32], operations: Sequence[Operation] | None
+    ) -> Callable[[int], torch.Tensor]:
+        mirrored = flips.tolist()
+
+        def resize(i: int) -> torch.Tensor:
+            # Copied here and not before: each thread copies its own.
+            crop = crops[i] if crops[i].flags.writeable else crops[i].copy()
+            image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # so ordered, torch sees that it is channels-last
+            if image.shape[2:] != (self._side, self._side):
+                image = F.interpolate(image, (self._side, self._side), mode=self._mode, antialias=self._antialias)
+            image = image.flip(-1)[0] if mirrored[i] else image[0]
+            if operations is not None:
+                image = operations[i](image)
+            return image.permute(1, 2, 0).reshape(self._side, -1)
+
+        return resize
 
     def _normalise(
         self, out: torch.Tensor, image: torch.Tensor, weight: float = 1.0, partner: torch.Tensor | None = None
@@ -160,9 +163,8 @@ class _Batches:
         memory = self._free.popleft() if self._free else torch.empty(self._num_bytes, dtype=torch.uint8).numpy()
         lent = memory[:]
         weakref.finalize(lent, self._free.append, memory).atexit = False
-        return (
-            torch.from_numpy(lent).view(self._dtype).view(self._shape)
-        )  # whatever shares its storage keeps `lent` alive
+        # Whatever shares its storage keeps `lent` alive.
+        return torch.from_numpy(lent).view(self._dtype).view(self._shape)
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:

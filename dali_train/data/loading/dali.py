@@ -36,11 +36,6 @@ photographs the largest has 1.3 times the mean's pixels, of 32 photographs 2.3 t
 _INTERPOLATION = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What a training graph is fed
-# ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Input:
     """One input of a graph: the dtype and number of dimensions of a sample, and how a micro-batch's are taken."""
@@ -155,11 +150,6 @@ class Feed:
         return {name: nodes[number] for number, name in enumerate(self._inputs)}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Graphs
-# ---------------------------------------------------------------------------------------------------------------
-
-
 def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
     """Return the arguments that DALI's Pipeline takes for batches of `size` images, `PREFETCH` of them ahead."""
     return {
@@ -262,11 +252,6 @@ def normalised(images: Any, mirror: Any | None, data: DataConfig, pixels: PixelF
 def to_device(node: Any, pixels: PixelFormat) -> Any:
     """Return `node` on the decoding device."""
     return node if pixels.device_id is None else node.gpu()
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Running one
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def run_graph(pipe: Pipeline, explain: Explain) -> list[torch.Tensor]:

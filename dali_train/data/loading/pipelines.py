@@ -109,8 +109,7 @@ class IndexedPipeline(TrainingPipeline):
 
 
 class DaliPipeline(IndexedPipeline):
-    """One graph does everything but mixing, `PREFETCH` micro-batches ahead. Meant for a GPU; runs on a CPU,
-    too."""
+    """One graph does everything but mixing, `PREFETCH` micro-batches ahead. Meant for a GPU; runs on a CPU, too."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
         inputs = training_inputs(self._split, self._storage, self._data, self._augmentation)

@@ -9,7 +9,8 @@ operators that have two. What operators do with a level, and with pixels, is in 
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,30 +18,12 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.config.augment import AugmentSpec, parse_augment
-from dali_train.data.sampling.draws import crop_boxes
+from dali_train.data.sampling.draws import Images, crop_boxes
 from dali_train.data.sampling.rng import Purpose, philox_generator, uniform
 
 IDENTITY = "Identity"
 
-# timm's sets (Cubuk et al., "RandAugment", arXiv 1909.13719, as its author's TensorFlow code has it).
-_RAND = (
-    "AutoContrast",
-    "Equalize",
-    "Invert",
-    "Rotate",
-    "Posterize",
-    "Solarize",
-    "SolarizeAdd",
-    "Color",
-    "Contrast",
-    "Brightness",
-    "Sharpness",
-    "ShearX",
-    "ShearY",
-    "TranslateXRel",
-    "TranslateYRel",
-)
-# big_vision's randaug(2, 10): translations in pixels, and Cutout.
+# big_vision's randaug(2, 10), two layers at full strength: translations in pixels, and behind these Cutout.
 _BIG_VISION = (
     "AutoContrast",
     "Equalize",
@@ -57,29 +40,16 @@ _BIG_VISION = (
     "TranslateX100",
     "TranslateY100",
     "SolarizeAdd",
-    "Cutout40",
 )
 # ColossalAI's (examples/vit_b16_imagenet_data_parallel/dataloader/rand_augment.py): the same with shorter translations,
 # another threshold, and shears that are given as 0.3 degrees, which moves no pixel by more than one.
-_COLOSSALAI = (
-    "AutoContrast",
-    "Equalize",
-    "Invert",
-    "Rotate",
-    "Posterize",
-    "Solarize200",
-    "Color",
-    "Contrast",
-    "Brightness",
-    "Sharpness",
-    IDENTITY,
-    IDENTITY,
-    "TranslateX40",
-    "TranslateY40",
-    "SolarizeAdd",
-    "Cutout40",
-)
-_INCREASING = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
+_IN_COLOSSALAI = {
+    "Solarize": "Solarize200",
+    "ShearX": IDENTITY,
+    "ShearY": IDENTITY,
+    "TranslateX100": "TranslateX40",
+    "TranslateY100": "TranslateY40",
+}
 # Müller and Hutter, "TrivialAugment", arXiv 2103.10158, the wide space.
 _TRIVIAL = (
     IDENTITY,
@@ -112,11 +82,12 @@ class Step:
 
 
 Alternative = tuple[Step, ...]
+Group = tuple[Alternative, ...]
 
 
 @dataclass(frozen=True)
 class Policy:
-    groups: tuple[tuple[Alternative, ...], ...]
+    groups: tuple[Group, ...]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -139,49 +110,41 @@ def policy_of(data: DataConfig) -> Policy:
     return Policy(groups)
 
 
-def _groups(spec: AugmentSpec) -> tuple[tuple[Alternative, ...], ...]:
+def _groups(spec: AugmentSpec) -> tuple[Group, ...]:
     std = np.inf if spec.magnitude_std > 100 else spec.magnitude_std / 10
     if spec.policy == "rand":
-        names = spec.operators or tuple(
-            f"{name}Increasing" if spec.increasing and name in _INCREASING else name for name in _RAND
-        )
-        common = {
-            "probability": spec.probability,
-            "level": spec.magnitude / 10,
-            "std": std,
-            "max_level": spec.magnitude_max / 10,
-        }
-        return (tuple((Step(operator=name, **common),) for name in names),) * spec.num_layers
+        from timm.data.auto_augment import rand_augment_choices
+
+        # timm's set (Cubuk et al., "RandAugment", arXiv 1909.13719, as its author's TensorFlow code has it).
+        names = spec.operators or rand_augment_choices("", increasing=spec.increasing)
+        level, most = spec.magnitude / 10, spec.magnitude_max / 10
+        group = _one_of(names, probability=spec.probability, level=level, std=std, max_level=most)
+        return (group,) * spec.num_layers
     if spec.policy in ("big-vision", "colossalai"):
-        names = _BIG_VISION if spec.policy == "big-vision" else _COLOSSALAI
-        # Two layers at full strength. The level of Cutout says where it is.
-        return (tuple((Step(operator=name, std=np.inf if name == "Cutout40" else 0.0),) for name in names),) * 2
-    if spec.policy == "trivial":
-        return (tuple((Step(operator=name, std=np.inf),) for name in _TRIVIAL),)
-    if spec.policy == "3-augment":
-        return (tuple((Step(operator=name, std=np.inf),) for name in _THREE),)
+        differs = _IN_COLOSSALAI if spec.policy == "colossalai" else {}
+        steps = [Step(operator=differs.get(name, name)) for name in _BIG_VISION]
+        cutout = Step(operator="Cutout40", std=np.inf)  # its level says where it is
+        return (tuple((step,) for step in (*steps, cutout)),) * 2
+    if spec.policy in ("trivial", "3-augment"):
+        return (_one_of(_TRIVIAL if spec.policy == "trivial" else _THREE, std=np.inf),)
+    pairs: list[Alternative] = []
     if spec.policy == "auto-imagenet":
         from timm.data.auto_augment import auto_augment_policy
 
-        return (
-            tuple(
-                tuple(Step(operator=op.name, probability=op.prob, level=op.magnitude / 10, std=std) for op in pair)
-                for pair in auto_augment_policy("original", hparams={})
-            ),
-        )
-    if spec.policy == "auto-cifar10":
+        for operators in auto_augment_policy("original", hparams={}):
+            steps = [Step(operator=o.name, probability=o.prob, level=o.magnitude / 10, std=std) for o in operators]
+            pairs.append(tuple(steps))
+    elif spec.policy == "auto-cifar10":
         from torchvision.transforms.autoaugment import AutoAugment, AutoAugmentPolicy
 
-        return (
-            tuple(
-                tuple(
-                    Step(operator=_CIFAR_NAMES.get(name, name), probability=p, level=(number or 0) / 9)
-                    for name, p, number in pair
-                )
-                for pair in AutoAugment(AutoAugmentPolicy.CIFAR10).policies
-            ),
-        )
-    return ()
+        for pair in AutoAugment(AutoAugmentPolicy.CIFAR10).policies:
+            named = [(_CIFAR_NAMES.get(name, name), probability, level or 0) for name, probability, level in pair]
+            pairs.append(tuple(Step(operator=name, probability=p, level=level / 9) for name, p, level in named))
+    return (tuple(pairs),) if pairs else ()
+
+
+def _one_of(names: Iterable[str], **settings: float) -> Group:
+    return tuple((Step(operator=name, **settings),) for name in names)
 
 
 # torchvision's names -> the rows with its ranges.
@@ -193,27 +156,20 @@ _CIFAR_NAMES = {
 }
 
 
-def draw_operators(
-    seed: int, policy: Policy, *, epochs: NDArray[np.int64], images: NDArray[np.int64]
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def draw_operators(seed: int, policy: Policy, of: Images) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return (operators, levels), each (n, policy.num_steps): numbers in policy.names, and how strong with a sign.
 
     Each step of each image has a counter of its own, and so has each choice among a group's alternatives.
     """
-    count = len(images)
+    count = len(of.images)
     operators = np.zeros((count, policy.num_steps), dtype=np.int32)
     levels = np.zeros((count, policy.num_steps), dtype=np.float32)
     if policy.num_steps == 0:
         return operators, levels
     num_counters = len(policy.groups) + policy.num_steps
     blocks = np.arange(1, num_counters + 1)
-    draws = uniform(
-        seed,
-        Purpose.AUGMENT,
-        np.tile(blocks, count),
-        low=np.repeat(images, num_counters),
-        high=np.repeat(epochs, num_counters),
-    ).reshape(count, num_counters, 4)
+    low, high = np.repeat(of.images, num_counters), np.repeat(of.epochs, num_counters)
+    draws = uniform(seed, Purpose.AUGMENT, np.tile(blocks, count), low=low, high=high).reshape(count, num_counters, 4)
     counter = column = 0
     for group in policy.groups:
         chosen = (draws[:, counter, 0] * len(group)).astype(np.int64)
@@ -231,38 +187,27 @@ def draw_operators(
     return operators, levels
 
 
-def _table(policy: Policy, group: tuple[Alternative, ...], place: int) -> NDArray[np.float64]:
+def _table(policy: Policy, group: Group, place: int) -> NDArray[np.float64]:
     """Return a row for each alternative: operator's number, probability, level, std, highest level at `place`."""
     none = Step(operator=IDENTITY)
     steps = [alternative[place] if place < len(alternative) else none for alternative in group]
     return np.array([(policy.names.index(s.operator), s.probability, s.level, s.std, s.max_level) for s in steps])
 
 
-def erased_boxes(
-    seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], probability: float, size: int
-) -> NDArray[np.int32]:
+def erased_boxes(seed: int, of: Images, *, probability: float, size: int) -> NDArray[np.int32]:
     """Return the box that is erased of each training image, (n, 4): top, left, height, width in pixels; all 0: none.
 
     Zhong et al., "Random erasing", arXiv 1708.04896, with timm's ranges: 2 % to a third of the area, aspects from 0.3
     to 1 / 0.3.
     """
     if probability == 0:
-        return np.zeros((len(images), 4), dtype=np.int32)
-    sides = np.full(len(images), size)
-    boxes = crop_boxes(
-        seed,
-        epochs=epochs,
-        images=images,
-        heights=sides,
-        widths=sides,
-        area=(0.02, 1 / 3),
-        aspect=(0.3, 1 / 0.3),
-        purpose=Purpose.ERASE,
-    )
-    whether = uniform(seed, Purpose.ERASE, np.full_like(images, 11), low=images, high=epochs)[
-        :, 0
-    ]  # blocks to 10 are tries
-    boxes[whether >= probability] = 0
+        return np.zeros((len(of.images), 4), dtype=np.int32)
+    sides = np.full(len(of.images), size)
+    squares = replace(of, heights=sides, widths=sides)
+    boxes = crop_boxes(seed, squares, area=(0.02, 1 / 3), aspect=(0.3, 1 / 0.3), purpose=Purpose.ERASE)
+    block = np.full_like(of.images, 11)  # those up to 10 are the tries
+    draws = uniform(seed, Purpose.ERASE, block, low=of.images, high=of.epochs)
+    boxes[draws[:, 0] >= probability] = 0
     return boxes
 
 

@@ -41,9 +41,7 @@ class BlockOrder:
         generator = philox_generator(seed, Purpose.BLOCKS, low=0, high=epoch)
         self._shift = int(generator.random_raw()) % blocks.num_images
         self._permuted = shuffled(generator, -(-blocks.num_images // blocks.block_images)).astype(np.int64)
-        ends = np.cumsum(
-            self._lengths(self._permuted)
-        )  # the last block of the dataset, wherever it is now, may be shorter
+        ends = np.cumsum(self._lengths(self._permuted))  # the last block, wherever it is now, may be shorter
         self._window_starts = np.concatenate([[0], ends[blocks.window_blocks - 1 : -1 : blocks.window_blocks]])
         # For each lane: how many images it was dealt before this epoch, and how many of this epoch the lanes before it
         # get.
@@ -52,9 +50,8 @@ class BlockOrder:
         self._before = self._num_dealt(np.int64(self._start), lanes)
         in_epoch = self._num_dealt(np.int64(self._start + blocks.num_images), lanes) - self._before
         self._lane_starts = np.cumsum(in_epoch) - in_epoch
-        self._window = lru_cache(maxsize=2 * len(lanes))(
-            self._shuffled_window
-        )  # a rank comes back to each of its lanes
+        # A rank comes back to each of its lanes.
+        self._window = lru_cache(maxsize=2 * len(lanes))(self._shuffled_window)
 
     def images_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the images at these positions of the epoch, each from 0 to under num_images."""

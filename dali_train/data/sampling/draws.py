@@ -13,13 +13,20 @@ Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.in
 """(boxes, whether they fit) of image ``who[i]`` at attempt ``attempts[i]``, counted from 1."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """What the draws of n images depend on besides the seed, each (n,)."""
+
+    epochs: NDArray[np.int64]
+    images: NDArray[np.int64]
+    heights: NDArray[np.int64]  # pixels
+    widths: NDArray[np.int64]
+
+
 def crop_boxes(
     seed: int,
+    of: Images,
     *,
-    epochs: NDArray[np.int64],
-    images: NDArray[np.int64],
-    heights: NDArray[np.int64],
-    widths: NDArray[np.int64],
     area: tuple[float, float],
     aspect: tuple[float, float],
     purpose: Purpose = Purpose.CROP,
@@ -31,8 +38,8 @@ def crop_boxes(
     """
 
     def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        draws = uniform(seed, purpose, attempts, low=images[who], high=epochs[who])
-        height, width = heights[who], widths[who]
+        draws = uniform(seed, purpose, attempts, low=of.images[who], high=of.epochs[who])
+        height, width = of.heights[who], of.widths[who]
         target = height * width * (area[0] + draws[:, 0] * (area[1] - area[0]))
         ratio = np.exp(log_aspect[0] + draws[:, 1] * (log_aspect[1] - log_aspect[0]))
         box_width = np.rint(np.sqrt(target * ratio)).astype(np.int64)
@@ -43,24 +50,17 @@ def crop_boxes(
         return np.stack([top, left, box_height, box_width], axis=-1), fits
 
     def central(who: NDArray[np.intp]) -> NDArray[np.int64]:
-        height, width = heights[who], widths[who]
+        height, width = of.heights[who], of.widths[who]
         box_width = np.clip(np.rint(height * aspect[1]).astype(np.int64), 1, width)
         box_height = np.clip(np.rint(width / aspect[0]).astype(np.int64), 1, height)
         return np.stack([(height - box_height) // 2, (width - box_width) // 2, box_height, box_width], axis=-1)
 
     log_aspect = np.log(aspect)
-    return _first_that_fits(candidates, len(images), central)
+    return _first_that_fits(candidates, len(of.images), central)
 
 
 def inception_boxes(
-    seed: int,
-    *,
-    epochs: NDArray[np.int64],
-    images: NDArray[np.int64],
-    heights: NDArray[np.int64],
-    widths: NDArray[np.int64],
-    area: tuple[float, float],
-    aspect: tuple[float, float],
+    seed: int, of: Images, *, area: tuple[float, float], aspect: tuple[float, float]
 ) -> NDArray[np.int32]:
     """Draw TensorFlow's sample_distorted_bounding_box, the original Inception crop, as `crop_boxes`: (n, 4).
 
@@ -71,8 +71,8 @@ def inception_boxes(
     """
 
     def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        draws = uniform(seed, Purpose.CROP, attempts, low=images[who], high=epochs[who])
-        height, width = heights[who], widths[who]
+        draws = uniform(seed, Purpose.CROP, attempts, low=of.images[who], high=of.epochs[who])
+        height, width = of.heights[who], of.widths[who]
         least, most = area[0] * height * width, area[1] * height * width
         ratio = aspect[0] + draws[:, 0] * (aspect[1] - aspect[0])
         highest = np.minimum(np.rint(np.sqrt(most / ratio)), height)
@@ -89,10 +89,10 @@ def inception_boxes(
         return np.stack([top, left, box_height, box_width], axis=-1).astype(np.int64), fits
 
     def complete(who: NDArray[np.intp]) -> NDArray[np.int64]:
-        none = np.zeros_like(heights[who])
-        return np.stack([none, none, heights[who], widths[who]], axis=-1)
+        none = np.zeros_like(of.heights[who])
+        return np.stack([none, none, of.heights[who], of.widths[who]], axis=-1)
 
-    return _first_that_fits(candidates, len(images), complete)
+    return _first_that_fits(candidates, len(of.images), complete)
 
 
 BOXES = {"random-resized": crop_boxes, "inception": inception_boxes}
@@ -114,31 +114,22 @@ def _first_that_fits(
     return boxes.astype(np.int32)
 
 
-def flips(seed: int, *, epochs: NDArray[np.int64], images: NDArray[np.int64], probability: float) -> NDArray[np.int32]:
+def flips(seed: int, of: Images, *, probability: float) -> NDArray[np.int32]:
     """Return 1 where the image is mirrored, else 0, shape (n,)."""
-    draws = uniform(seed, Purpose.FLIP, np.ones_like(images), low=images, high=epochs)
+    draws = uniform(seed, Purpose.FLIP, np.ones_like(of.images), low=of.images, high=of.epochs)
     return (draws[:, 0] < probability).astype(np.int32)
 
 
-def padded_crops(
-    seed: int,
-    *,
-    epochs: NDArray[np.int64],
-    images: NDArray[np.int64],
-    heights: NDArray[np.int64],
-    widths: NDArray[np.int64],
-    side: int,
-    padding: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def padded_crops(seed: int, of: Images, *, side: int, padding: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Draw squares of `side` pixels, anywhere in images with `padding` black pixels on each side: (boxes, offsets).
 
     boxes: (n, 4), the part of the square that is in the image: top, left, height, width in pixels of the stored image;
     offsets: (n, 2), where that part begins in the square, from the top and from the left. As torchvision's RandomCrop.
     The square must be larger than the padding, and not larger than the padded images.
     """
-    draws = uniform(seed, Purpose.CROP, np.ones_like(images), low=images, high=epochs)
+    draws = uniform(seed, Purpose.CROP, np.ones_like(of.images), low=of.images, high=of.epochs)
     starts, lengths, offsets = [], [], []
-    for place, length in enumerate((heights, widths)):
+    for place, length in enumerate((of.heights, of.widths)):
         start = np.floor(draws[:, place] * (length + 2 * padding - side + 1)).astype(np.int64) - padding
         first = np.maximum(start, 0)
         starts.append(first)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dali_train.config import Config
 from dali_train.config.check import require
 from dali_train.data.sampling.augment import draw_operators, erased_boxes, erasing_noise, policy_of
-from dali_train.data.sampling.draws import BOXES, draw_mixing, flips, padded_crops
+from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.rng import Purpose, torch_seed
 
@@ -90,14 +90,14 @@ class MicroBatches:
         positions = self.positions(step, k)
         images, epochs = self.order.images_at(positions)
         rows = self._rows[images]
-        drawn_for = {"epochs": epochs, "images": images}
-        sizes = {"heights": rows["height"].astype(np.int64), "widths": rows["width"].astype(np.int64)}
+        heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
+        of = Images(epochs=epochs, images=images, heights=heights, widths=widths)
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
-            boxes = BOXES[data.crop](seed, **drawn_for, **sizes, area=data.crop_area, aspect=data.crop_aspect)
+            boxes = BOXES[data.crop](seed, of, area=data.crop_area, aspect=data.crop_aspect)
         else:
-            boxes, offsets = padded_crops(seed, **drawn_for, **sizes, side=data.crop_side, padding=data.crop_padding)
-        operators, levels = draw_operators(seed, self._policy, **drawn_for)
+            boxes, offsets = padded_crops(seed, of, side=data.crop_side, padding=data.crop_padding)
+        operators, levels = draw_operators(seed, self._policy, of)
         mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
         return MicroBatch(
             step=step,
@@ -107,10 +107,10 @@ class MicroBatches:
             labels=rows["label"].astype(np.int64),
             boxes=boxes,
             offsets=offsets,
-            flips=flips(seed, **drawn_for, probability=data.horizontal_flip),
+            flips=flips(seed, of, probability=data.horizontal_flip),
             operators=operators,
             levels=levels,
-            erased=erased_boxes(seed, **drawn_for, probability=data.random_erasing, size=data.train_size),
+            erased=erased_boxes(seed, of, probability=data.random_erasing, size=data.train_size),
             noise=erasing_noise(data, step=step, k=k),
             **vars(mixing),
             dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),

@@ -5,6 +5,7 @@ image exactly once and nothing is dropped or padded where epochs meet, whatever 
 """
 
 import threading
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ class FullOrder:
         return self._images[within].astype(np.int64)
 
 
+@dataclass(frozen=True)
 class SampleOrder:
     """The images at positions of the training sequence: a pure function, which remembers the epochs in use.
 
@@ -33,15 +35,14 @@ class SampleOrder:
         repeats: so many neighbouring positions have the same image. Blocks are those of the order without repeats.
     """
 
-    def __init__(
-        self, num_images: int, *, seed: int, shuffle: Literal["full", "none"] | Blocks, repeats: int = 1
-    ) -> None:
-        self.num_images = num_images
-        self.seed = seed
-        self.shuffle = shuffle
-        self.repeats = repeats
-        self._orders: dict[int, FullOrder | BlockOrder] = {}
-        self._making = threading.Lock()  # reading ahead asks too, and makes the next epoch's order before it begins
+    num_images: int
+    _: KW_ONLY
+    seed: int
+    shuffle: Literal["full", "none"] | Blocks
+    repeats: int = 1
+    _orders: dict[int, FullOrder | BlockOrder] = field(default_factory=dict)
+    # Reading ahead asks too, and makes the next epoch's order before it begins.
+    _making: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, config: Config, num_images: int) -> "SampleOrder":
@@ -112,6 +113,7 @@ class SampleOrder:
                     order = BlockOrder(self.shuffle, seed=self.seed, epoch=epoch)
                 else:
                     order = FullOrder(self.num_images, seed=self.seed, epoch=epoch)
-                neighbours = {e: o for e, o in self._orders.items() if abs(e - epoch) == 1}
-                self._orders = neighbours | {epoch: order}
+                self._orders[epoch] = order
+                for old in [e for e in self._orders if abs(e - epoch) > 1]:
+                    del self._orders[old]
             return self._orders[epoch]
