@@ -231,8 +231,10 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         stop_requests.close()  # the processes have their own
         result = run(config, num_processes=_num_processes(options.num_processes))
         return FINISHED if result.stopped == StopReason.NONE else START_AGAIN
-    result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
-    stop_requests.ignore_further()
+    try:
+        result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
+    finally:
+        stop_requests.ignore_further()  # torchrun sends TERM as soon as another rank has ended
     if result.stopped == StopReason.NONE:
         return FINISHED
     return START_AGAIN

@@ -171,6 +171,15 @@ def test_of_ranks_with_the_same_error_one_says_it(three: Ranks) -> None:
     assert [error.is_said for error in errors] == [True, False, False]
 
 
+def test_one_traceback_is_enough(three: Ranks) -> None:
+    three.clock.tick = 0.1
+    with pytest.raises(RunError, match="ValueError: GPU 0 is full") as later:
+        for rank in (2, 0):
+            three.dogs[rank].__exit__(None, ValueError(f"GPU {rank} is full"), None)
+    assert later.value.is_said
+    three.dogs[1].__exit__(None, ValueError("another"), None)
+
+
 def test_a_data_stall_is_called_one(three: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Several ranks end, so that the job can be started again; a single process waits: the data may come back."""
     three.enter("data", 1)

@@ -251,6 +251,8 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert "no evaluation yet" in pages[None] and "running, or killed" in pages[None]
     assert "stopped at epoch 1.10" in pages[11] and "(step 11)" in pages[11]
     assert "2.22 s per step" in pages[11] and "3 s, after 2 s to build" in pages[11]
+    assert main(["report", str(write_run(tmp_path / "beyond", ended_at=901))]) == 0
+    assert "at epoch 90.00 of 90 (step 901)" in (tmp_path / "beyond" / "report" / "index.html").read_text()
 
 
 def test_nothing_in_a_page_is_markup_of_its_own(tmp_path: Path) -> None:

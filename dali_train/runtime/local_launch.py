@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,6 +29,7 @@ from dali_train.runtime.orphan import exit_if_launcher_dies
 Result = TypeVar("Result")
 
 _POLL_S = 0.2
+_LATER_S = 2.0  # the agent takes the failure with the earliest second for the cause
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -94,6 +96,8 @@ def _work(function: Callable[..., Result], *arguments: Any) -> Result:
     try:
         return function(*arguments)
     except RunError as error:
+        if error.is_said:
+            time.sleep(_LATER_S)
         raise RunError(str(error)) from error  # by this name the parent knows that the message says all
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None  # torch would take it for a result that is still to come

@@ -137,7 +137,8 @@ class Watchdog:
         rank 0 stays a moment: it finds out who else ended, and the others learn that it has.
 
         Returns:
-            If `error` says that another rank was lost, the cause as far as it is known here; else empty.
+            If `error` says that another rank was lost, or has come with a traceback that another rank prints, the cause
+            as far as it is known here; else empty.
         """
         if self._closing.is_set():
             return self._cause
@@ -148,12 +149,15 @@ class Watchdog:
             return ""
         lost_peer = _is_lost_peer(error)
         first_line = next(iter(str(error).splitlines()), "")
-        answers = self._send_last(f"{type(error).__name__}: {first_line}", lost_peer=lost_peer)
+        ended = f"{type(error).__name__}: {first_line}"
+        answers = self._send_last(ended, lost_peer=lost_peer)
         if lost_peer:
             self._write_report(f"lost touch with the other ranks: {first_line}")
             self._cause, self._cause_is_said = self._find_cause(answers)
         elif isinstance(error, UserError):
             error.is_said = self._is_said(str(error))
+        elif isinstance(error, Exception) and self._is_said(re.sub(r"\d+", "#", ended)):  # but for the numbers
+            self._cause, self._cause_is_said = ended, True  # one traceback will do
         if self._launch.rank == 0 and not lost_peer:
             self._wait(2 * BEAT_S, lambda: all(beat.ended for beat, _ in self._beats.values()))
         return self._cause

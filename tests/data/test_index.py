@@ -134,8 +134,14 @@ def test_raw_pixels(tmp_path: Path) -> None:
 def test_which_files_are_shards(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="this directory does not exist"):
         build_index(tmp_path / "nowhere")
-    with pytest.raises(DatasetError, match="has no shard: expected TFRecord files in"):
-        build_index(tmp_path)
+    for files, remedy in (
+        ((), "convert --help` lists what can be converted$"),
+        (("a.tfrecord",), "move its TFRecords there$"),
+    ):
+        for name in files:
+            (tmp_path / name).touch()
+        with pytest.raises(DatasetError, match=f"has no shard: expected TFRecord files in .*{remedy}"):
+            build_index(tmp_path)
     for number in (0, 1, 3):
         write_records(tmp_path / "train" / f"train-{number:05d}-of-00004", [example(number)])
     (tmp_path / "train" / "README").write_text("hello")

@@ -17,14 +17,18 @@ PUBLISHED: Mapping[str, Any] = {}
 """The table of `dali_train.data.convert.datasets`, which puts it here, since this layer cannot import it."""
 
 
-def converter_for(root: Path) -> str:
-    """Return a sentence with the command that makes a dataset of what lies in `root`, judged by names alone."""
+def converter_for(root: Path, *, indexing: bool = False) -> str:
+    """Return a sentence with the command that makes a dataset of what lies in `root`, judged by names alone.
+
+    Args:
+        indexing: `data index` asks, which is not to be advised.
+    """
     names = _names(root)
     below = {name: _names(root / name) for name in names[:50] if (root / name).is_dir()}
     shards = [name for name in names if _TFRECORD.search(name)]
     shards += [name for folder in _SPLIT_FOLDERS for name in below.get(folder, []) if _TFRECORD.search(name)]
     if shards or "idx_files" in names:  # as an indexing that was killed leaves it
-        return f"run `dali-train data index {root}` to index its TFRecords"
+        return "move its TFRecords there" if indexing else f"run `dali-train data index {root}` to index its TFRecords"
     for dataset, published in PUBLISHED.items():
         if published.files and any(re.match(published.files, name) for name in names):
             options = published.command.replace("ROOT", str(root))
@@ -39,9 +43,13 @@ def converter_for(root: Path) -> str:
     found = (Path(name) for inside in [*below.values(), *map(_names, inner)] for name in inside)
     if any(path.suffix.lower() in IMAGE_SUFFIXES for path in found):
         return f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`"
+    remedy = (
+        "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted"
+    )
     return (
-        "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted, "
-        f"`dali-train data index {root}` takes TFRecords in {root}/train and {root}/validation"
+        remedy
+        if indexing
+        else (f"{remedy}, `dali-train data index {root}` takes TFRecords in {root}/train and {root}/validation")
     )
 
 

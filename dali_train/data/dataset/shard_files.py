@@ -41,7 +41,7 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
     if not splits:
         raise DatasetError(
             f"{root} has no shard: expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*; "
-            f"{converter_for(root)}"
+            f"{converter_for(root, indexing=True)}"
         )
     return splits
 
