@@ -216,7 +216,9 @@ def test_teachers_that_cannot_teach_are_refused(teacher_file: tuple[str, nn.Modu
         teacher(teacher="test_resnet", teacher_weights="/nowhere.safetensors")
     with pytest.raises(ConfigError, match=r"has 7 classes, the dataset 5: use weights for these"):
         teacher(num_classes=5, teacher="test_resnet", teacher_weights=path)
-    with pytest.raises(ConfigError, match=r"does not fit test_vit"):
+    with pytest.raises(
+        ConfigError, match=r"loss.teacher: .* does not fit test_vit with {}: .* more. Set loss.teacher to"
+    ):
         teacher(teacher="test_vit", teacher_weights=path)
 
 

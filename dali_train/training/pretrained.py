@@ -117,8 +117,8 @@ def weights_that_fit(
         more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
         chosen = "model.name and model.kwargs" if field.startswith("model") else field
         raise ConfigError(
-            f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set {chosen} as "
-            "they were when these weights were trained, or name others"
+            f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set {chosen} to "
+            "the architecture of these weights, or name other weights"
         ) from None
     return tensors
 
