@@ -45,7 +45,14 @@ config = Config(
 """
 
 
-_STARTS_RUNS = {"train", "start_training", "run_command", "cluster", "finished"}  # fixtures that start trainers
+_STARTS_RUNS = {
+    "train",
+    "start_training",
+    "run_command",
+    "plain_run",
+    "cluster",
+    "finished",
+}  # fixtures that start trainers
 # Files whose tests start trainers or benchmarks on their own.
 _SLOW_FILES = {
     "test_api.py",
@@ -152,6 +159,16 @@ def tiny_config(dataset: Path, tmp_path: Path) -> Path:
     path = tmp_path / "tiny-config.py"
     path.write_text(TINY_CONFIG.format(root=str(dataset)))
     return path
+
+
+@pytest.fixture(scope="session")
+def plain_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of `TINY_CONFIG` on one rank: 7 steps of 8 micro-batches. It is only read."""
+    directory = tmp_path_factory.mktemp("plain")
+    (directory / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
+    words = ["train", "--config", str(directory / "config.py"), "--run.dir", str(directory / "run")]
+    run_in_pool(words, directory / "log")
+    return directory / "run"
 
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:

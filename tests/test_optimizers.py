@@ -22,7 +22,6 @@ from dali_train.runtime.process_group import process_group
 from dali_train.training.optim import check_shardwise, make_optimizer
 from dali_train.training.precision import Precision
 
-from .conftest import Train, final_weights
 from .helpers import in_ranks
 
 # Counts of steps as tensors and numbers, in the group and not at all; moments in bfloat16, without a dimension, not
@@ -141,7 +140,7 @@ def test_an_optimizer_of_entire_weights_is_refused_on_shards(name: str) -> None:
     model, config = nn.Linear(32, 32), OptimizerConfig(lr=1e-2, name=name)
     check_shardwise(model, config, Layout(rank=0, pipeline=2, replicas=2))
     for layout in (Layout(rank=0, shard=2), Layout(rank=0, tensor=2)):
-        with pytest.raises(ConfigError, match=f"optimizer.name is {name}.*2 ranks.*lamb.*parallel.shard none"):
+        with pytest.raises(ConfigError, match=f"optimizer.name is {name}.*2 ranks.*lamb.*parallel.pipeline"):
             check_shardwise(model, config, layout)
 
 
@@ -154,15 +153,6 @@ def test_a_first_step_that_overflows_leaves_no_trace() -> None:
     for training in (one, other):
         training.step(1)
     assert all(map(torch.equal, one.parameters(), other.parameters()))
-
-
-def test_a_real_run_resumes_exactly_with_adamw(train: Train, tmp_path: Path) -> None:
-    adamw = ("--optimizer.name", "adamw", "--optimizer.lr", "1e-3")
-    train("undisturbed", *adamw, "--run.max_steps", "4", ranks=2)
-    train("resumed", *adamw, "--run.max_steps", "2", ranks=2)
-    train("resumed", *adamw, "--run.max_steps", "4", ranks=2)
-    ours, theirs = final_weights(tmp_path / "resumed"), final_weights(tmp_path / "undisturbed")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(

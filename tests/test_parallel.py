@@ -2,24 +2,9 @@
 alone."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-
-from dali_train.commands.plan import describe_ranks
-from dali_train.config import Config, ParallelConfig, TensorConfig, load_config
-from dali_train.parallel.layout import Layout
-from dali_train.parallel.mesh import local
-from dali_train.parallel.shardwise import Shardwise
-from dali_train.runtime.launch import Launch, LaunchOptions, discover
-from dali_train.runtime.process_group import process_group
-from dali_train.training.build import build_state
-from dali_train.training.memory import estimate_memory
-from dali_train.training.model import build_model
 
 from .conftest import TINY_CONFIG, StartTraining, Train, run_in_pool
 from .helpers import (
@@ -27,7 +12,6 @@ from .helpers import (
     FLOAT64_BOUND,
     events,
     extended,
-    in_ranks,
     kill_after_step_4,
     losses,
     samples,
@@ -155,53 +139,3 @@ def test_half_precision_between_stages(train: Train, tmp_path: Path, options: st
     train("one", *common)
     train("several", *common, *PIPELINE, *divided, ranks=4 if divided else 2)
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=2e-2)  # bfloat16 resolves 2**-8
-
-
-MEMORY_LAYOUTS: dict[str, dict[str, Any]] = {
-    "zero-3": {"shard": "full"},
-    "pipeline-sharded": {"pipeline": 2, "shard": "optimizer"},
-    "2x2": {"pipeline": 2, "tensor": TensorConfig(size=2)},
-    "2d": {"tensor": TensorConfig(mode="2d", size=4)},
-}
-
-
-def memory_config(path: Path, layout: str) -> Config:
-    """The tests' ViT, wide enough for its matrices to outweigh its vectors by far, as in models worth splitting."""
-    wide = {"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 4, "num_heads": 4}
-    config = load_config(path).replace({"model.kwargs": wide})
-    return replace(config, parallel=ParallelConfig(**MEMORY_LAYOUTS[layout]))
-
-
-def measure_memory(rank: int, path: Path) -> None:
-    """Measure what one of four ranks holds in each layout: bytes of weights and of the optimizer's state."""
-    found = {}
-    with process_group(discover(LaunchOptions()), torch.device("cpu")) as launch:
-        for name in MEMORY_LAYOUTS:
-            config = memory_config(path, name)
-            layout = Layout.from_config(launch, config.parallel)
-            built = build_state(config, layout, 5, torch.device("cpu"), evaluates=False)
-            with Shardwise():
-                for parameter in built.model.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-                built.optimizer.step()
-            states = [value for state in built.optimizer.state.values() for value in state.values()]
-            found[name] = (layout.pipeline_rank, local_bytes(built.model.parameters()), local_bytes(states))
-    path.with_name(f"{rank}.json").write_text(json.dumps(found))
-
-
-def local_bytes(tensors: Iterable[Any]) -> int:
-    return sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-
-
-def test_each_rank_holds_what_plan_says(tiny_config: Path, tmp_path: Path) -> None:
-    in_ranks(4, measure_memory, tiny_config)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    launch = Launch(world_size=4, port=1)
-    for name in MEMORY_LAYOUTS:
-        config = memory_config(tiny_config, name)
-        model = build_model(config, 5, torch.device("meta"))
-        plans = describe_ranks(model, config, Layout.from_config(launch, config.parallel), estimate_memory(config, 5))
-        for place, weight_bytes, optimizer_bytes in (each[name] for each in found):
-            memory = plans[place].memory
-            assert weight_bytes == pytest.approx(memory.weight_bytes, rel=0.05), name
-            assert optimizer_bytes == pytest.approx(memory.optimizer_bytes, rel=0.05), name

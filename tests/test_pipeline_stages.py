@@ -13,7 +13,6 @@ from dali_train.config import BatchConfig, Config, ModelConfig, ParallelConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local
-from dali_train.parallel.parallelize import parallelize
 from dali_train.parallel.stages import (
     StageActivations,
     VitStage,
@@ -25,8 +24,9 @@ from dali_train.parallel.stages import (
     stages_of_rank,
 )
 from dali_train.runtime.launch import Launch
+from dali_train.training.build import build_state
 from dali_train.training.memory import Memory
-from dali_train.training.model import build_model, repeated_blocks
+from dali_train.training.model import build_model
 
 from .conftest import REPOSITORY
 from .test_config import config
@@ -41,8 +41,8 @@ def small(freeze: tuple[str, ...] = (), **parallel: Any) -> Config:
     return config(model=model, parallel=ParallelConfig(**parallel))
 
 
-def layout(ranks: int, **parallel: Any) -> Layout:
-    return Layout.from_config(Launch(world_size=ranks, port=1), ParallelConfig(**parallel))
+def layout(ranks: int, rank: int = 0, **parallel: Any) -> Layout:
+    return Layout.from_config(Launch(rank=rank, world_size=ranks, port=1), ParallelConfig(**parallel))
 
 
 def planned(ranks: int, one: Config) -> list[RankPlan]:
@@ -78,26 +78,34 @@ def test_vit_base_in_two_stages() -> None:
     ("ranks", "parallel"),
     [
         (4, {"shard": "full"}),
+        (4, {"pipeline": 2, "tensor": {"size": 2}}),
         (8, {"pipeline": 2, "shard": "gradients", "shard_ranks": 2}),
         (8, {"pipeline": 2, "tensor": {"size": 2}, "shard": "optimizer"}),
         (8, {"pipeline": 2, "tensor": {"mode": "2d", "size": 4}}),
         (8, {"tensor": {"mode": "3d", "size": 8}}),
     ],
 )
-def test_a_rank_has_the_weights_that_plan_says(ranks: int, parallel: dict[str, Any]) -> None:
-    """torch's fake process group stands in for the other ranks: nothing is computed here."""
+def test_a_rank_holds_what_plan_says(ranks: int, parallel: dict[str, Any]) -> None:
+    """Weights and the optimizer's state of the first rank and the last; torch's fake process group stands in for the
+    others."""
     vit = ModelConfig(name="vit_tiny_patch16_224", kwargs={"num_heads": 4, "depth": 4})
     one = config(model=vit, parallel=parallel, batch=BatchConfig(global_batch=64, micro_batch=8))
-    model, place = build_model(one, 10, CPU), layout(ranks, **parallel)
-    expected = planned(ranks, one)[0].memory.weight_bytes
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        activations = StageActivations.from_model(model, one) if place.pipeline > 1 else None
-        split = parallelize(model, place, one.parallel, CPU, repeated_blocks(model), activations).model
-        held = sum(local(parameter).numel() * 4 for parameter in split.parameters())
-    finally:
-        dist.destroy_process_group()
-    assert held == pytest.approx(expected, rel=0.05)
+    plans = planned(ranks, one)
+    for rank in (0, ranks - 1):
+        place = layout(ranks, rank, **parallel)
+        dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+        try:
+            state = build_state(one, place, 10, CPU, evaluates=False)
+            for parameter in state.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            state.precision.step(state.optimizer, None, place)
+        finally:
+            dist.destroy_process_group()
+        memory = plans[place.pipeline_rank].memory
+        weights = sum(local(parameter).nbytes for parameter in state.model.parameters())
+        kept = [value for values in state.optimizer.state.values() for value in values.values()]
+        assert weights == pytest.approx(memory.weight_bytes, rel=0.05)
+        assert sum(local(value).nbytes for value in kept) == pytest.approx(memory.optimizer_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +116,18 @@ def test_a_rank_has_the_weights_that_plan_says(ranks: int, parallel: dict[str, A
         ({"pipeline": 2, **INTERLEAVED}, [[0, 1], [2], [3], [4]]),
     ],
 )
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("vit_tiny_patch16_224", {}),
+        ("vit_tiny_patch16_224", {"global_pool": "map"}),
+        ("deit_tiny_distilled_patch16_224", {}),
+    ],
+)
 def test_stages_have_the_models_names_and_compute_what_it_computes(
-    parallel: dict[str, Any], blocks: list[list[int]], name: str
+    parallel: dict[str, Any], blocks: list[list[int]], name: str, kwargs: dict[str, Any]
 ) -> None:
-    one = config(model=ModelConfig(name=name, kwargs=SMALL), parallel=ParallelConfig(**parallel))
+    one = config(model=ModelConfig(name=name, kwargs=SMALL | kwargs), parallel=ParallelConfig(**parallel))
     model = build_model(one, 5, CPU).eval()
     stages = make_stages(model, one.parallel)
     assert [list(stage.blocks) for stage in stages] == blocks

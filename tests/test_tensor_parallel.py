@@ -20,7 +20,7 @@ from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import in_blocks, laid_out_like, local, reduce_partial_gradients
 from dali_train.parallel.shardwise import Shardwise
-from dali_train.parallel.tensor import check_model, parameters_per_rank, tensor_parallel
+from dali_train.parallel.tensor.vit import check_model, parameters_per_rank, tensor_parallel
 from dali_train.training.dropout import seed_each_block
 from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import compute_in
@@ -74,20 +74,21 @@ def losses(model: nn.Module, step: int) -> list[torch.Tensor]:
     return found
 
 
-def train(model: nn.Module, steps: int) -> tuple[Any, list[float]]:
-    """LAMB's state and the losses."""
+def train(model: nn.Module, steps: int) -> tuple[Any, list[torch.Tensor], list[float]]:
+    """LAMB's state, the gradients of the first step, and the losses."""
     config = OptimizerConfig(name="lamb", lr=2e-3, weight_decay=0.1, bias_correction=False)
-    optimizer, history = make_optimizer(model, config), []
+    optimizer, gradients, history = make_optimizer(model, config), [], []
     for step in range(steps):
         micro_batches = losses(model, step)
         for loss in micro_batches:
             loss.backward()
         reduce_partial_gradients(model.parameters())
+        gradients = gradients or [whole(parameter.grad) for parameter in model.parameters()]
         with Shardwise():
             optimizer.step()
         optimizer.zero_grad()
         history.append(sum(loss.item() for loss in micro_batches))
-    return optimizer.state, history
+    return optimizer.state, gradients, history
 
 
 def compare(mesh: DeviceMesh, tensor: TensorConfig) -> dict[str, float]:
@@ -111,19 +112,14 @@ def compare(mesh: DeviceMesh, tensor: TensorConfig) -> dict[str, float]:
     images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     with torch.no_grad():  # three images do not divide
         found["evaluation"] = difference(shared.eval()(images), single.eval()(images))
-    for model in (single.train(), shared.train()):
-        torch.stack(losses(model, 0)).sum().backward()
-    reduce_partial_gradients(shared.parameters())
-    largest = max(parameter.grad.abs().max().item() for parameter in single.parameters())
-    found["gradients"] = max(
-        (whole(ours.grad) - theirs.grad).abs().max().item() / largest for (_, ours), (_, theirs) in pairs
-    )
     held = sum(local(parameter).numel() for parameter in shared.blocks.parameters())
     found["weights held"] = held / sum(parameter.numel() for parameter in single.blocks.parameters())
     found["weights planned"] = parameters_per_rank(single, tensor) - sum(local(p).numel() for p in shared.parameters())
-    for model in (single, shared):
-        model.zero_grad()
-    (ours_state, ours_losses), (their_state, their_losses) = train(shared, 2), train(single, 2)
+    ours_state, our_gradients, ours_losses = train(shared.train(), 2)
+    their_state, their_gradients, their_losses = train(single.train(), 2)
+    largest = max(gradient.abs().max().item() for gradient in their_gradients)
+    gradients = zip(our_gradients, their_gradients, strict=True)
+    found["gradients"] = max((ours - theirs).abs().max().item() / largest for ours, theirs in gradients)
     found["losses"] = max(abs(a - b) / b for a, b in zip(ours_losses, their_losses, strict=True))
     found["weights"] = max(difference(whole(ours), theirs) for (_, ours), (_, theirs) in pairs)
     found["moments"] = 0.0
@@ -136,6 +132,8 @@ def compare(mesh: DeviceMesh, tensor: TensorConfig) -> dict[str, float]:
     # In half precision: under autocast, but for grids of three dimensions, for which DTensor searches for seconds how
     # to shard an operation, anew for each type of number; and without it.
     with torch.no_grad():
+        with Shardwise():
+            shared.float()
         if mesh.size() == 4:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 outputs = (model.float().eval()(images.float()).float() for model in (shared, single))

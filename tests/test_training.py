@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,45 +15,35 @@ from dali_train.training.loss import first_target_correct, mixup_loss
 from dali_train.training.metrics import NonFiniteError, TrainingMetrics
 
 from .conftest import REPOSITORY, Train, final_weights
+from .helpers import events, losses, words
 
 CPU = torch.device("cpu")
-
-
-def events(directory: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
 
 
 def test_it_learns_what_the_images_show(train: Train, dataset: Path, tmp_path: Path) -> None:
     """Fifty images, known by heart after a while: labels that were out of step with their images could not be."""
     plain = "--mixup.alpha 0 --data.crop_area 1 1 --data.crop_aspect 1 1 --data.horizontal_flip 0"
-    words = f"{plain} --run.epochs 60 --schedule.warmup_epochs 5 --optimizer.lr 0.02"
-    train("run", *words.split())
+    fast = "--batch.micro_batch 32 --run.eval_every_epochs none"
+    train("run", *words(f"{plain} {fast} --run.epochs 60 --schedule.warmup_epochs 5 --optimizer.lr 0.02"))
     assert events(tmp_path / "run", "train")[-1]["top1"] > 0.9
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [("fp16", "true"), ("bf16", "true"), ("fp16", "false")])
-def test_mixed_precision_follows_float32(train: Train, tmp_path: Path, dtype: str, autocast: str) -> None:
-    train("full")
-    train(
-        "mixed",
-        "--precision.dtype",
-        dtype,
-        "--precision.autocast",
-        autocast,
-        "--precision.initial_scale",
-        "256",
-        ranks=2,
-    )
-    full, mixed = events(tmp_path / "full", "train"), events(tmp_path / "mixed", "train")
-    assert [line["loss"] for line in mixed] == pytest.approx([line["loss"] for line in full], rel=0.02)
-    assert [line["loss_scale"] for line in mixed] == [256.0 if dtype == "fp16" else 1.0] * 7
+def test_mixed_precision_follows_float32(
+    train: Train, plain_run: Path, tmp_path: Path, dtype: str, autocast: str
+) -> None:
+    options = f"--precision.dtype {dtype} --precision.autocast {autocast} --precision.initial_scale 256"
+    train("mixed", *words(f"{options} --run.max_steps 4 --run.eval_every_epochs none"), ranks=2)
+    mixed = events(tmp_path / "mixed", "train")
+    assert losses(tmp_path / "mixed") == pytest.approx(losses(plain_run)[:4], rel=0.02)
+    assert [line["loss_scale"] for line in mixed] == [256.0 if dtype == "fp16" else 1.0] * 4
     assert all(weight.dtype == torch.float32 for weight in final_weights(tmp_path / "mixed").values())
 
 
 def test_overflowing_steps_are_skipped_and_counted(train: Train, tmp_path: Path) -> None:
     """A loss scale of 2**30 overflows float16's gradients until it has been halved often enough."""
-    train("run", "--precision.dtype", "fp16", "--precision.initial_scale", str(2.0**30), "--run.epochs", "24")
+    fast = "--batch.micro_batch 32 --run.eval_every_epochs none"
+    train("run", *words(f"{fast} --precision.dtype fp16 --precision.initial_scale {2.0**30} --run.epochs 20"))
     lines = events(tmp_path / "run", "train")
     skipped, scales = [line["skipped_steps"] for line in lines], [line["loss_scale"] for line in lines]
     assert skipped[0] == 1 and scales[0] == 2.0**29
@@ -66,8 +55,8 @@ def test_overflowing_steps_are_skipped_and_counted(train: Train, tmp_path: Path)
 
 
 def test_a_rate_that_destroys_the_weights_ends_the_run(train: Train, tmp_path: Path) -> None:
-    words = "--optimizer.lr 1e38 --optimizer.clip_grad_norm None --run.epochs 60 --schedule.warmup_epochs 0"
-    output = train("run", *words.split(), "--run.checkpoint_every_steps", "1", status=1)
+    options = "--optimizer.lr 1e38 --optimizer.clip_grad_norm None --run.epochs 60 --schedule.warmup_epochs 0"
+    output = train("run", *words(f"{options} --run.checkpoint_every_steps 1 --batch.micro_batch 32"), status=1)
     assert "were not finite in 50 steps in a row, first in step" in output and "micro-batch" in output
     assert "lower optimizer.lr" in output
     (end,) = events(tmp_path / "run", "end")
@@ -108,53 +97,45 @@ def test_mixup_loss_is_the_mean_of_two_cross_entropies() -> None:
     assert first_target_correct(F.one_hot(targets[:, 0], 7), targets) == 5
 
 
-def test_run_directory_describes_itself(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    train("run", "--run.epochs", "2", "--run.eval_every_epochs", "1")
-    directory = tmp_path / "run"
-    config = json.loads((directory / "config.json").read_text())
-    assert config["run"]["epochs"] == 2 and config["batch"]["global_batch"] == 32
-    environment = json.loads((directory / "environment.json").read_text())
-    assert environment["torch"] == torch.__version__ and "--run.epochs" in environment["command"]
-    steps = events(directory, "train")
-    assert [line["step"] for line in steps] == [1, 2, 3, 4] and steps[-1]["epoch"] == 4 * 32 / 50
+def test_run_directory_describes_itself(plain_run: Path) -> None:
+    config = json.loads((plain_run / "config.json").read_text())
+    assert config["run"]["epochs"] == 4 and config["batch"]["global_batch"] == 32
+    environment = json.loads((plain_run / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__ and "--run.dir" in environment["command"]
+    steps = events(plain_run, "train")
+    assert [line["step"] for line in steps] == list(range(1, 8)) and steps[-1]["epoch"] == 7 * 32 / 50
     wanted = {"step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "images_per_second", "data_wait_s", "step_s"}
     assert wanted <= steps[0].keys()
-    evaluations = events(directory, "eval")
-    assert [line["step"] for line in evaluations] == [2, 4], "at the first steps after 1 and 2 epochs of 1.56 steps"
+    evaluations = events(plain_run, "eval")
+    assert [line["step"] for line in evaluations] == [2, 4, 5, 7], "at the first steps after epochs of 1.56 steps"
     assert {"step", "epoch", "loss", "top1", "top5", "num_images"} <= evaluations[0].keys()
     assert evaluations[0]["num_images"] == 13
-    (end,) = events(directory, "end")
+    (end,) = events(plain_run, "end")
     assert end["error"] is None
 
 
-def test_max_steps_ends_a_run_and_the_schedule_stays(train: Train, tmp_path: Path) -> None:
+def test_max_steps_ends_a_run_and_the_schedule_stays(train: Train, plain_run: Path, tmp_path: Path) -> None:
     train("short", "--run.max_steps", "3")
-    train("long")
-    short, long = (events(tmp_path / name, "train") for name in ("short", "long"))
-    assert [line["loss"] for line in short] == [line["loss"] for line in long[:3]]
-    assert [line["lr"] for line in short] == [line["lr"] for line in long[:3]]
-
-
-def test_a_run_that_must_not_resume_refuses_its_directory(train: Train) -> None:
-    train("run", "--run.max_steps", "2")
-    assert re.search("run.resume is never.* another run.dir", train("run", "--run.resume", "never", status=2))
+    short, long = (events(run, "train") for run in (tmp_path / "short", plain_run))
+    assert [(line["loss"], line["lr"]) for line in short] == [(line["loss"], line["lr"]) for line in long[:3]]
+    # A run that must not resume refuses the directory.
+    assert re.search("run.resume is never.* another run.dir", train("short", "--run.resume", "never", status=2))
 
 
 def test_compiled_models_do_not_depend_on_ranks(train: Train, tmp_path: Path) -> None:
     """Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same."""
-    compiled = ("--run.max_steps", "2", "--model.compile", "model")
+    compiled = words("--run.max_steps 2 --run.eval_every_epochs none --model.compile model --model.kwargs.depth 1")
     train("one", *compiled)
     train("two", *compiled, ranks=2)
-    one, two = (events(tmp_path / name, "train") for name in ("one", "two"))
-    assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=1e-5)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 @pytest.mark.parametrize(("option", "tolerance"), [("--model.channels_last", 1e-4), ("--run.deterministic", 0.0)])
-def test_what_is_not_in_the_recipe_changes_no_loss(train: Train, tmp_path: Path, option: str, tolerance: float) -> None:
-    train("plain", "--run.max_steps", "2")
+def test_what_is_not_in_the_recipe_changes_no_loss(
+    train: Train, plain_run: Path, tmp_path: Path, option: str, tolerance: float
+) -> None:
     train("other", "--run.max_steps", "2", option, "true")
-    plain, other = (events(tmp_path / name, "train") for name in ("plain", "other"))
-    assert [line["loss"] for line in other] == pytest.approx([line["loss"] for line in plain], rel=tolerance, abs=0)
+    assert losses(tmp_path / "other") == pytest.approx(losses(plain_run)[:2], rel=tolerance, abs=0)
 
 
 def test_fp64_is_for_the_cpu(tiny_config: Path) -> None:

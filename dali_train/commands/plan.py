@@ -17,6 +17,7 @@ from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
+from dali_train.parallel.parallelize import check_model, parameters_per_rank
 from dali_train.parallel.stages import (
     Stage,
     StageActivations,
@@ -27,7 +28,6 @@ from dali_train.parallel.stages import (
     make_stages,
     stages_of_rank,
 )
-from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
 from dali_train.training.loss import loss_of
 from dali_train.training.memory import Memory, estimate_memory
@@ -94,7 +94,7 @@ def print_plan(
         "images per step"
     )
     if layout.pipeline > 1:
-        print_pipeline(model, config, ranks, grad_accum_steps)
+        print_pipeline(model, config, layout, ranks, grad_accum_steps)
     print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")
     if config.run.max_steps is not None and config.run.max_steps < steps:
         print(f"               stops after run.max_steps {config.run.max_steps:,}")
@@ -149,18 +149,16 @@ def _as_typed(value: Any) -> str:
 
 
 def _layout(config: Config, world_size: int | None) -> Layout:
-    parallel = config.parallel
-    smallest = parallel.pipeline * parallel.tensor.size * (parallel.shard_ranks or 1)
     launch = Launch(
         rank=0,
-        world_size=world_size or smallest,
+        world_size=world_size or config.parallel.smallest_world_size,
         local_rank=0,
         local_world_size=1,
         host="localhost",
         port=1,
         launcher="plan",
     )
-    return Layout.from_config(launch, parallel)
+    return Layout.from_config(launch, config.parallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +178,10 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     """
     parallel = config.parallel
     check_shardwise(model, config.optimizer, layout)
-    if layout.tensor > 1:
-        check_model(model, parallel.tensor)
+    check_model(model, parallel)
     num_blocks = max(1, len(repeated_blocks(model)))
     if layout.pipeline == 1:
-        parameters = parameters_per_rank(model, parallel.tensor)
+        parameters = parameters_per_rank(model, parallel)
         own_memory = memory.of_rank(
             parameters=parameters,
             block_share=1,
@@ -195,7 +192,7 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
         )
         return [RankPlan(stages=(), parameters=(parameters,), memory=own_memory)]
     stages = make_stages(model, parallel)
-    counts = [parameters_per_rank(VitStage(model, stage, torch.float32), parallel.tensor) for stage in stages]
+    counts = [parameters_per_rank(VitStage(model, stage, torch.float32), parallel) for stage in stages]
     plans = []
     for rank in range(layout.pipeline):
         own = stages_of_rank(stages, rank, parallel)
@@ -213,13 +210,15 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     return plans
 
 
-def print_pipeline(model: nn.Module, config: Config, ranks: Sequence[RankPlan], grad_accum_steps: int) -> None:
+def print_pipeline(
+    model: nn.Module, config: Config, layout: Layout, ranks: Sequence[RankPlan], grad_accum_steps: int
+) -> None:
     activations, parallel = StageActivations.from_model(model, config), config.parallel
     print(
         f"pipeline       {parallel.schedule}, {parallel.num_stages} stages; a bubble of "
         f"{bubble(parallel, grad_accum_steps):.1%} of a step at least"
     )
-    each = " on each rank" if parallel.tensor.size > 1 else ""
+    each = " on each rank" if layout.tensor > 1 else ""
     for rank in ranks:
         for stage, parameters in zip(rank.stages, rank.parameters, strict=True):
             print(f"  stage {stage.index:<6} {stage.describe()}: {parameters:,} parameters{each}")

@@ -35,8 +35,6 @@ NEED_INDEX: dict[str, Any] = {
     "data.repeats": 1,
     "data.progressive": (),
     "hooks.trace_samples": False,
-    "parallel.pipeline": 1,
-    "parallel.tensor.size": 1,
 }
 """Settings that data.reader dali cannot do, with the value that leaves them out."""
 
@@ -118,6 +116,8 @@ class Config:
         changed = [
             f"{name} {value}" for name, default in NEED_INDEX.items() if (value := attrgetter(name)(self)) != default
         ]
+        if self.parallel.shares_images:
+            changed.append(self.parallel.kind)
         require(
             self.data.reader != "dali" or not changed,
             f"data.reader is dali with {', '.join(changed)}, but only the index knows ahead which image comes: set "
@@ -135,12 +135,9 @@ class Config:
         remedy = "FSDP takes weights in torch's usual memory format only, set model.channels_last false"
         shards = parallel.shard != "none"
         refuse(shards and self.model.channels_last, self, "model.channels_last parallel.shard", remedy)
-        parts = parallel.tensor.image_shards
-        remedy = f"its images are split into {parts} shards, use a multiple of {parts}"
-        names = "batch.micro_batch parallel.tensor.size parallel.tensor.mode"
-        refuse(self.batch.micro_batch % parts != 0, self, names, remedy)
+        parallel.check_micro_batch(self.batch.micro_batch)
         require(
-            not self.data.progressive or (parallel.pipeline == 1 and parallel.tensor.size == 1),
+            not self.data.progressive or not parallel.shares_images,
             f"data.progressive with {parallel.kind}: activations between ranks have one size; leave one of them out",
         )
         stages, distils = parallel.pipeline > 1, self.loss.distillation != "none"
@@ -251,8 +248,10 @@ SETTINGS = dict(_settings(Config))
 
 def _by_full_name(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in sections.items():
-        if isinstance(value, Mapping) and (not prefix or prefix + name in ("model.kwargs", "parallel.tensor")):
-            yield from _by_full_name(value, f"{prefix}{name}.")
+        inside = f"{prefix}{name}."
+        is_section = not prefix or inside == KWARGS or any(setting.startswith(inside) for setting in SETTINGS)
+        if isinstance(value, Mapping) and is_section:
+            yield from _by_full_name(value, inside)
         else:
             yield prefix + name, value
 

@@ -113,6 +113,28 @@ class ParallelConfig:
         kinds = {"pipeline": (self.pipeline, 1), "tensor.size": (self.tensor.size, 1), "shard": (self.shard, "none")}
         return next((f"parallel.{name} {value}" for name, (value, off) in kinds.items() if value != off), "")
 
+    @property
+    def shares_images(self) -> bool:
+        """True if several ranks compute the same micro-batches."""
+        return self.pipeline * self.tensor.size > 1
+
+    @property
+    def smallest_world_size(self) -> int:
+        return self.pipeline * self.tensor.size * (self.shard_ranks or 1)
+
+    def check_micro_batch(self, num_images: int) -> None:
+        """Check that a micro-batch of `num_images` can be split.
+
+        Raises:
+            ConfigError: tensor parallelism shards the images, and does not divide them.
+        """
+        shards = self.tensor.image_shards
+        require(
+            num_images % shards == 0,
+            f"batch.micro_batch is {num_images} with parallel.tensor.size {self.tensor.size} and parallel.tensor.mode "
+            f"{self.tensor.mode}: its images are split into {shards} shards, use a multiple of {shards}",
+        )
+
     def __post_init__(self) -> None:
         remedy = "set parallel.pipeline to the number of ranks in the pipeline, at least 2"
         refuse(self.num_chunks > 1 and self.pipeline == 1, self, "num_chunks pipeline", remedy)

@@ -22,7 +22,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import average_gradients, make_mesh, reduce_partial_gradients
 from dali_train.parallel.shard import Level, prepare_backward, shard_model
 from dali_train.parallel.stages import StageActivations, VitStage, make_stages, merge_stages, stages_of_rank
-from dali_train.parallel.tensor import check_model, tensor_parallel
+from dali_train.parallel.tensor import vit
 
 Prepare = Callable[[nn.Module], None]
 
@@ -113,15 +113,14 @@ def _split(
 ) -> Parallel:
     mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    if layout.tensor > 1:
-        check_model(model, config.tensor)
+    check_model(model, config)
     stages: Sequence[VitStage] = ()
     if activations is not None:
         own = stages_of_rank(make_stages(model, config), layout.pipeline_rank, config)
         stages = [VitStage(model, stage, activations.dtype) for stage in own]
     modules: Sequence[nn.Module] = stages or (model,)
     if layout.tensor > 1:
-        tensor_parallel(modules, mesh["tensor"], config.tensor)
+        vit.tensor_parallel(modules, mesh["tensor"], config.tensor)
     level = config.shard if layout.shard > 1 and config.shard != "none" else None
     for module in modules:
         if prepare is not None:
@@ -141,6 +140,22 @@ def _split(
         activations=activations,
         shapes=shapes,
     )
+
+
+def check_model(model: nn.Module, config: ParallelConfig) -> None:
+    """Check that the layers of the complete `model` can be split as `config` says.
+
+    Raises:
+        ConfigError: they cannot; the message names what does not fit.
+    """
+    if config.tensor.size > 1:
+        vit.check_model(model, config.tensor)
+
+
+def parameters_per_rank(model: nn.Module, config: ParallelConfig) -> int:
+    """Return the number of parameters of `model`, or a stage of one, that each rank of a copy holds before
+    `parallel.shard` shards them. It needs no ranks."""
+    return vit.parameters_per_rank(model, config.tensor)
 
 
 def warm_up(

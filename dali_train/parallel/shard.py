@@ -41,9 +41,9 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
         return None
     if parameter.shape[1] % num_shards:  # rows of a strided shard cannot be sharded again
         raise ConfigError(
-            f"parallel.shard with parallel.tensor shards the {parameter.shape[1]} features of the model over "
-            f"{num_shards} ranks, which do not divide them: set parallel.shard_ranks to a divisor of "
-            f"{parameter.shape[1]}"
+            f"parallel.shard has {num_shards} ranks to shard the model's {parameter.shape[1]} features, as tensor "
+            "parallelism has the rows of its weights, and they do not divide them: set parallel.shard_ranks to a "
+            f"divisor of {parameter.shape[1]}"
         )
     return Shard(1)
 

@@ -120,7 +120,7 @@ def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -
         raise ConfigError(
             f"optimizer.name is {config.name}, which computes with entire weights ({error}), and there are "
             f"{layout.describe()}: choose lamb, adamw, sgd or another that computes element by element and with norms, "
-            "or set parallel.shard none and parallel.tensor.size 1"
+            "or split the model by parallel.pipeline alone"
         ) from error
 
 
