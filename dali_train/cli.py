@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_commands_with_config(commands)
     _add_commands_on_runs(commands)
+    _add_init(commands)
     add_data_command(commands)
     return parser
 
@@ -200,6 +201,17 @@ def _add_commands_on_runs(commands: Commands) -> None:
     report.add_argument("--port", help="--serve: the port (default: 7007; 0: any that is free)")
 
 
+def _add_init(commands: Commands) -> None:
+    summary = "Write a config file that fits a dataset: sizes, network, batch."
+    init = commands.add_parser("init", help=summary, description=summary)
+    init.set_defaults(run=_init)
+    init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")
+    init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
+    init.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="of the GPU to train on (default: of the one here)"
+    )
+
+
 def _launch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dali-train", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group(
@@ -312,6 +324,16 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
     )
+    return FINISHED
+
+
+def _init(options: argparse.Namespace, overrides: list[str]) -> int:
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; change them in the file that it writes")
+    from dali_train.commands.init import write_config
+
+    output = options.output or Path(f"{Path(options.root).resolve().name}.py")
+    write_config(options.root, output, options.gpu_memory)
     return FINISHED
 
 

@@ -86,7 +86,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["diff", "--help"], "Why two runs differ"),
         (["train", "--help"], "Every setting of the config can be overridden"),
         (["train", "--config", B16, "--help"], "Images per optimizer step, over all ranks"),
-        (["eval", "--help"], "Evaluate a checkpoint"),
+        (["eval", "--help"], "Evaluate a run's checkpoint"),
         (["doctor", "--help"], "usage: dali-train doctor"),
         (["--version"], "dali-train 0."),
         (["trian"], "invalid choice: 'trian'"),

@@ -124,7 +124,7 @@ def test_weights_to_evaluate_name_what_does_not_fit(
     words = ["eval", "--config", str(finished.parent / "config.py"), "--model.weights"]
     torch.save(timm.create_model("test_resnet", num_classes=4).state_dict(), tmp_path / "four.pth")
     for arguments, message in (
-        ([str(tmp_path)], "model.weights: "),
+        ([str(tmp_path)], f"model.weights: {tmp_path} has no newest checkpoint"),
         ([str(tmp_path / "four.pth")], "four.pth does not fit vit_tiny_patch16_224"),
         (
             [str(tmp_path / "four.pth"), "--model.name", "test_resnet", "--model.kwargs", "{}"],

@@ -10,6 +10,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from dali_train.cli import main
 from dali_train.config import (
     BatchConfig,
     Config,
@@ -19,10 +20,13 @@ from dali_train.config import (
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
+    load_config,
 )
 from dali_train.training.model import build_model
+from dali_train.training.running_statistics import RunningStatistics
 
 from .conftest import Train, final_weights
+from .helpers import CONVOLUTIONAL, extended
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 CPU = torch.device("cpu")
@@ -146,16 +150,33 @@ def test_files_of_other_things_are_refused(tmp_path: Path, monkeypatch: pytest.M
     assert not Path("started").exists()
 
 
-def test_frozen_weights_stay(train: Train, tmp_path: Path) -> None:
-    frozen = ("--model.freeze", "patch_embed.*", "blocks.0.*", "--optimizer.weight_decay", "0.1", "--run.epochs", "2")
-    train("frozen", *frozen, ranks=2)
-    text = (tmp_path / "tiny-config.py").read_text()
-    namespace: dict[str, Any] = {}
-    exec(text, namespace)
-    first = build_model(namespace["config"], 5, CPU).state_dict()
-    last = final_weights(tmp_path / "frozen")
-    stayed = {name for name in first if torch.equal(first[name], last[name])}
-    assert stayed == {name for name in first if name.startswith(("patch_embed.", "blocks.0."))}
+def test_frozen_weights_stay(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    """A linear probe, of a network whose BatchNorms would move."""
+    probe = extended(tiny_config, CONVOLUTIONAL)
+    train("probe", "--model.freeze", "all-but-head", "--run.epochs", "2", ranks=2, config=probe)
+    first = build_model(load_config(probe), 5, CPU).state_dict()
+    last = final_weights(tmp_path / "probe")
+    assert {name for name in first if not torch.equal(first[name], last[name])} == {"fc.weight", "fc.bias"}
+
+
+def test_a_frozen_batch_norm_is_kept_still() -> None:
+    model = build_model(config(name="test_resnet", kwargs={}, freeze=("bn1.*", "layer1.*")), 5, CPU)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    RunningStatistics(model)  # which takes the others' momentum
+    model.train()
+    model(torch.randn(2, 3, 32, 32))
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    statistics = {name for name in before if "running" in name or "tracked" in name}
+    assert moved == {name for name in statistics if not name.startswith(("bn1.", "layer1."))}
+    assert moved and model.get_submodule("bn1").momentum == 0.1
+
+
+def test_patterns_freeze_what_they_match(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build_model(config(freeze=("patch_embed.*", "blocks.0.*")), 5, CPU)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {n for n, _ in model.named_parameters() if n.startswith(("patch_embed.", "blocks.0."))}
+    assert main(["plan", "--config", str(tiny_config), "--model.freeze", "all-but-head"]) == 0
+    assert "parameters, of which 165 are trained, precision fp32" in capsys.readouterr().out
 
 
 def test_patterns_that_match_nothing_or_everything_are_refused() -> None:

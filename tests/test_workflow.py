@@ -27,7 +27,7 @@ config = Config(
         name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2)
     ),
     optimizer=OptimizerConfig(lr=1e-2), schedule=ScheduleConfig(warmup_epochs=0.5),
-    batch=BatchConfig(global_batch=128, micro_batch=64), run=RunConfig(dir="-", epochs=2),
+    batch=BatchConfig(global_batch=128, micro_batch=64), run=RunConfig(dir="run", epochs=2),
     hooks=HooksConfig(log_every_steps=1),
 )
 """

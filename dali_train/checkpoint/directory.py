@@ -110,13 +110,16 @@ def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
     return path.resolve()
 
 
-def named_checkpoint(path: Path) -> Path:
+def named_checkpoint(path: Path, field: str) -> Path:
     """Return the checkpoint that a directory names: itself, or of a run the best one, or the newest.
 
     Raises:
-        ConfigError: it is neither a checkpoint nor a run that has one.
+        ConfigError: it is neither a checkpoint nor a run that has one; the message names the setting `field`.
     """
-    return path.resolve() if (path / MANIFEST).exists() else resolve_checkpoint(path)
+    try:
+        return path.resolve() if (path / MANIFEST).exists() else resolve_checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
 
 
 def set_aside(path: Path) -> None:

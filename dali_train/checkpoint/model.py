@@ -74,7 +74,7 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
     chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
     plain = replace(
-        config.model, compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False
+        config.model, freeze=(), compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False
     )
     model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
     model.pretrained_cfg = _input_config(model, config, names)
@@ -139,10 +139,7 @@ def first_weights(config: Config) -> Tensors | None:
     weights = config.model.weights
     if weights is None or not is_path(weights) or not Path(weights).is_dir():
         return None
-    try:
-        state = load_checkpoint(named_checkpoint(Path(weights))).state
-    except ConfigError as error:
-        raise ConfigError(f"model.weights: {error}") from None
+    state = load_checkpoint(named_checkpoint(Path(weights), "model.weights")).state
     return state.get("ema") or state["model"]
 
 

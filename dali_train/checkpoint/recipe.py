@@ -48,7 +48,7 @@ def recipe_settings(config: Config) -> dict[str, Any]:
     }
     if config.data.shuffle != "block":  # then they decide nothing
         del fields["data.block_images"], fields["data.window_blocks"]
-    fields |= {name: _content_of(fields[name]) for name in _WEIGHTS}
+    fields |= {name: _content_of(name, fields[name]) for name in _WEIGHTS}
     del fields["data.normalise"]  # as numbers, so that it does not matter how they were spelled
     return fields | {"data.mean": list(config.data.mean), "data.std": list(config.data.std)}
 
@@ -88,7 +88,7 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     return [f"{_SETTINGS_OF.get(name, name)} {old} -> {new}" for name, old, new in values if old != new]
 
 
-def _content_of(weights: str | None) -> str | None:
+def _content_of(field: str, weights: str | None) -> str | None:
     """Return the digest of the file, directory, run or checkpoint that `weights` name; a timm name as it is."""
     path = Path((weights or "").removeprefix("local-dir:"))
     files = [path]
@@ -96,7 +96,7 @@ def _content_of(weights: str | None) -> str | None:
         if weights.startswith("local-dir:"):
             files = sorted(path.iterdir())
         elif is_path(weights):
-            files = [named_checkpoint(path) / MANIFEST]  # which has the digests of the tensors
+            files = [named_checkpoint(path, field) / MANIFEST]  # which has the digests of the tensors
     digests = [sha256(file) for file in files if file.is_file()]
     return _CONTENT + hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else weights
 

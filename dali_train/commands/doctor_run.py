@@ -32,7 +32,13 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.training.memory import Memory, estimate_memory
-from dali_train.training.model import build_model, check_evaluation_size, check_training_size, compare_with_timm
+from dali_train.training.model import (
+    build_model,
+    check_evaluation_size,
+    check_training_size,
+    compare_with_timm,
+    describe_parameters,
+)
 
 Verdict = Literal["pass", "warn", "fail"]
 SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoint
@@ -79,7 +85,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         return [*findings, Finding("model", "fail", str(error), "see the message")], None
     differences = compare_with_timm(model, config)
     name = (
-        f"{config.model.name}: {memory.num_parameters:,} parameters, takes {config.data.train_size} and "
+        f"{config.model.name}: {describe_parameters(model)}, takes {config.data.train_size} and "
         f"{config.data.eval_size} px"
     )
     findings.append(Finding("model", "pass", name))

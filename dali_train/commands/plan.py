@@ -36,6 +36,7 @@ from dali_train.training.model import (
     check_evaluation_size,
     check_training_size,
     compare_with_timm,
+    describe_parameters,
     repeated_blocks,
 )
 from dali_train.training.optim import check_shardwise
@@ -83,9 +84,7 @@ def print_plan(
     for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
-    print(
-        f"model          {config.model.name}: {memory.num_parameters:,} parameters, precision {config.precision.dtype}"
-    )
+    print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")
     print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}")

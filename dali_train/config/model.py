@@ -20,7 +20,9 @@ class ModelConfig:
     be reached a timm name with its tag. A classifier for other classes is initialised anew, position embeddings are
     fitted to another resolution. None: random."""
     freeze: tuple[str, ...] = ()
-    """Names of weights that are not trained, with * for anything: patch_embed.* blocks.0.*"""
+    """Names of weights that are not trained, with * for anything: patch_embed.* blocks.0.*; or all-but-head, which
+    trains the classifier alone (a linear probe). BatchNorms without trained weights keep their running statistics and
+    normalise with them."""
     channels_last: NotInRecipe[bool] = False
     """Memory format of weights and images; convolutional models on GPUs are faster with it."""
     compile: NotInRecipe[Literal["auto", "none", "model", "blocks"]] = "auto"

@@ -284,6 +284,12 @@ def compare_with_timm(
     return [f"timm's {config.model.name} has {'; '.join(differences)}"] if differences else []
 
 
+def describe_parameters(model: nn.Module) -> str:
+    """Return how many parameters `model` has, and if some are frozen how many are trained."""
+    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
+    return f"{total:,} parameters" + (f", of which {trained:,} are trained" if trained < total else "")
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that the model consists of, such as a transformer's layers; empty if it is not made of such.
 

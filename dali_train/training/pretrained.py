@@ -16,9 +16,12 @@ from safetensors import SafetensorError
 from timm.data import resolve_data_config
 from timm.models import load_state_dict
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dali_train.errors import ConfigError
 
+ALL_BUT_HEAD = "all-but-head"
+"""In model.freeze, all weights but those of the classifier, or of all of them."""
 Tensors = dict[str, torch.Tensor]
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
@@ -231,15 +234,25 @@ def check_name(name: str, field: str) -> None:
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Do not train weights whose name matches one of `patterns` (``*`` for anything); norms still update their
-    statistics.
+    """Do not train weights whose name matches one of `patterns` (``*`` for anything, `ALL_BUT_HEAD`).
+
+    A BatchNorm of which no weight is trained stays in evaluation mode: it normalises with its running statistics, which
+    do not move.
 
     Raises:
         ConfigError: a pattern matches nothing, or all of them everything.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
-        matches = fnmatch.filter(parameters, pattern)
+        if pattern == ALL_BUT_HEAD:
+            heads = _classifiers(getattr(model, "pretrained_cfg", None) or {})
+            matches = [name for name in parameters if name.rpartition(".")[0] not in heads]
+            if len(matches) == len(parameters):
+                raise ConfigError(
+                    "model.freeze: timm does not say which weights of the model are its head: name all others"
+                )
+        else:
+            matches = fnmatch.filter(parameters, pattern)
         if not matches:
             close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.3)
             raise ConfigError(
@@ -250,12 +263,26 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError(f"model.freeze {patterns} leaves nothing to train: name fewer weights")
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm) and is_frozen(layer):
+            layer.eval()
+            layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign, misc]
+
+
+def is_frozen(layer: nn.Module) -> bool:
+    """Return whether a layer has weights of which none is trained."""
+    parameters = list(layer.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _num_classes(name: str, tensors: Tensors) -> int | None:
     """Return the number of classes of the classifier in `tensors`; None if they have none, or none is known."""
     cfg = timm.get_pretrained_cfg(name)
-    classifier = cfg.classifier if cfg is not None else None
-    first = classifier[0] if isinstance(classifier, tuple | list) else classifier
-    weight = tensors.get(f"{first}.weight")
-    return len(weight) if weight is not None else None
+    weights = [tensors.get(f"{head}.weight") for head in _classifiers(cfg.to_dict() if cfg is not None else {})]
+    return len(weights[0]) if weights and weights[0] is not None else None
+
+
+def _classifiers(cfg: dict[str, Any]) -> list[str]:
+    """Return the names of the last layers, as timm's description of a model has them."""
+    names = cfg.get("classifier") or []
+    return [names] if isinstance(names, str) else list(names)

@@ -5,13 +5,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dali_train.training.pretrained import is_frozen
+
 
 class RunningStatistics:
     """BatchNorm's running mean and variance, updated once per step with the mean over all its micro-batches.
 
     Left alone, each rank would fold its own micro-batches in one after the other, and what evaluation sees would
     depend on the number of ranks. A step with statistics that are not finite leaves no trace: one micro-batch with an
-    infinite value would make them NaN for good.
+    infinite value would make them NaN for good. Frozen layers have none to update.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -19,7 +21,7 @@ class RunningStatistics:
         self._counts: list[torch.Tensor] = []
         self._weights: list[float] = []
         for layer in model.modules():
-            if not isinstance(layer, _BatchNorm) or layer.momentum is None:
+            if not isinstance(layer, _BatchNorm) or layer.momentum is None or is_frozen(layer):
                 continue
             for running in (layer.running_mean, layer.running_var):
                 if running is not None:

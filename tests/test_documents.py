@@ -1,0 +1,100 @@
+"""The pages for those who begin: their commands and configs, run as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from dali_train.cli import main
+from dali_train.config import load_config
+from dali_train.data.dataset.build_index import build_index
+
+from .conftest import REPOSITORY, Train, jpeg, photograph, write_shard
+
+SMALL = ("--model.name", "test_resnet", "--batch.global_batch", "4", "--batch.micro_batch", "4", "--run.max_steps", "1")
+
+
+def test_a_folder_becomes_an_exported_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a smaller network, and without onnx, which tests/test_export.py has."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        path = Path("photos") / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photograph(number, 40 + number, 50).save(path)
+    page = (REPOSITORY / "docs" / "own-images.md").read_text()
+    commands = re.findall(r"^dali-train (.*)", page.partition("```")[2].partition("```")[0], flags=re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["data", "init", "plan", "train", "eval", "report", "export"]
+    for command in commands:
+        words = command.replace("--format onnx", "--format timm").split()
+        assert main([*words, *(SMALL if words[0] == "train" else ())]) == 0, command
+    output = capsys.readouterr().out
+    assert "photos.py: 16 images to train on in 2 classes, 4 to validate; the median is 50 x" in output
+    assert "step 1: top-1" in output and "Read back, its logits differ by" in output
+    assert Path("runs/photos/configs/photos.py").read_text() == Path("photos.py").read_text()
+
+
+def fine_tuning() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "fine-tune.md").read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run_command: Train) -> None:
+    """Each is planned as it is, and trains with a smaller network."""
+    text = fine_tuning()[number]
+    assert len(fine_tuning()) == 3 and len(text.splitlines()) <= 12
+    path, weights = tmp_path / "config.py", tmp_path / "weights.pth"
+    path.write_text(text)
+    if "/" not in (load_config(path).model.weights or ""):  # a run of the reader's own
+        assert main(["plan", "--config", str(path), "--data.root", str(dataset)]) == 0
+    torch.save(timm.create_model("test_resnet", num_classes=10).state_dict(), weights)
+    words = [
+        "--data.root",
+        str(dataset),
+        "--data.train_size",
+        "32",
+        "--data.eval_size",
+        "32",
+        "--model.weights",
+        str(weights),
+    ]
+    output = run_command("train", "--config", str(path), *SMALL, *words, "--run.dir", str(tmp_path / "run"))
+    assert "top-1" in output
+
+
+@pytest.mark.parametrize(
+    ("size", "vary", "lines"),
+    [
+        (28, 0, "train_size=28 eval_size=28 crop_side=28 crop_padding=3 eval_resize_to=28 dali_resnet34_cifar"),
+        (28, 9, "train_size=28 eval_size=28 crop_area=(0.35, dali_resnet34_cifar"),
+        (150, 0, "train_size=128 eval_size=128 resnet50"),
+        (300, 5, "train_size=224 eval_size=224 resnet50"),
+    ],
+)
+def test_init_fits_what_lies_there(
+    size: int, vary: int, lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, path = tmp_path / "a {dataset}", tmp_path / "config.py"
+    records = [(jpeg(photograph(i, size, size + 2 + vary * i)), 1 + i % 2) for i in range(4)]
+    write_shard(root / "train" / "train-00000-of-00001", records)
+    build_index(root)
+    assert main(["init", str(root), "--output", str(path)]) == 0
+    assert "4 images to train on in 2 classes, none to validate" in capsys.readouterr().out
+    assert all(part in path.read_text() for part in lines.split())
+    assert load_config(path).data.root == str(root) and load_config(path).batch.micro_batch == 32
+    assert main(["init", str(root), "--output", str(path)]) == 2
+    assert f"--output {path}: this file exists; name another" in capsys.readouterr().err
+
+
+def test_init_knows_the_gpu(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["init", str(dataset), "--output", str(tmp_path / "new" / "config.py"), "--gpu-memory"]
+    assert main([*words, "2"]) == 2
+    assert "not one image fits into 2 GB: name a larger GPU" in capsys.readouterr().err
+    assert main([*words, "16"]) == 0
+    config = load_config(tmp_path / "new" / "config.py")
+    assert (config.batch.global_batch, config.batch.micro_batch) == (64, 64)
+    assert main(["init", str(dataset), "--output", str(tmp_path / "config.txt")]) == 2
+    assert "not a Python file" in capsys.readouterr().err
