@@ -176,6 +176,12 @@ def _add_commands_on_runs(commands: Commands) -> None:
     predict.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file"
     )
+    predict.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write a table of the images with their 5 likeliest classes; without images, of the validation split",
+    )
     for command in (export, predict):
         command.add_argument("--config", type=Path, metavar="FILE", help=_OWN_PARTS)
         command.add_argument(
@@ -356,6 +362,7 @@ def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
         options.images,
         decoder=options.decoder,
         picture=options.picture,
+        table=options.csv,
         checkpoint=options.checkpoint,
         weights=options.weights,
     )

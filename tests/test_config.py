@@ -121,6 +121,7 @@ def test_a_wrong_value_is_named_with_its_remedy(name: str, value: Any, remedy: s
             "step_every epoch: it must be a whole number",
         ),
         ({"data.shuffle": "block", "data.repeats": 3}, "data.repeats 3 .* batch.micro_batch 2.* a multiple of 3"),
+        ({"data.shuffle": "balanced", "data.reader": "dali"}, "reader is dali with data.shuffle balanced, .*index"),
         ({"data.crop_side": 32, "data.crop_padding": 32}, "data.crop_padding is 32 .*: use less than data.crop_side"),
         ({"data.crop": "inception", "data.crop_side": 32}, "data.crop is inception .*data.crop_side 32"),
         ({"loss.target_threshold": 0.2}, "loss.target_threshold is 0.2 with loss.name cross-entropy"),
@@ -177,7 +178,7 @@ FILE_MISTAKES = [
     ("epochs=3", "epochs=3, seed=1", "line 9: run.seed is not a setting: use data.seed"),
     (", epochs=3", "", "line 9: run.epochs is missing: RunConfig has no default for it"),
     ("lr=1e-3", "learning_rate=1", "line 6: optimizer.learning_rate is not a setting: use optimizer.lr"),
-    ('root="data"', 'root="data", shuffle="yes"', "line 4: data.shuffle is 'yes': use full, block or none"),
+    ('root="data"', 'root="data", shuffle="yes"', "line 4: data.shuffle is 'yes': use full, block, none or balanced"),
     ('root="data"', 'root="data", reader="idx"', "line 4: data.reader is 'idx': use index (of index, dali"),
     ('root="data"', 'root="data", mean=(0.5, 0.5, 0.5)', "line 4: data.mean is not a setting: use data.normalise"),
     ("=1)", '=1, step_every="batch")', "line 7: schedule.step_every is 'batch': use step or epoch"),
@@ -320,7 +321,7 @@ def test_lists_and_paths_are_understood(tmp_path: Path) -> None:
 
 
 def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SETTINGS) <= 112
+    assert len(SETTINGS) <= 113
     values = json.loads(PLAIN.to_json())
     for name in SETTINGS:
         value = functools.reduce(operator.getitem, name.split("."), values)

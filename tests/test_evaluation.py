@@ -47,6 +47,8 @@ def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
         assert result.num_images == 13 and model.training
         assert result.top1 == (order[:, 0] == labels).sum() / 13
         assert result.top5 == pytest.approx(float((order[:, :5] == labels[:, None]).any(dim=1).sum() / 13))
+        by_class = [float((order[labels == number, 0] == number).double().mean()) for number in range(5)]
+        assert result.balanced_top1 == pytest.approx(sum(by_class) / 5) and result.balanced_top1 != result.top1
         assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
 
 

@@ -136,9 +136,11 @@ def test_so_does_one_whose_ranks_were_killed(
 AUGMENTED = words(
     "--data.augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.3 --data.random_erasing 0.5 "
     "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 "
-    "--loss.label_smoothing 0.1 --optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9"
+    "--loss.label_smoothing 0.1 --loss.class_weights balanced "
+    "--optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9"
 )
 REPEATED = words(
+    "--data.shuffle balanced "
     "--data.repeats 2 --data.crop_side 30 --data.crop_padding 4 --data.interpolation bicubic --mixup.alpha 0 "
     "--mixup.cutmix_alpha 1 --loss.name binary-cross-entropy --loss.target_threshold 0.2 "
     "--optimizer.layer_decay 0.7 --schedule.name polynomial --schedule.power 2"

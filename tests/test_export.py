@@ -1,5 +1,6 @@
 """What becomes of a finished run: exported models, predictions, and the question why two runs differ."""
 
+import csv
 import json
 import os
 import re
@@ -185,22 +186,37 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_predictions_of_files(
     finished: Path, photographs: list[Path], decoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture = tmp_path / "picture.png"
-    assert (
-        main(["predict", str(finished), *map(str, photographs), "--decoder", decoder, "--picture", str(picture)]) == 0
-    )
+    picture, table = tmp_path / "picture.png", tmp_path / "table.csv"
+    files = ["--picture", str(picture), "--csv", str(table)]
+    assert main(["predict", str(finished), *map(str, photographs), "--decoder", decoder, *files]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("moving average of the weights of")
     for path, line in zip(photographs, lines[1:], strict=False):
-        assert re.fullmatch(rf"{re.escape(str(path))} +(class \d \d+\.\d%( +|$)){{3}}", line), line
+        assert path.name in table.read_text() and re.fullmatch(
+            rf"{re.escape(str(path))} +(class \d \d+\.\d%( +|$)){{3}}", line
+        ), line
     with Image.open(picture) as image:
         assert image.size[0] > 500
 
 
-def test_both_decoders_are_compared_on_the_validation_split(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", str(finished)]) == 0
-    found = re.search(r"13 validation images .* top-1 (\S+)% decoded by DALI, (\S+)% by PIL", capsys.readouterr().out)
+def test_both_decoders_are_compared_on_the_validation_split(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(finished), "--csv", str(tmp_path / "table.csv")]) == 0
+    printed = capsys.readouterr().out
+    found = re.search(r"13 validation images .* top-1 (\S+)% decoded by DALI, (\S+)% by PIL", printed)
     assert found is not None
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = [row["truth"] == row["class 1"] for row in rows]
+    assert [row["image"] for row in rows] == [*map(str, range(13))] and set(rows[0]) >= {"score 1", "class 5"}
+    assert float(found[1]) == pytest.approx(100 * np.mean(right), abs=0.01)
+    by_class = [
+        np.mean([hit for hit, row in zip(right, rows, strict=True) if row["truth"] == f"class {n}"]) for n in range(5)
+    ]
+    assert f"mean over classes {np.mean(by_class):.2%}" in printed and "lowest: class" in printed
+    last = events(finished, "eval")[-1]
+    assert last["ema_balanced_top1"] == pytest.approx(np.mean(by_class), abs=1e-6)
     assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
 
 

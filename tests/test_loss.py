@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -25,7 +26,7 @@ from dali_train.config import (
     RunConfig,
     ScheduleConfig,
 )
-from dali_train.training.loss import DISTILLATIONS, LOSSES, Objective, Teacher, make_objective
+from dali_train.training.loss import DISTILLATIONS, LOSSES, Objective, Teacher, balanced_weights, make_objective
 
 CLASSES = 7
 TEACHER: dict[str, Any] = {"distillation": "soft", "teacher": "resnet50"}
@@ -119,6 +120,26 @@ def config_with(loss: LossConfig, size: int = 32) -> Config:
         run=RunConfig(dir="run", epochs=1),
         loss=loss,
     )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_torchs(smoothing: float) -> None:
+    """But for the divisor, which is the number of images: the mean over micro-batches stays that of their sum."""
+    counts = np.array([30, 0, 5] + [1] * (CLASSES - 3))
+    weights = torch.from_numpy(balanced_weights(counts)).float()
+    assert float((weights * torch.from_numpy(counts)).sum()) == pytest.approx(counts.sum())
+    logits, targets = torch.randn(6, CLASSES), torch.randint(CLASSES, (6, 2))
+    lambdas = torch.tensor([1.0, 0.3, 0.5, 0.9, 0.0, 1.0])
+    settings = LossConfig(class_weights="balanced", label_smoothing=smoothing)
+    objective = make_objective(config_with(settings), nn.Identity(), CLASSES, torch.device("cpu"), counts)
+    ours, _ = objective(logits, logits, targets, lambdas)
+    each = [
+        F.cross_entropy(logits, targets[:, place], weights, label_smoothing=smoothing, reduction="none")
+        for place in (0, 1)
+    ]
+    torch.testing.assert_close(ours, (lambdas * each[0] + (1 - lambdas) * each[1]).mean())
+    with pytest.raises(ConfigError, match=r"loss\.class_weights is balanced with loss\.name binary-cross-entropy"):
+        LossConfig(class_weights="balanced", name="binary-cross-entropy")
 
 
 @pytest.fixture

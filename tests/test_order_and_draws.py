@@ -112,6 +112,32 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(
         assert batch.dropout_seed == together[place].dropout_seed
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_every_class_comes_equally_often(repeats: int) -> None:
+    """On any number of ranks, at any step: each epoch has N / C places for each class and N / (C n) for an image,
+    rounded; no two looks at an image draw the same; and epochs differ."""
+    counts = {0: 3, 2: 40, 3: 57}  # none of class 1
+    labels = np.random.default_rng(0).permutation(np.repeat([*counts], [*counts.values()]))
+    order = SampleOrder(100, seed=7, shuffle=labels, repeats=repeats)
+    positions = np.arange(5 * 100 * repeats)
+    images, passes = order.images_at(positions)
+    parts = np.array_split(np.random.default_rng(1).permutation(positions), 9)
+    for part in parts:
+        again = SampleOrder(100, seed=7, shuffle=labels, repeats=repeats).images_at(part)
+        np.testing.assert_array_equal(again, (images[part], passes[part]))
+    assert len(set(zip(images.tolist(), passes.tolist(), strict=True))) == len(images)
+    epochs = images[::repeats].reshape(5, 100)
+    assert not np.array_equal(epochs[0], epochs[1])
+    for epoch in epochs:
+        times = np.bincount(epoch, minlength=100)
+        for number, count in counts.items():
+            assert times[labels == number].sum() in (33, 34)
+            assert set(times[labels == number]) <= {int(100 / 3 / count), int(100 / 3 / count) + 1}
+    # What is left out in one epoch comes in another: in many of them every image of a class equally often.
+    seen = np.bincount(order.images_at(np.arange(300 * 100) * repeats)[0], minlength=100)
+    np.testing.assert_allclose(seen, [10_000 / counts[label] for label in labels], rtol=0.25)
+
+
 def test_order_is_uniform() -> None:
     """Each image is equally likely at each place: chi-square of 6 images over 6,000 epochs, 25 degrees of freedom."""
     counts = np.zeros((6, 6))

@@ -19,6 +19,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
 from dali_train.training.evaluation import EvaluationResult, Evaluator
+from dali_train.training.metrics import ClassTables
 from dali_train.training.model import build_model, check_evaluation_size, compare_with_timm
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path
@@ -64,6 +65,7 @@ def evaluate_checkpoint(
         print(f"{path}\nstep {loaded.step}: {_describe(result)}  ({result.num_images} images)")
         if average is not None:
             print(f"moving average of the weights: {_describe(average)}")
+        _print_classes(evaluator, split)
     return result
 
 
@@ -103,6 +105,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
         result = evaluator.run(model, Precision(config.precision, device).autocast())
     if launch.rank == 0:
         print(f"{weights}: {_describe(result)}  ({result.num_images} images)")
+        _print_classes(evaluator, split)
     return result
 
 
@@ -129,7 +132,24 @@ def _print_preparation(model: nn.Module, config: Config, whose: str) -> None:
 
 def _evaluator(split: Split, config: Config, launch: Launch, device: torch.device, num_threads: int) -> Evaluator:
     layout = Layout.from_sizes(launch)
-    return Evaluator(split, config, device, dp_rank=layout.data_rank, dp_size=layout.data_size, num_threads=num_threads)
+    return Evaluator(
+        split,
+        config,
+        device,
+        dp_rank=layout.data_rank,
+        dp_size=layout.data_size,
+        num_threads=num_threads,
+        num_shown=1,  # for its predictions
+    )
+
+
+def _print_classes(evaluator: Evaluator, split: Split) -> None:
+    """Print what the last evaluation says about classes."""
+    details = evaluator.details
+    assert details is not None
+    names = split.manifest.class_names or tuple(map(str, range(split.num_classes)))
+    for line in ClassTables(details.labels, details.predictions, len(names)).describe(names):
+        print(line)
 
 
 def _describe(result: EvaluationResult) -> str:

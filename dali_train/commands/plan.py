@@ -275,6 +275,8 @@ def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
         return "none: as on disk, the same every epoch"
     if data.shuffle == "full":
         return "full: any image may follow any other"
+    if data.shuffle == "balanced":
+        return "balanced: any image may follow any other, and every class comes equally often"
     lanes = config.batch.global_batch // config.batch.micro_batch
     pool = min(num_images, lanes * data.window_blocks * data.block_images)
     return (

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,11 +23,13 @@ from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError
+from dali_train.hooks.predictions import write_table
 from dali_train.text import printable
+from dali_train.training.metrics import ClassTables
 from dali_train.training.pretrained import image_settings
 
 _BATCH = 32
-_TOP = 3
+_TOP, _IN_TABLE = 3, 5  # classes of an image that are printed, and that stand in a table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,7 @@ def print_predictions(
     *,
     decoder: str,
     picture: Path | None,
+    table: Path | None,
     checkpoint: str | None,
     weights: Weights | None,
 ) -> ImagePredictions:
@@ -85,6 +88,7 @@ def print_predictions(
     Args:
         decoder: ``dali`` or ``pil``.
         picture: where to draw the images with their likeliest classes.
+        table: where to write a CSV file of the images, or of the validation split.
         checkpoint, weights: see `load_trained`.
 
     Raises:
@@ -96,7 +100,7 @@ def print_predictions(
     if not images:
         if picture is not None:
             raise ConfigError("--picture needs images: name some files")
-        return compare_decoders(trained)
+        return compare_decoders(trained, table)
     predictions = _predict(trained.model, trained.config.data, images, decoder)
     names = [printable(name) for name in trained.class_names]
     width = max(len(str(path)) for path in images)
@@ -106,11 +110,28 @@ def print_predictions(
     if picture is not None:
         draw(picture, images, predictions, names)
         print(picture)
+    if table is not None:
+        _write_likeliest(table, ["image"], [[str(path)] for path in images], predictions, names)
+        print(table)
     return predictions
 
 
-def compare_decoders(trained: TrainedModel) -> ImagePredictions:
-    """Print top-1 on the validation split as DALI and as PIL decode and resize it; returns DALI's predictions."""
+def _write_likeliest(
+    path: Path, heads: list[str], firsts: list[list[Any]], predictions: ImagePredictions, names: Sequence[str]
+) -> None:
+    """Write a row per image: what `firsts` has under `heads`, then its likeliest classes, each with its score."""
+    kept = min(_IN_TABLE, predictions.classes.shape[1])
+    heads = heads + [f"{what} {place}" for place in range(1, kept + 1) for what in ("class", "score")]
+    pairs = (
+        [cell for c, p in zip(classes[:kept], scores[:kept], strict=True) for cell in (names[c], round(float(p), 5))]
+        for classes, scores in zip(predictions.classes, predictions.probabilities, strict=True)
+    )
+    write_table(path, heads, (first + rest for first, rest in zip(firsts, pairs, strict=True)))
+
+
+def compare_decoders(trained: TrainedModel, table: Path | None = None) -> ImagePredictions:
+    """Print top-1 on the validation split as DALI and as PIL decode and resize it, and what DALI's predictions say
+    about classes; returns these, the 5 likeliest classes of each image, which also go into `table`."""
     data = trained.config.data
     split = Split(data.root, "validation")
     if split.manifest.encoding == "raw":
@@ -118,11 +139,11 @@ def compare_decoders(trained: TrainedModel) -> ImagePredictions:
             f"{data.root} holds pixels, not encoded images: there is nothing for a decoder to do; name image files"
         )
     labels = split.rows["label"].astype(np.int64)
-    dali = _classify(trained.model, _with_dali(split, data))
+    dali = _classify(trained.model, _with_dali(split, data), keep=_IN_TABLE)
     numbers = np.arange(len(split))
     storage = open_storage(split, data)
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
-    pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data))
+    pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data), keep=1)
     top1 = {name: float((p.classes[:, 0] == labels).mean()) for name, p in (("dali", dali), ("pil", pil))}
     changed = int((dali.classes[:, 0] != pil.classes[:, 0]).sum())
     print(
@@ -130,6 +151,12 @@ def compare_decoders(trained: TrainedModel) -> ImagePredictions:
         f"by PIL, a difference of {abs(top1['dali'] - top1['pil']) * 100:.2f} points; {changed} images are "
         "classified differently"
     )
+    names = trained.class_names
+    print("\n".join(ClassTables(labels, dali.classes[:, 0], len(names)).describe(names)))
+    if table is not None:
+        firsts = [[int(number), names[label]] for number, label in zip(numbers, labels, strict=True)]
+        _write_likeliest(table, ["image", "truth"], firsts, dali, names)
+        print(table)
     return dali
 
 
@@ -156,12 +183,14 @@ def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, n
 
 
 @torch.inference_mode()
-def _classify(model: nn.Module, batches: Iterable[torch.Tensor]) -> ImagePredictions:
-    """Classify `batches`, each (n, 3, size, size) float32 and normalised."""
-    probabilities, classes = torch.cat([model(images).softmax(dim=-1) for images in batches]).sort(
-        dim=-1, descending=True, stable=True
-    )
-    return ImagePredictions(classes=classes.numpy(), probabilities=probabilities.numpy())
+def _classify(model: nn.Module, batches: Iterable[torch.Tensor], keep: int | None = None) -> ImagePredictions:
+    """Classify `batches`, each (n, 3, size, size) float32 and normalised; with `keep` only so many classes of each."""
+    probabilities, classes = [], []
+    for images in batches:
+        scores, numbers = model(images).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        probabilities.append(scores[:, :keep].clone())  # a view would hold the memory of all classes
+        classes.append(numbers[:, :keep].clone())
+    return ImagePredictions(classes=torch.cat(classes).numpy(), probabilities=torch.cat(probabilities).numpy())
 
 
 def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:

@@ -1,6 +1,7 @@
 """What a training run consists of, where it stands, and what is due there."""
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from dali_train.data.loading.loader import Loader
 from dali_train.files import write_atomically
 from dali_train.hooks.base import RunPlan
 from dali_train.hooks.observers import Observers
+from dali_train.report import write_report
 from dali_train.runtime.status import RunStatus, newest_step
 from dali_train.runtime.stop import StopReason
 from dali_train.training.build import Setup
@@ -20,6 +22,8 @@ from dali_train.training.evaluation import Evaluator
 from dali_train.training.flops import ModelFlops
 from dali_train.training.metrics import NonFiniteError
 from dali_train.training.trainer import Trainer
+
+logger = logging.getLogger("dali_train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,14 @@ class Run:
                 ema=self.plan.config.ema.decay is not None,
                 lock_holder=self.lock_holder,
             ).write(self.plan.directory)
+
+    def write_report(self) -> None:
+        """Write the run's page, without which nothing fails."""
+        if self.plan.launch.rank == 0:
+            try:
+                write_report([self.plan.directory])
+            except Exception as fault:
+                logger.warning("the report was not written: %s", fault)
 
     def unsaved_error(self) -> NonFiniteError:
         """Return the error of a run that ends without having saved, because weights or loss are not finite."""

@@ -25,7 +25,6 @@ from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
-from dali_train.report import write_report
 from dali_train.runtime.agreement import StopAgreement
 from dali_train.runtime.bus_error import explain_bus_errors
 from dali_train.runtime.launch import Launch, LaunchOptions
@@ -234,7 +233,7 @@ def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
         saved_seeding=start.seeding,
     )
     start.restore(state)
-    trainer = build_trainer(config, state, num_classes, device)
+    trainer = build_trainer(config, state, num_classes, device, setup.class_counts)
     start.restore_average(trainer)
     return trainer
 
@@ -366,7 +365,7 @@ def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
     record = run_end(run, error)
     reason = cause or f"{type(error).__name__}: {error}"
     status = partial(run.write_status, "failed", reason)
-    for action in (partial(run.hooks.end, record), run.saver.join, status, partial(draw, run)):
+    for action in (partial(run.hooks.end, record), run.saver.join, status, run.write_report):
         try:
             action()
         except (Exception, SystemExit) as fault:
@@ -394,13 +393,4 @@ def end(run: Run) -> None:
                 f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume",
                 file=sys.stderr,
             )
-    draw(run)
-
-
-def draw(run: Run) -> None:
-    """Write the run's report, without which nothing fails."""
-    if run.plan.launch.rank == 0:
-        try:
-            write_report([run.plan.directory])
-        except Exception as fault:
-            logger.warning("the report was not written: %s", fault)
+    run.write_report()

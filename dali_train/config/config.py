@@ -118,6 +118,8 @@ class Config:
         ]
         if self.parallel.shares_images:
             changed.append(self.parallel.kind)
+        if self.data.shuffle == "balanced":
+            changed.append("data.shuffle balanced")
         require(
             self.data.reader != "dali" or not changed,
             f"data.reader is dali with {', '.join(changed)}, but only the index knows ahead which image comes: set "

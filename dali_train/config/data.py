@@ -29,10 +29,12 @@ class DataConfig:
     """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`)."""
     seed: Annotated[int, Rule("a whole number from 0 to 2**64 - 1", 0, (1 << 64) - 1)] = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
-    shuffle: Literal["full", "block", "none"] = "full"
+    shuffle: Literal["full", "block", "none", "balanced"] = "full"
     """full: a new uniformly random order every epoch. block: shuffled blocks of neighbours, mixed within windows, for
-    disks and parallel file systems that want long reads. none: the order on disk. With data.reader dali
-    each rank draws its next image from a buffer of block_images x window_blocks records, unless it is none."""
+    disks and parallel file systems that want long reads. none: the order on disk. balanced: a random order that has
+    every class equally often: in an epoch images of rare classes come several times, of frequent ones not all. With
+    data.reader dali each rank draws its next image from a buffer of block_images x window_blocks records, unless it is
+    none."""
     block_images: Blocks = 128
     """Images per block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its
     speed."""

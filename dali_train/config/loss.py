@@ -14,6 +14,9 @@ class LossConfig:
     binary-cross-entropy: each class is a yes-or-no question of its own, as in ResNet strikes back."""
     label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
     """Share of the target that is spread evenly over all classes."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: cross-entropy counts an image of a class with n of the N training images N / (n x classes) times, so
+    that rare classes weigh as much as frequent ones; 1 on average."""
     target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
     """binary-cross-entropy: targets above it count as 1 and others as 0, so that both images of a mixture are in it.
     None: as they are."""
@@ -35,6 +38,12 @@ class LossConfig:
             self,
             "target_threshold name",
             "leave it out, or use binary-cross-entropy",
+        )
+        refuse(
+            self.class_weights != "none" and self.name != "cross-entropy",
+            self,
+            "class_weights name",
+            "leave it out, or use cross-entropy or data.shuffle balanced",
         )
         hard = self.distillation != "soft"
         refuse(self.temperature != 1 and hard, self, "temperature distillation", "only soft has one, set it to 1")

@@ -82,7 +82,7 @@ class EvaluationRecord:
     def scalars(self) -> dict[str, float]:
         """Return everything by name, as it goes into files and trackers; the moving average's begin with ema_."""
         average = (
-            {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5")}
+            {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5", "balanced_top1")}
             if self.ema is not None
             else {}
         )

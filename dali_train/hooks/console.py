@@ -207,5 +207,8 @@ def _terminal_width() -> int:
 
 def _accuracy(record: EvaluationRecord) -> str:
     result = record.result
+    classes = (
+        f"  mean over classes {result.balanced_top1:.2%}" if abs(result.balanced_top1 - result.top1) > 5e-5 else ""
+    )
     average = f"  EMA top-1 {record.ema.top1:.2%}" if record.ema is not None else ""
-    return f"loss {result.loss:.4f}  top-1 {result.top1:.2%}  top-5 {result.top5:.2%}{average}"
+    return f"loss {result.loss:.4f}  top-1 {result.top1:.2%}  top-5 {result.top5:.2%}{classes}{average}"

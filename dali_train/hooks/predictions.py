@@ -7,7 +7,6 @@
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +22,9 @@ from dali_train.files import write_atomically
 from dali_train.hooks.base import EvaluationRecord, Hook, RunStart
 from dali_train.hooks.class_names import class_names
 from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
+from dali_train.training.metrics import ClassTables
 
-NUM_PAIRS = 50
 _THUMBNAIL = 128  # pixels
-
-
-@dataclass(frozen=True)
-class ClassTables:
-    """Everything about classes that follows from labels and predictions."""
-
-    labels: NDArray[np.int64]
-    predictions: NDArray[np.int64]
-    num_classes: int
-
-    def counts(self) -> NDArray[np.int64]:
-        """Return the number of images of each class."""
-        return np.bincount(self.labels, minlength=self.num_classes)
-
-    def accuracies(self) -> NDArray[np.float64]:
-        """Return a fraction per class; NaN where the split has no images of it."""
-        counts = self.counts()
-        correct = np.bincount(self.labels[self.labels == self.predictions], minlength=self.num_classes)
-        return np.where(counts > 0, correct / np.maximum(counts, 1), np.nan)
-
-    def confusion(self) -> NDArray[np.int64]:
-        """Return the number of images by (label, prediction)."""
-        flat = np.bincount(self.labels * self.num_classes + self.predictions, minlength=self.num_classes**2)
-        return flat.reshape(self.num_classes, self.num_classes)
-
-    def most_confused(self) -> list[tuple[int, int, int]]:
-        """Return the NUM_PAIRS most frequent (label, prediction, images), most images first."""
-        wrong = self.labels != self.predictions
-        pairs, images = np.unique(self.labels[wrong] * self.num_classes + self.predictions[wrong], return_counts=True)
-        order = np.argsort(-images, kind="stable")[:NUM_PAIRS]
-        return [(*divmod(int(pairs[place]), self.num_classes), int(images[place])) for place in order]
 
 
 def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
@@ -108,18 +76,18 @@ class PredictionFiles(Hook):
         self._save_images(details.shown)
         directory = self._directory / f"step-{record.step:08d}"
         columns, rows = prediction_table(details, self._names)
-        _write(directory / "predictions.csv", columns, rows)
+        write_table(directory / "predictions.csv", columns, rows)
         tables = ClassTables(details.labels, details.predictions, len(self._names))
         accuracies = zip(self._names, tables.counts().tolist(), tables.accuracies().tolist(), strict=True)
-        _write(directory / "classes.csv", ["class", "images", "accuracy"], accuracies)
+        write_table(directory / "classes.csv", ["class", "images", "accuracy"], accuracies)
         if len(self._names) <= MAX_SCORES:
             named = ([name, *row] for name, row in zip(self._names, tables.confusion().tolist(), strict=True))
-            _write(directory / "confusion.csv", ["truth", *self._names], named)
+            write_table(directory / "confusion.csv", ["truth", *self._names], named)
         else:
             pairs = (
                 (self._names[truth], self._names[guess], images) for truth, guess, images in tables.most_confused()
             )
-            _write(directory / "confused_pairs.csv", ["truth", "guess", "images"], pairs)
+            write_table(directory / "confused_pairs.csv", ["truth", "guess", "images"], pairs)
 
     def _save_images(self, shown: NDArray[np.int64]) -> None:
         directory = self._directory / "images"
@@ -134,7 +102,8 @@ class PredictionFiles(Hook):
         partial.rename(directory)
 
 
-def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a CSV file, complete or not at all."""
     text = io.StringIO(newline="")
     csv.writer(text).writerows([columns, *rows])
     write_atomically(path, text.getvalue().encode())  # a report that reads it meanwhile must not find half a row

@@ -44,7 +44,11 @@ SECTIONS = {
     "Accuracy and loss": (
         Chart(
             title="Top-1 on the validation images",
-            fields={"eval/decisive_top1": "top-1", "eval/top1_without_ema": "without EMA"},
+            fields={
+                "eval/decisive_top1": "top-1",
+                "eval/decisive_balanced_top1": "mean over classes",
+                "eval/top1_without_ema": "without EMA",
+            },
             percent=True,
         ),
         Chart(
@@ -134,11 +138,19 @@ def _measured(field: str) -> Chart:
 
 
 def _present(chart: Chart, runs: list[ReportedRun]) -> Chart:
-    """Leave out what no run has, a loss scale that never moves, and the phases of several runs: 6 curves of each."""
+    """Leave out what no run has, a loss scale that never moves, a mean over classes of equal size, which is top-1, and
+    the phases of several runs: 6 curves of each."""
     fields = {key: name for key, name in chart.fields.items() if any(_series(run, key) for run in runs)}
     if "train/loss_scale" in fields:
         scales = {event["loss_scale"] for run in runs for event in run.train if "loss_scale" in event}
         fields = fields if len(scales) > 1 else {}
+    same = all(
+        math.isclose(event["decisive_balanced_top1"], event["decisive_top1"], abs_tol=5e-5)
+        for run in runs
+        for event in _series(run, "eval/decisive_balanced_top1")
+    )
+    if same:
+        fields.pop("eval/decisive_balanced_top1", None)
     if len(runs) > 1 and f"train/{STEP_FIELDS[0]}" in fields:
         fields = {}
     return replace(chart, fields=fields)

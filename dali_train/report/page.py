@@ -200,9 +200,12 @@ def _best(run: ReportedRun) -> str:
     which, raw = (
         (" of the EMA of the weights", f" (without EMA {best['top1']:.2%})") if "ema_top1" in best else ("", "")
     )
+    balanced = decisive(best, "balanced_top1") if "balanced_top1" in best else decisive(best, "top1")
+    mean = f", mean over classes {balanced:.2%}" if abs(balanced - decisive(best, "top1")) > 5e-5 else ""
     return (
-        f"{decisive(best, 'top1'):.2%}{which} (top-5 {decisive(best, 'top5'):.2%}) at epoch {best['epoch']:.2f}{raw}, "
-        f"{plural(best['num_images'], 'image')}{f'; published {published:.2%}' if published is not None else ''}"
+        f"{decisive(best, 'top1'):.2%}{which} (top-5 {decisive(best, 'top5'):.2%}{mean}) at epoch "
+        f"{best['epoch']:.2f}{raw}, {plural(best['num_images'], 'image')}"
+        f"{f'; published {published:.2%}' if published is not None else ''}"
     )
 
 

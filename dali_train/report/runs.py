@@ -42,7 +42,8 @@ class ReportedRun(RunDirectory):
         for event in self.events:
             if event["event"] == "eval":
                 without = {"top1_without_ema": event["top1"]} if "ema_top1" in event else {}
-                accuracies = {f"decisive_{name}": decisive(event, name) for name in ("top1", "top5")}
+                names = [name for name in ("top1", "top5", "balanced_top1") if name in event]
+                accuracies = {f"decisive_{name}": decisive(event, name) for name in names}
                 evaluations.append(event | accuracies | without)
         return evaluations
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
@@ -45,6 +47,11 @@ class Setup:
     num_threads: int  # that decode
     dataset: DatasetRoot  # held, so that nobody removes a local copy in use
     split: Split  # to train on
+
+    @property
+    def class_counts(self) -> NDArray[np.int64]:
+        """Training images of each class, (classes,)."""
+        return np.bincount(self.split.rows["label"], minlength=self.split.num_classes)
 
     @property
     def grad_accum_steps(self) -> int:
@@ -151,13 +158,23 @@ def build_state(
     return TrainState(model=model, parallel=parallel, optimizer=optimizer, precision=precision, dropout=seeding)
 
 
-def build_trainer(config: Config, state: TrainState, num_classes: int, device: torch.device) -> Trainer:
-    """Return the trainer of `state`, whose weights are the first or restored ones: moving averages begin with them."""
+def build_trainer(
+    config: Config,
+    state: TrainState,
+    num_classes: int,
+    device: torch.device,
+    class_counts: NDArray[np.int64] | None = None,
+) -> Trainer:
+    """Return the trainer of `state`, whose weights are the first or restored ones: moving averages begin with them.
+
+    Args:
+        class_counts: see `make_objective`.
+    """
     model, parallel = state.model, state.parallel
     grad_accum_steps = config.batch.grad_accum_steps(parallel.layout.data_size)
     parts: dict[str, Any] = {
         **vars(state),
-        "objective": make_objective(config, model, num_classes, device),
+        "objective": make_objective(config, model, num_classes, device, class_counts),
         "statistics": RunningStatistics(model),
         "metrics": TrainingMetrics(device),
         "clock": PhaseClock(device),

@@ -20,6 +20,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.training.metrics import class_accuracies
 
 MAX_SCORES = 20
 """With more classes than this, tables of predictions hold only the scores of the prediction and of the true class."""
@@ -32,6 +33,7 @@ class EvaluationResult:
     loss: float
     top1: float
     top5: float
+    balanced_top1: float  # mean over the classes of each one's top-1, so that rare ones count as much as others
     num_images: int
     seconds: float
 
@@ -79,6 +81,7 @@ class Evaluator:
         self._num_images = len(split)
         self._num_classes = split.num_classes
         self._labels = split.rows["label"].astype(np.int64)
+        self._class_counts = np.bincount(self._labels, minlength=split.num_classes)
         self._shown = np.unique(np.linspace(0, len(split) - 1, min(num_shown, len(split))).round().astype(np.int64))
         self.details: EvaluationDetails | None = None
         self._device = device
@@ -98,6 +101,7 @@ class Evaluator:
         training = model.training
         model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, top-1, top-5, images
+        correct = torch.zeros(self._num_classes, dtype=torch.int64, device=self._device)  # by class
         predictions = _Predictions(self._num_images, self._shown, self._num_classes, self._device)
         for numbers in self._batches:
             images, labels = self._next(numbers)
@@ -114,6 +118,7 @@ class Evaluator:
                 predictions.add(numbers, labels, logits)
             ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
             ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # nothing is above what is not a number
+            correct.scatter_add_(0, labels, (ranks < 1).long())
             sums += torch.stack(
                 [
                     F.cross_entropy(logits, labels, reduction="sum").double(),
@@ -127,6 +132,7 @@ class Evaluator:
                 model(torch.zeros(self._blank, device=self._device, dtype=self._dtype))
         if dist.is_initialized():
             dist.all_reduce(sums)
+            dist.all_reduce(correct)
         if len(self._shown):
             self.details = predictions.gather(self._labels)
         model.train(training)
@@ -136,6 +142,7 @@ class Evaluator:
             loss=loss / count,
             top1=top1 / count,
             top5=top5 / count,
+            balanced_top1=float(np.nanmean(class_accuracies(correct.cpu().numpy(), self._class_counts))),
             num_images=int(count),
             seconds=time.perf_counter() - start,
         )

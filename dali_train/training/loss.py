@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
 from dali_train.config.names import row_of
@@ -15,26 +17,38 @@ from dali_train.training.pretrained import create_pretrained
 Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def mixup_loss(logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor) -> torch.Tensor:
+def mixup_loss(
+    logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor, class_weights: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the mean over the batch of ``lambda * CE(first class) + (1 - lambda) * CE(second class)``.
 
     Args:
         logits: (n, classes), any float type; computed in float32 or wider.
         targets: (n, 2) int64.
         lambdas: (n,) float32.
+        class_weights: (classes,) by which each class's cross entropy counts; None: each once.
     """
-    log_probabilities = F.log_softmax(_wide(logits), dim=-1)
+    log_probabilities = _log_probabilities(logits, class_weights)
     first, second = (-log_probabilities.gather(1, targets)).unbind(1)
     return (lambdas * first + (1 - lambdas) * second).mean()
 
 
+def _log_probabilities(logits: torch.Tensor, class_weights: torch.Tensor | None) -> torch.Tensor:
+    values = F.log_softmax(_wide(logits), dim=-1)
+    return values if class_weights is None else values * class_weights
+
+
 def _cross_entropy(
-    config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
+    config: LossConfig,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    lambdas: torch.Tensor,
+    class_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    loss = mixup_loss(logits, targets, lambdas)
+    loss = mixup_loss(logits, targets, lambdas, class_weights)
     if config.label_smoothing == 0:
         return loss
-    even = -F.log_softmax(_wide(logits), dim=-1).mean()  # the cross entropy with the uniform distribution
+    even = -_log_probabilities(logits, class_weights).mean()  # the cross entropy with the uniform distribution
     return (1 - config.label_smoothing) * loss + config.label_smoothing * even
 
 
@@ -89,9 +103,12 @@ classes)."""
 class Objective:
     """The loss that a config describes, with its teacher, if it has one."""
 
-    def __init__(self, config: LossConfig, teacher: "Teacher | None" = None) -> None:
+    def __init__(
+        self, config: LossConfig, teacher: "Teacher | None" = None, class_weights: torch.Tensor | None = None
+    ) -> None:
         self._config = config
         self._teacher = teacher
+        self._class_weights = class_weights
 
     def __call__(
         self,
@@ -108,7 +125,10 @@ class Objective:
             targets, lambdas: see `LOSSES`.
         """
         logits, distilled = output if isinstance(output, tuple) else (output, output)
-        loss = loss_of(self._config)(self._config, logits, targets, lambdas)
+        if self._class_weights is None:
+            loss = loss_of(self._config)(self._config, logits, targets, lambdas)
+        else:
+            loss = _cross_entropy(self._config, logits, targets, lambdas, self._class_weights)
         if self._teacher is None:
             return loss, logits
         weight = self._config.distillation_weight
@@ -161,17 +181,37 @@ class Teacher:
         return output
 
 
-def make_objective(config: Config, model: Any, num_classes: int, device: torch.device) -> Objective:
+def make_objective(
+    config: Config,
+    model: Any,
+    num_classes: int,
+    device: torch.device,
+    class_counts: NDArray[np.int64] | None = None,
+) -> Objective:
     """Return the loss of `config`. A `model` with a distillation token is set to return that token's logits too.
+
+    Args:
+        class_counts: (num_classes,) training images of each class, for loss.class_weights.
 
     Raises:
         ConfigError: see `Teacher`.
     """
+    weights = None
+    if config.loss.class_weights == "balanced":
+        assert class_counts is not None, "loss.class_weights needs the training images of each class"
+        weights = torch.from_numpy(balanced_weights(class_counts)).to(device, torch.float32)
     if config.loss.distillation == "none":
-        return Objective(config.loss)
+        return Objective(config.loss, class_weights=weights)
     if hasattr(model, "set_distilled_training"):
         model.set_distilled_training(True)
-    return Objective(config.loss, Teacher(config, num_classes, device))
+    return Objective(config.loss, Teacher(config, num_classes, device), weights)
+
+
+def balanced_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return how much an image of each class counts so that all classes count the same, 1 on average over the images;
+    1 for a class without images."""
+    present = counts > 0
+    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1.0)
 
 
 def first_target_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,19 @@
-"""What is measured while training: sums that stay on the device.
+"""What is measured: sums that stay on the device while training, and what predictions say about classes.
 
 Nothing here makes the host wait for the device but `TrainingMetrics.read`, which the loop calls on logging steps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from dali_train.errors import RunError
 from dali_train.parallel.mesh import local
+from dali_train.text import printable
 
 # Where a value was first not finite, as one float64 whose minimum over the ranks is the first place:
 # step * _PER_STEP + micro-batch, with the largest micro-batch number for "in the gradients only".
@@ -108,3 +111,54 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.ones((), dtype=torch.bool)
     # The largest magnitude of each, in a few kernels and without a copy; NaN counts as the largest.
     return torch.stack(torch._foreach_norm(floating, float("inf"))).isfinite().all()
+
+
+NUM_PAIRS = 50
+"""Pairs of classes, of those that are confused most often, in tables: there are as many pairs as classes squared."""
+
+
+@dataclass(frozen=True)
+class ClassTables:
+    """Everything about classes that follows from labels and predictions, both (images,)."""
+
+    labels: NDArray[np.int64]
+    predictions: NDArray[np.int64]
+    num_classes: int
+
+    def counts(self) -> NDArray[np.int64]:
+        """Return the number of images of each class."""
+        return np.bincount(self.labels, minlength=self.num_classes)
+
+    def accuracies(self) -> NDArray[np.float64]:
+        """Return a fraction per class; NaN where the split has no images of it."""
+        correct = np.bincount(self.labels[self.labels == self.predictions], minlength=self.num_classes)
+        return class_accuracies(correct, self.counts())
+
+    def confusion(self) -> NDArray[np.int64]:
+        """Return the number of images by (label, prediction)."""
+        flat = np.bincount(self.labels * self.num_classes + self.predictions, minlength=self.num_classes**2)
+        return flat.reshape(self.num_classes, self.num_classes)
+
+    def most_confused(self) -> list[tuple[int, int, int]]:
+        """Return the NUM_PAIRS most frequent (label, prediction, images), most images first."""
+        wrong = self.labels != self.predictions
+        pairs, images = np.unique(self.labels[wrong] * self.num_classes + self.predictions[wrong], return_counts=True)
+        order = np.argsort(-images, kind="stable")[:NUM_PAIRS]
+        return [(*divmod(int(pairs[place]), self.num_classes), int(images[place])) for place in order]
+
+    def describe(self, names: Sequence[str]) -> list[str]:
+        """Return lines for people: the mean over classes, the classes with the lowest accuracies, what is confused."""
+        accuracies, counts = self.accuracies(), self.counts()
+        lowest = sorted(np.flatnonzero(counts).tolist(), key=lambda number: accuracies[number])[:5]
+        words = [f"{printable(names[number])} ({accuracies[number]:.1%} of {counts[number]})" for number in lowest]
+        confused = [
+            f"{printable(names[truth])} taken for {printable(names[guess])} ({images})"
+            for truth, guess, images in self.most_confused()[:5]
+        ]
+        lines = [f"mean over classes {np.nanmean(accuracies):.2%}", f"lowest: {', '.join(words)}"]
+        return lines + ([f"most confused: {', '.join(confused)}"] if confused else [])
+
+
+def class_accuracies(correct: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return correct / counts, both by class; NaN where there are no images."""
+    return np.where(counts > 0, correct / np.maximum(counts, 1), np.nan)

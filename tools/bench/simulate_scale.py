@@ -77,7 +77,8 @@ def main() -> None:
 def count_coverage(num_images: int, config: Config, ranks: int) -> tuple[str, int]:
     """How often all ranks together see an image in two epochs, which no number of steps fits exactly; and those
     steps."""
-    order, global_batch, size = SampleOrder.of(config, num_images), config.batch.global_batch, config.batch.micro_batch
+    order = SampleOrder.of(config, np.zeros(num_images, np.int64))
+    global_batch, size = config.batch.global_batch, config.batch.micro_batch
     seen = np.zeros((2, num_images), dtype=np.uint8)
     steps = -(-2 * num_images // global_batch)
     for step in range(steps):
@@ -98,7 +99,7 @@ def measure(num_images: int, config: Config, ranks: int) -> tuple[float, float]:
     start = time.perf_counter()
     micro_batches(0, 0)
     epoch_s = time.perf_counter() - start
-    reference = SampleOrder.of(config, num_images)
+    reference = SampleOrder.of(config, np.zeros(num_images, np.int64))
     times = []
     for step in range(SAMPLED_STEPS):
         for k in range(0, ranks, max(1, ranks // SAMPLED_RANKS)):

@@ -68,7 +68,7 @@ class MicroBatches:
         self._config = config
         self._config_at = config.by_step(len(rows))
         self._policy = policy_of(config.data)
-        self.order = SampleOrder.of(config, len(rows))
+        self.order = SampleOrder.of(config, rows["label"])
         side, padding = config.data.crop_side, config.data.crop_padding
         if side is not None and len(rows):
             smallest = int(min(rows["height"].min(), rows["width"].min()))

@@ -1,11 +1,13 @@
 """Which image stands at which position of the training sequence.
 
 The sequence is continuous: position p is image ``p mod N`` of the shuffled epoch ``p div N``, so an epoch has every
-image exactly once and nothing is dropped or padded where epochs meet, whatever the batch size.
+image exactly once (but in a balanced order) and nothing is dropped or padded where epochs meet, whatever the batch
+size.
 """
 
 import threading
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -26,46 +28,87 @@ class FullOrder:
         return self._images[within].astype(np.int64)
 
 
+class BalancedOrder:
+    """An order of one epoch of N images in which every class stands equally often.
+
+    Of C classes that have images, one with n of them gets N / C places, rounded up or down, and each of its images
+    N / (C n), rounded up or down: systematic sampling (Madow, "On the theory of systematic sampling, II", 1949) of the
+    images in a random order, class after class.
+
+    Args:
+        labels: (N,) the images' classes.
+    """
+
+    def __init__(self, labels: NDArray[np.integer], *, seed: int, epoch: int) -> None:
+        generator = philox_generator(seed, Purpose.ORDER, low=0, high=epoch)
+        images = shuffled(generator, len(labels))
+        images = images[np.argsort(labels[images], kind="stable")]
+        expected = balanced_share(labels)[images]
+        offset = float(int(generator.random_raw()) >> 11) * 2.0**-53
+        ends = np.floor(np.cumsum(expected) + offset).astype(np.int64)
+        ends[-1] = len(labels)  # as it is, but for rounding
+        times = np.diff(ends, prepend=0)
+        places = shuffled(generator, len(labels))
+        self._images = np.repeat(images, times)[places]
+        self._nth = (np.arange(len(labels)) - np.repeat(ends - times, times))[places]
+
+    def images_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._images[within].astype(np.int64)
+
+    def nth_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many places of the epoch the same image has before, in no particular order, at each position."""
+        return self._nth[within]
+
+
+def balanced_share(labels: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return how often each image is expected in an epoch of a balanced order, (N,), N in all."""
+    counts = np.bincount(labels)
+    return len(labels) / (np.count_nonzero(counts) * counts[labels])
+
+
 @dataclass(frozen=True)
 class SampleOrder:
     """The images at positions of the training sequence: a pure function, which remembers the epochs in use.
 
     Args:
-        shuffle: Blocks for a block order, full for a uniformly random one, none for that on disk.
+        shuffle: Blocks for a block order, full for a uniformly random one, none for that on disk; the labels of all
+            images for a balanced one.
         repeats: so many neighbouring positions have the same image. Blocks are those of the order without repeats.
     """
 
     num_images: int
     _: KW_ONLY
     seed: int
-    shuffle: Literal["full", "none"] | Blocks
+    shuffle: Literal["full", "none"] | Blocks | NDArray[np.integer]
     repeats: int = 1
-    _orders: dict[int, FullOrder | BlockOrder] = field(default_factory=dict)
+    _orders: dict[int, FullOrder | BlockOrder | BalancedOrder] = field(default_factory=dict)
     # Reading ahead asks too, and makes the next epoch's order before it begins.
     _making: threading.Lock = field(default_factory=threading.Lock)
 
+    @cached_property
+    def _most(self) -> int:
+        """The largest number of places that an image has in an epoch."""
+        return int(np.ceil(balanced_share(self.shuffle).max())) if isinstance(self.shuffle, np.ndarray) else 1
+
     @classmethod
-    def of(cls, config: Config, num_images: int) -> "SampleOrder":
+    def of(cls, config: Config, labels: NDArray[np.integer]) -> "SampleOrder":
+        """Return the order of a dataset whose images have these classes, (N,)."""
         data, batch = config.data, config.batch
         blocks = Blocks(
-            num_images=num_images,
+            num_images=len(labels),
             block_images=data.block_images,
             window_blocks=data.window_blocks,
             global_batch=batch.global_batch // data.repeats,
             micro_batch=batch.micro_batch // data.repeats,
         )
-        return cls(
-            num_images,
-            seed=data.seed,
-            shuffle=blocks if data.shuffle == "block" else data.shuffle,
-            repeats=data.repeats,
-        )
+        chosen = blocks if data.shuffle == "block" else labels if data.shuffle == "balanced" else data.shuffle
+        return cls(len(labels), seed=data.seed, shuffle=chosen, repeats=data.repeats)
 
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (images, epochs) at `positions`, each of the same shape.
 
-        With repeats, epochs count the times that an image has been seen: no two of the same image are equal, so that
-        each is augmented differently.
+        With repeats and in a balanced order, epochs count the times that an image may have been seen: no two of the
+        same image are equal, so that each is augmented differently.
         """
         if self.repeats > 1:
             images, passes = self._images_at(positions // self.repeats)
@@ -75,13 +118,16 @@ class SampleOrder:
     def _images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the same in the sequence without repeats, where `positions` count images and epochs count passes."""
         epochs, within = np.divmod(positions, self.num_images)
-        if self.shuffle == "none":
+        if isinstance(self.shuffle, str) and self.shuffle == "none":
             return within, epochs
-        images = np.empty_like(within)
+        images, passes = np.empty_like(within), epochs * self._most
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            images[here] = self._order(int(epoch)).images_at(within[here])
-        return images, epochs
+            order = self._order(int(epoch))
+            images[here] = order.images_at(within[here])
+            if isinstance(order, BalancedOrder):
+                passes[here] += order.nth_at(within[here])
+        return images, passes
 
     def windows_at(self, positions: NDArray[np.int64]) -> list[tuple[int, int]] | None:
         """Return (epoch, window) of each window with an image at one of `positions`; None: the order has no windows."""
@@ -103,7 +149,7 @@ class SampleOrder:
         assert isinstance(order, BlockOrder)
         return order
 
-    def _order(self, epoch: int) -> FullOrder | BlockOrder:
+    def _order(self, epoch: int) -> FullOrder | BlockOrder | BalancedOrder:
         order = self._orders.get(epoch)
         if order is not None:
             return order
@@ -111,6 +157,8 @@ class SampleOrder:
             if epoch not in self._orders:
                 if isinstance(self.shuffle, Blocks):
                     order = BlockOrder(self.shuffle, seed=self.seed, epoch=epoch)
+                elif isinstance(self.shuffle, np.ndarray):
+                    order = BalancedOrder(self.shuffle, seed=self.seed, epoch=epoch)
                 else:
                     order = FullOrder(self.num_images, seed=self.seed, epoch=epoch)
                 self._orders[epoch] = order

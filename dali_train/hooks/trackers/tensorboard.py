@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
-from dali_train.hooks.predictions import ClassTables
 from dali_train.hooks.trackers.tracker import Tracker, load_package
+from dali_train.training.metrics import ClassTables
 
 
 class TensorBoard(Tracker):

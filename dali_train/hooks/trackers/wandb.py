@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from dali_train.data.dataset.index import Split
 from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.observers import logger
-from dali_train.hooks.predictions import ClassTables, prediction_table, thumbnails
+from dali_train.hooks.predictions import prediction_table, thumbnails
 from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
+from dali_train.training.metrics import ClassTables
 
 REACH_TIMEOUT_S = 30
 """A server that does not answer within this time is unreachable."""
