@@ -142,8 +142,10 @@ def test_the_first_to_end_is_named(three: Ranks) -> None:
     """Rank 2 was killed; ranks 0 and 1 lose touch with it."""
     three.enter("backward", 0, 1, 2)
     lost = RuntimeError("[/pytorch/gloo] Connection closed by peer")
+    while_saving = CheckpointError(f"{lost}: could not save")
+    while_saving.__cause__ = lost
     with pytest.raises(RunError) as left_to_rank_0:
-        three.dogs[1].__exit__(None, lost, None)
+        three.dogs[1].__exit__(None, while_saving, None)
     assert left_to_rank_0.value.is_said
     three.clock.tick = 0.1
     cause = three.dogs[0].close(lost)

@@ -320,9 +320,9 @@ class Watchdog:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Return whether torch's communication failed, or whether that is why one of our own errors was raised."""
-    first = error.__cause__ or error if isinstance(error, RunError) else error
-    is_torchs = isinstance(first, BaseException) and not isinstance(first, UserError | OSError | ValueError)
-    return isinstance(error, RuntimeError) and is_torchs and _LOST_PEER.search(str(first)) is not None
+    first = error.__cause__ if isinstance(error, RunError) else error
+    is_torchs = first is not None and not isinstance(first, UserError | OSError | ValueError | SystemExit)
+    return isinstance(error, RuntimeError) and is_torchs and _LOST_PEER.search(str(error)) is not None
 
 
 def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:
