@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
-from dali_train.commands.data import add_data_command, nobody_reads_on
+from dali_train.commands.arguments import command_parser, launch_parser
+from dali_train.commands.data import nobody_reads_on
 from dali_train.config import Config, load_config
 from dali_train.config.override import config_with, read_overrides
 from dali_train.errors import ConfigError, RunError, UserError
@@ -32,23 +32,21 @@ from dali_train.runtime.status import (
 from dali_train.runtime.stop import StopReason, StopRequests
 from dali_train.text import printable
 
-_OWN_PARTS = "a config file with a model of your own, which is run to register it; the settings are the run's"
 Command = Callable[[argparse.Namespace, list[str]], int]
-Commands = Any  # what argparse's add_subparsers returns, whose class is private
-SUMMARY = "Train image classifiers at large batch sizes, with the same samples on any number of GPUs."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # torch.distributed.launch puts --local-rank before the command, ColossalAI's scripts put such options behind it.
-    launch, argv = _launch_parser().parse_known_args(argv)
+    launch, argv = launch_parser().parse_known_args(argv)
     words, settings = _split_settings(argv)
-    options, unknown = _parser().parse_known_args(words)
+    options, unknown = command_parser().parse_known_args(words)
     options.launch = vars(launch)
     is_said = False
     try:
-        status = int(options.run(options, [*unknown, *settings]))
+        run = options.run if options.command == "data" else _COMMANDS[options.command]
+        status = int(run(options, [*unknown, *settings]))
         sys.stdout.flush()
         return status
     except UserError as error:
@@ -78,157 +76,6 @@ def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
             current = settings if "." in word.partition("=")[0] else words
         current.append(word)
     return words, settings
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dali-train", description=SUMMARY)
-    parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_commands_with_config(commands)
-    _add_commands_on_runs(commands)
-    _add_init(commands)
-    add_data_command(commands)
-    return parser
-
-
-def _add_commands_with_config(commands: Commands) -> None:
-    """Add the commands that read a config, which ``--section.field value`` overrides."""
-
-    def add(name: str, run: Command, summary: str) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(
-            name,
-            parents=[_launch_parser()],
-            help=summary,
-            description=summary,
-            allow_abbrev=False,
-            add_help=False,  # with --config it lists the settings, see `_config`
-            epilog="Every setting of the config can be overridden: --section.field value. "
-            f"`dali-train {name} --config FILE --help` lists them all.",
-        )
-        command.set_defaults(run=run, help=command.print_help)
-        command.add_argument(
-            "--config",
-            metavar="FILE",
-            help="a Python file that defines `config` (recipes are in configs/), or a run's config.json"
-            + (f"; beside RUN {_OWN_PARTS}" if name == "eval" else ""),
-        )
-        return command
-
-    train = add("train", _train, "Train a model, or resume a run that was stopped.")
-    train.add_argument(
-        "--num-processes",
-        metavar="N|auto",
-        help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
-    )
-    summary = "Evaluate a run's checkpoint, or with --config FILE --model.weights FILE_OR_NAME any weights."
-    evaluate = add("eval", _evaluate, summary)
-    evaluate.add_argument(
-        "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own settings are used"
-    )
-    evaluate.add_argument(
-        "--checkpoint",
-        metavar="best|newest|PATH",
-        help="which one of RUN (default: best, or newest where nothing was evaluated)",
-    )
-    summary = "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on."
-    status = add("status", _status, summary)
-    status.add_argument(
-        "directories",
-        nargs="*",
-        type=Path,
-        metavar="RUN",
-        help="a run.dir, several for a table (runs/*); or name the config that has it",
-    )
-    summary = "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run."
-    add("doctor", _doctor, summary)
-    summary = "Show what a run would do: settings, steps, learning rate, memory. Needs no GPU and reads no data."
-    plan = add("plan", _plan, summary)
-    plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
-    plan.add_argument(
-        "--gpu-memory",
-        type=float,
-        metavar="GB",
-        help="memory of each rank's GPU: also report the largest micro-batch that fits",
-    )
-    plan.add_argument(
-        "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
-    )
-
-
-def _add_commands_on_runs(commands: Commands) -> None:
-    """Add the commands that take a run's own settings as they are."""
-
-    def add(name: str, run: Command, summary: str, runs: int | str | None = None) -> argparse.ArgumentParser:
-        command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
-        command.set_defaults(run=run)
-        command.add_argument("run_dir", nargs=runs, type=Path, metavar="RUN", help="a run.dir")
-        return command
-
-    export = add("export", _export, "Write a run's model for other programs, and check what was written.")
-    export.add_argument("--format", choices=("timm", "onnx", "torch-export"), default="timm")
-    export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/export/FORMAT)")
-    summary = "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
-    predict = add("predict", _predict, summary)
-    predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file")
-    predict.add_argument(
-        "--decoder", choices=("dali", "pil"), default="dali", help="what decodes and resizes (default: dali)"
-    )
-    predict.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file"
-    )
-    predict.add_argument(
-        "--csv",
-        type=Path,
-        metavar="FILE",
-        help="write a table of the images with their 5 likeliest classes; without images, of the validation split",
-    )
-    for command in (export, predict):
-        command.add_argument("--config", type=Path, metavar="FILE", help=_OWN_PARTS)
-        command.add_argument(
-            "--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest)"
-        )
-        command.add_argument(
-            "--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one"
-        )
-    summary = "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
-    diff = add("diff", _diff, summary, runs="+")
-    diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
-    report = add("report", _report, "Show runs as one HTML page, several over one another.", runs="+")
-    report.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write it (default: RUN/report, comparison/ beside several)"
-    )
-    report.add_argument(
-        "--serve",
-        action="store_true",
-        help="instead of a file: pages of all runs in RUN, kept current while they train",
-    )
-    # The values are found by `_launch_parser`, which knows these words too.
-    report.add_argument("--host", help="--serve: the address to listen at (default: this machine alone)")
-    report.add_argument("--port", help="--serve: the port (default: 7007; 0: any that is free)")
-
-
-def _add_init(commands: Commands) -> None:
-    summary = "Write a config file that fits a dataset: sizes, network, batch."
-    init = commands.add_parser("init", help=summary, description=summary)
-    init.set_defaults(run=_init)
-    init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")
-    init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
-    init.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="of the GPU to train on (default: of the one here)"
-    )
-
-
-def _launch_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dali-train", add_help=False, allow_abbrev=False)
-    group = parser.add_argument_group(
-        "ColossalAI's options, where no launcher sets rank and world size in the environment"
-    )
-    group.add_argument("--local_rank", "--local-rank", type=int, help="this process's number on its host")
-    group.add_argument("--rank", type=int, help="this process's number")
-    group.add_argument("--world_size", "--world-size", type=int, help="number of processes")
-    group.add_argument("--host", help="where rank 0 listens")
-    group.add_argument("--port", type=int, help="port of --host")
-    return parser
 
 
 # torch takes seconds to import, so the commands that need it are imported where they run: --help should not wait.
@@ -432,3 +279,17 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
     except ConfigError as error:
         error.is_said = not is_first_on_host(options.launch["local_rank"])
         raise
+
+
+_COMMANDS: dict[str, Command] = {
+    "train": _train,
+    "eval": _evaluate,
+    "status": _status,
+    "doctor": _doctor,
+    "plan": _plan,
+    "init": _init,
+    "export": _export,
+    "predict": _predict,
+    "diff": _diff,
+    "report": _report,
+}

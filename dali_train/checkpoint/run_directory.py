@@ -24,9 +24,6 @@ _COUNTS = ("host_cores", "decoding_threads", "ranks_on_host", "world_size")
 class RunDirectory:
     """The files of a run by the types with which it wrote them, each read when it is asked for.
 
-    Args:
-        directory: the run.dir of a run that has started.
-
     Raises:
         ConfigError: there is no such run, or a file is not what a run writes; the message names the file and a remedy.
     """

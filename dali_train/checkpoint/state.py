@@ -75,11 +75,7 @@ def restore(
 ) -> list[str]:
     """Put the weights, optimizer state and counters of `checkpoint` in place; rates stay those of the config.
 
-    Args:
-        parallel: how the model is spread; None: not at all.
-
-    Returns:
-        A warning for what could not be taken over, because another optimizer or precision made it.
+    Return a warning for what could not be taken over, because another optimizer or precision made it.
 
     Raises:
         ConfigError: the weights do not fit the model.

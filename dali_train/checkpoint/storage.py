@@ -1,8 +1,8 @@
 """The files of one checkpoint: tensors as safetensors, everything else in a JSON manifest. Nothing in them can run.
 
 Ranks write and read through DCP (``torch.distributed.checkpoint``): each writes the shards that it holds, and any other
-layout of ranks can read them. It does not see a flipped bit, so each file's SHA-256 is
-in the manifest, and the manifest's own is in a file beside it.
+layout of ranks can read them. It does not see a flipped bit, so each file's SHA-256 is in the manifest, and the
+manifest's own is in a file beside it.
 """
 
 import hashlib

@@ -124,9 +124,6 @@ def exit_is_an_error() -> Iterator[None]:
         ) from error
 
 
-# ------------------------------------------------------------------------------------------------ build
-
-
 @exit_is_an_error()
 def build(
     config: Config,
@@ -264,9 +261,6 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
         logger.warning(warning)
 
 
-# ------------------------------------------------------------------------------------------------ loop
-
-
 @exit_is_an_error()
 def loop(run: Run, stop: StopAgreement) -> None:
     """Optimizer steps until the last one, until top-1 has not risen for hooks.stop_early, or until all ranks agree to
@@ -354,9 +348,6 @@ def save(run: Run) -> None:
         "epoch_accuracies": [*run.accuracies.history],
     }
     run.saver.save(run.step, state, values)
-
-
-# ------------------------------------------------------------------------------------------------ end
 
 
 def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:

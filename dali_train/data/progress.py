@@ -47,10 +47,6 @@ class Progress:
                 self._last_line = now
                 self._print_line()
 
-    def note(self, **values: str) -> None:
-        """Show `values` behind the bar."""
-        self._bar.set_postfix(values, refresh=False)
-
     def close(self) -> None:
         if not self._terminal:
             self._print_line()

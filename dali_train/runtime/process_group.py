@@ -41,8 +41,7 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) 
 
     Gives the launch back, with the port of the store that the ranks share.
 
-    Args:
-        timeout_s: as `parallel.timeout_s`; collectives give up a little later.
+    Its collectives give up a little later than `timeout_s`, parallel.timeout_s, after which the watchdog ends a rank.
 
     Raises:
         LaunchError: the other ranks were not reached within a minute.
@@ -178,9 +177,6 @@ def on_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None) ->
 @contextmanager
 def locked(directory: Path, group: dist.ProcessGroup | None) -> Iterator[Holder | None]:
     """Keep other runs out of the run directory. Rank 0 holds the lock; only there the holder is given.
-
-    Args:
-        group: of all ranks, for host memory; None for a single process.
 
     Raises:
         ConfigError: on all ranks, if another run trains there or the directory cannot be written.

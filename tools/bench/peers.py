@@ -130,7 +130,7 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
         encoded = fn.external_source(source=lambda: feed()[0], batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
         return fn.copy(encoded)  # to a buffer of DALI's, so that every byte is touched
 
-    pipe = reading_graph() if stage == "read" else crop_graph(feed, size=task.batch, num_threads=task.threads)
+    pipe = reading_graph() if stage == "read" else crop_graph(feed, batch_size=task.batch, num_threads=task.threads)
     while True:
         (outputs,), flips = pipe.run(), feed.in_flight.popleft().flips
         if stage in ("read", "decode"):

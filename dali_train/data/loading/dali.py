@@ -192,19 +192,13 @@ def training_graph(
     return normalised(images, mirror, data, pixels), *(to_device(node, pixels) for node in outputs)
 
 
-def crop_graph(feed: Feed, *, size: int, num_threads: int) -> Pipeline:
-    """Return the graph, built, that decodes on the CPU the boxes of the `size` images that `feed` gives.
+@pipeline_def(device_id=None, exec_dynamic=False)
+def crop_graph(feed: Feed) -> Any:
+    """Define the graph that decodes on the CPU the boxes of the images that `feed` gives.
 
     The older executor writes into the same memory again and again, which is a tenth faster: what ``run()`` gave is gone
     with the next one.
     """
-    pipe: Pipeline = _crop_graph(feed, batch_size=size, num_threads=num_threads, device_id=None, exec_dynamic=False)
-    pipe.build()
-    return pipe
-
-
-@pipeline_def
-def _crop_graph(feed: Feed) -> Any:
     nodes = feed.nodes()
     return decode_boxes(nodes["stored"], nodes["anchor"], nodes["shape"], boxes=True, device="cpu", **COMMON_OPTIONS)
 

@@ -78,9 +78,7 @@ class TrainingPipeline:
 class IndexedPipeline(TrainingPipeline):
     """Images found through the index: what the pipelines on both devices share.
 
-    Args:
-        next_micro_batch: called ahead of ``run()``.
-        size: images in each micro-batch.
+    `next_micro_batch` is called ahead of ``run()``, for micro-batches of `size` images.
     """
 
     _feed: Feed
@@ -148,7 +146,9 @@ class CpuPipeline(IndexedPipeline):
         self._pipe: Pipeline | None = None
         if self._split.manifest.encoding == "image":
             self._feed = Feed(crop_inputs(self._split, self._storage), next_micro_batch)
-            self._pipe = crop_graph(self._feed, size=size, num_threads=self._pixels.num_threads)
+            pipe = crop_graph(self._feed, batch_size=size, num_threads=self._pixels.num_threads)
+            pipe.build()
+            self._pipe = pipe
         self._ready = Ahead(self._produce, PREFETCH, "data")
 
     def run(self) -> Batch:

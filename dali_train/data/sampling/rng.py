@@ -62,12 +62,7 @@ def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
     vectorised sort of plain integers does it and a tie falls the same way everywhere. For 14 million numbers 40
     random bits are left: about 90 pairs tie, which no training can notice. Only the generator's raw bits are used:
     NumPy keeps those the same for ever, but not its own `permutation` (NEP 19).
-
-    Raises:
-        ValueError: a count of 0 or over 2**32.
     """
-    if not 0 < count <= 1 << 32:
-        raise ValueError(f"cannot order {count} numbers: expected 1 to 2**32")
     bits = np.uint64((count - 1).bit_length())
     keys: UInt64s = generator.random_raw(count)
     keys >>= bits

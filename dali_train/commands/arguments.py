@@ -1,0 +1,161 @@
+"""The words of the command line: one parser for all commands, which cli.py carries out."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from dali_train import __version__
+from dali_train.commands.data import add_data_command
+
+_OWN_PARTS = "a config file with a model of your own, which is run to register it; the settings are the run's"
+Commands = Any  # what argparse's add_subparsers returns, whose class is private
+SUMMARY = "Train image classifiers at large batch sizes, with the same samples on any number of GPUs."
+
+
+def command_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dali-train", description=SUMMARY)
+    parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_commands_with_config(commands)
+    _add_commands_on_runs(commands)
+    _add_init(commands)
+    add_data_command(commands)
+    return parser
+
+
+def _add_commands_with_config(commands: Commands) -> None:
+    """Add the commands that read a config, which ``--section.field value`` overrides."""
+
+    def add(name: str, summary: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name,
+            parents=[launch_parser()],
+            help=summary,
+            description=summary,
+            allow_abbrev=False,
+            add_help=False,  # with --config it lists the settings, see cli.py
+            epilog="Every setting of the config can be overridden: --section.field value. "
+            f"`dali-train {name} --config FILE --help` lists them all.",
+        )
+        command.set_defaults(help=command.print_help)
+        command.add_argument(
+            "--config",
+            metavar="FILE",
+            help="a Python file that defines `config` (recipes are in configs/), or a run's config.json"
+            + (f"; beside RUN {_OWN_PARTS}" if name == "eval" else ""),
+        )
+        return command
+
+    train = add("train", "Train a model, or resume a run that was stopped.")
+    train.add_argument(
+        "--num-processes",
+        metavar="N|auto",
+        help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
+    )
+    summary = "Evaluate a run's checkpoint, or with --config FILE --model.weights FILE_OR_NAME any weights."
+    evaluate = add("eval", summary)
+    evaluate.add_argument(
+        "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own settings are used"
+    )
+    evaluate.add_argument(
+        "--checkpoint",
+        metavar="best|newest|PATH",
+        help="which one of RUN (default: best, or newest where nothing was evaluated)",
+    )
+    summary = "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on."
+    status = add("status", summary)
+    status.add_argument(
+        "directories",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="a run.dir, several for a table (runs/*); or name the config that has it",
+    )
+    summary = "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run."
+    add("doctor", summary)
+    summary = "Show what a run would do: settings, steps, learning rate, memory. Needs no GPU and reads no data."
+    plan = add("plan", summary)
+    plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
+    plan.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of each rank's GPU: also report the largest micro-batch that fits",
+    )
+    plan.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
+    )
+
+
+def _add_commands_on_runs(commands: Commands) -> None:
+    """Add the commands that take a run's own settings as they are."""
+
+    def add(name: str, summary: str, runs: int | str | None = None) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("run_dir", nargs=runs, type=Path, metavar="RUN", help="a run.dir")
+        return command
+
+    export = add("export", "Write a run's model for other programs, and check what was written.")
+    export.add_argument("--format", choices=("timm", "onnx", "torch-export"), default="timm")
+    export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/export/FORMAT)")
+    summary = "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
+    predict = add("predict", summary)
+    predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file")
+    predict.add_argument(
+        "--decoder", choices=("dali", "pil"), default="dali", help="what decodes and resizes (default: dali)"
+    )
+    predict.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file"
+    )
+    predict.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write a table of the images with their 5 likeliest classes; without images, of the validation split",
+    )
+    for command in (export, predict):
+        command.add_argument("--config", type=Path, metavar="FILE", help=_OWN_PARTS)
+        command.add_argument(
+            "--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest)"
+        )
+        command.add_argument(
+            "--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one"
+        )
+    summary = "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
+    diff = add("diff", summary, runs="+")
+    diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
+    report = add("report", "Show runs as one HTML page, several over one another.", runs="+")
+    report.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write it (default: RUN/report, comparison/ beside several)"
+    )
+    report.add_argument(
+        "--serve",
+        action="store_true",
+        help="instead of a file: pages of all runs in RUN, kept current while they train",
+    )
+    # The values are found by `launch_parser`, which knows these words too.
+    report.add_argument("--host", help="--serve: the address to listen at (default: this machine alone)")
+    report.add_argument("--port", help="--serve: the port (default: 7007; 0: any that is free)")
+
+
+def _add_init(commands: Commands) -> None:
+    summary = "Write a config file that fits a dataset: sizes, network, batch."
+    init = commands.add_parser("init", help=summary, description=summary)
+    init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")
+    init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
+    init.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="of the GPU to train on (default: of the one here)"
+    )
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dali-train", add_help=False, allow_abbrev=False)
+    group = parser.add_argument_group(
+        "ColossalAI's options, where no launcher sets rank and world size in the environment"
+    )
+    group.add_argument("--local_rank", "--local-rank", type=int, help="this process's number on its host")
+    group.add_argument("--rank", type=int, help="this process's number")
+    group.add_argument("--world_size", "--world-size", type=int, help="number of processes")
+    group.add_argument("--host", help="where rank 0 listens")
+    group.add_argument("--port", type=int, help="port of --host")
+    return parser
