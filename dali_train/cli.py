@@ -169,6 +169,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
     from dali_train.commands.plan import print_plan
+    from dali_train.commands.plan_reads import Prices
 
     print_plan(
         config,
@@ -176,6 +177,8 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         num_images=options.num_images,
         picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
+        ranks_per_node=options.ranks_per_node,
+        prices=Prices(per_gb=options.price_per_gb, per_1000_requests=options.price_per_1000_requests),
     )
     return FINISHED
 

@@ -128,7 +128,7 @@ class Counted(MappedFiles):
             file.write(f"{split.name}\n")
 
 
-STORAGES["counted"] = Counted
+STORAGES["counted"] = lambda split, *_: Counted(split)
 
 
 def stripes(options: Namespace) -> Sources:

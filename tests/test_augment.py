@@ -498,23 +498,25 @@ def test_the_decoder_is_described(config: Config) -> None:
 
 
 class InMemory:
-    """An object store's stand-in: all shards as bytes."""
+    """All images as bytes."""
+
+    portion_bytes, keeps_windows = 1 << 20, True
 
     def __init__(self, split: Split) -> None:
-        self._shards = [np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in split.paths]
+        self._images = MappedShards(split).read(np.arange(len(split)))
         self.prefetched = 0
 
-    def read(self, shard: int, offset: int, size: int) -> np.ndarray:
-        return self._shards[shard][offset : offset + size]
+    def read(self, images: np.ndarray) -> list[np.ndarray]:
+        return [self._images[image] for image in images]
 
-    def prefetch(self, ranges: object) -> None:
-        self.prefetched += 1
+    def prefetch(self, images: np.ndarray) -> None:
+        self.prefetched += len(images)
 
 
 def test_a_new_storage_is_one_row(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[InMemory] = []
 
-    def make(split: Split) -> InMemory:
+    def make(split: Split, *_: object) -> InMemory:
         made.append(InMemory(split))
         return made[-1]
 
@@ -527,7 +529,7 @@ def test_a_new_storage_is_one_row(config: Config, monkeypatch: pytest.MonkeyPatc
     assert made[0].prefetched
     unknown = replace(config.data, root="ftp://host/data")
     with pytest.raises(
-        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, only for file, memory"
+        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, only for file, .*memory"
     ):
         storages.open_storage(Split(config.data.root, "train"), unknown)
 
@@ -539,11 +541,11 @@ def test_a_shard_that_becomes_shorter_is_named(config: Config, tmp_path: Path) -
     short = tmp_path / "short"
     short.write_bytes(split.paths[1].read_bytes()[:100])
     split.paths[1] = short
-    storage.prefetch([(0, 0, 1000)])
+    storage.prefetch(np.arange(split.first_images[1]))
     with pytest.raises(
         DatasetError, match=rf"{short} has become shorter while it was in use: it ends at byte 100, .*Restore the shard"
     ):
-        storage.prefetch([(1, 50, 1000)])
+        storage.prefetch(np.arange(split.first_images[1], len(split)))
 
 
 def test_ranks_agree(train: Train, tmp_path: Path) -> None:

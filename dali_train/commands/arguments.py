@@ -82,6 +82,9 @@ def _add_commands_with_config(commands: Commands) -> None:
         metavar="GB",
         help="memory of each rank's GPU: also report the largest micro-batch that fits",
     )
+    plan.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="they share data.cache (default: 8)")
+    plan.add_argument("--price-per-gb", type=float, metavar="X", help="that leaves the bucket of data.root")
+    plan.add_argument("--price-per-1000-requests", type=float, metavar="X", help="to the bucket of data.root")
     plan.add_argument(
         "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
     )

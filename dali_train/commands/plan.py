@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dali_train.checkpoint.model import check_weights
+from dali_train.commands.plan_reads import Prices, describe_reads
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
@@ -29,6 +30,7 @@ from dali_train.parallel.stages import (
     stages_of_rank,
 )
 from dali_train.runtime.launch import Launch
+from dali_train.runtime.object_store import is_remote
 from dali_train.training.loss import loss_of
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
@@ -54,12 +56,15 @@ def print_plan(
     num_images: int | None,
     picture: Path | None,
     gpu_memory_gb: float | None = None,
+    ranks_per_node: int = 8,
+    prices: Prices | None = None,
 ) -> None:
     """Print the plan for `world_size` ranks, and draw it into `picture`.
 
     Args:
         world_size: None for as few as the config's parallelism allows.
         gpu_memory_gb: of each rank's device, for advice on the micro-batch.
+        ranks_per_node: share a cache of what they read from an object store, which costs `prices`.
 
     Raises:
         ConfigError: the batch does not divide among the ranks, model or optimizer cannot be built, or the model does
@@ -84,6 +89,8 @@ def print_plan(
     for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
+    if is_remote(config.data.root):
+        print(*describe_reads(config, layout, num_images, image_bytes, ranks_per_node, prices or Prices()), sep="\n")
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")

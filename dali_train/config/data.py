@@ -25,8 +25,9 @@ Probability = Annotated[float, Rule("a probability from 0 to 1", 0, 1)]
 @section("data")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    root: NotInRecipe[Annotated[str, Rule("the name of a dataset's directory, which holds dataset.json")]]
-    """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`)."""
+    root: NotInRecipe[Annotated[str, Rule("the name or URL of a dataset's directory, which holds dataset.json")]]
+    """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`), or the URL of
+    one in an object store: s3://, gs://, az:// or https://."""
     seed: Annotated[int, Rule("a whole number from 0 to 2**64 - 1", 0, (1 << 64) - 1)] = 0
     """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
     shuffle: Literal["full", "block", "none", "balanced"] = "full"
@@ -46,6 +47,11 @@ class DataConfig:
     local_copy: NotInRecipe[Directory | None] = None
     """Directory on a local disk of each host: the dataset is copied there once before training and read from there.
     None: data.root is read."""
+    cache: NotInRecipe[Directory | None] = None
+    """Directory on a local disk of each host for images of a dataset in an object store; its ranks share it. What is
+    needed latest is removed first. None: every epoch fetches every image."""
+    cache_gb: NotInRecipe[Annotated[float, Rule("a number of gigabytes over 0", OVER_0)] | None] = None
+    """Largest size of data.cache, per host. None: what its disk has free, but for a twentieth."""
     reader: Literal["index", "dali", "synthetic"] = "index"
     """index: images are slices of memory-mapped shards. synthetic: noise, to see what loading data costs. dali: DALI's
     own TFRecord reader, which reads shards in sequence; samples then depend on the number of ranks, and a resumed run
@@ -139,6 +145,21 @@ class DataConfig:
         return NORMALISATIONS[self.normalise] if isinstance(self.normalise, str) else self.normalise
 
     def __post_init__(self) -> None:
+        if "://" in self.root:
+            require(
+                self.reader != "dali",
+                f"data.reader is dali, which reads files, and data.root is {self.root}: use data.reader index",
+            )
+            require(
+                "@" not in self.root.partition("://")[2].partition("/")[0],
+                "data.root is a URL with a user or a password: leave them out, credentials belong into the environment",
+            )
+        else:
+            require(
+                self.cache is None,
+                f"data.cache is {self.cache}, but data.root {self.root} is no object store: use data.local_copy to "
+                "have it on a local disk",
+            )
         low, high = self.crop_area
         require(
             0 < low <= high <= 1, f"data.crop_area is {self.crop_area}: use two fractions with 0 < low <= high <= 1"

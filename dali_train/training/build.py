@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
+from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.loader import Loader, blank_images, make_loader, pixel_format
 from dali_train.data.loading.local_copy import DatasetRoot, find_dataset
 from dali_train.errors import ConfigError
@@ -46,6 +47,7 @@ class Setup:
     layout: Layout
     num_threads: int  # that decode
     dataset: DatasetRoot  # held, so that nobody removes a local copy in use
+    node: Node | None  # the cache of this node
     split: Split  # to train on
 
     @property
@@ -73,7 +75,15 @@ def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
     dataset = find_dataset(config, launch)
     split = Split(dataset.path, "train")
     check_schedule(config, len(split))
-    return Setup(config=config, device=device, layout=layout, num_threads=num_threads, dataset=dataset, split=split)
+    return Setup(
+        config=config,
+        device=device,
+        layout=layout,
+        num_threads=num_threads,
+        dataset=dataset,
+        node=join_node(config, launch, layout),
+        split=split,
+    )
 
 
 def build_loader(setup: Setup, *, start_step: int = 0) -> Loader:
@@ -88,6 +98,7 @@ def build_loader(setup: Setup, *, start_step: int = 0) -> Loader:
         dp_size=layout.data_size,
         num_threads=setup.num_threads,
         decodes=layout.pipeline_rank == 0,
+        node=setup.node,
     )
 
 
@@ -107,6 +118,7 @@ def build_evaluator(setup: Setup) -> Evaluator | None:
         together=layout.splits_model,
         decodes=layout.pipeline_rank == 0,
         counts=layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0,
+        node=setup.node,
     )
 
 

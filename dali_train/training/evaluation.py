@@ -18,6 +18,7 @@ from torch import nn
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
+from dali_train.data.loading.cache import Node
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.training.metrics import class_accuracies
@@ -57,6 +58,7 @@ class Evaluator:
         together: every rank makes the same number of forward passes.
         decodes: False for ranks whose model gets no images, but what another rank makes of them.
         counts: False for ranks that have no logits, or the same as another.
+        node: this process's part in the cache of its node, if it has one.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Evaluator:
         together: bool = False,
         decodes: bool = True,
         counts: bool = True,
+        node: Node | None = None,
     ) -> None:
         size = config.batch.micro_batch
         starts = range(dp_rank * size, len(split), dp_size * size)
@@ -87,7 +90,7 @@ class Evaluator:
         self._device = device
         self._dtype = torch.float64 if config.precision.dtype == "fp64" else None
         self._pipeline = (
-            EvaluationPipeline(split, self._batches, config.data, pixel_format(config, device, num_threads))
+            EvaluationPipeline(split, self._batches, config.data, pixel_format(config, device, num_threads), node)
             if self._batches and decodes
             else None
         )

@@ -27,8 +27,7 @@ from dali_train.config import (
 )
 from dali_train.data.dataset.index import INDEX_DTYPE, Split, allow_open_files
 from dali_train.data.loading.loader import assigned_micro_batches
-from dali_train.data.loading.read_ahead import GAP_BYTES, requests
-from dali_train.data.loading.storage import REQUEST_BYTES, MappedFiles
+from dali_train.data.loading.storage import GAP_BYTES, REQUEST_BYTES, MappedFiles, requests
 
 from ..conftest import REPOSITORY
 from ..ranks import FORK

@@ -110,7 +110,7 @@ def write_dataset_of_full_size(root: Path) -> None:
         for number, images in enumerate(np.array_split(np.arange(num_images), num_shards)):
             shard = replace(part.shard, name=f"{split}-{number:05d}-of-{num_shards:05d}", num_records=len(images))
             os.link(stored, root / split / shard.name)
-            indexed[split].append(replace(part, shard=shard, rows=part.rows[images % len(part.rows)]))
+            indexed[split].append(replace(part, shard=shard, rows=part.rows[images % len(part.rows)], checksums=None))
     write_index(root, indexed, label_base=1, class_names=[f"class {n}" for n in range(NUM_CLASSES)], conversion={})
 
 

@@ -68,11 +68,13 @@ class WrittenShard:
             "counts": self.counts,
         }
         partial = partial_path(path)
+        assert self.indexed.checksums is not None
         with partial.open("wb") as file:
             np.savez(
                 file,
                 rows=self.indexed.rows,
                 record_offsets=self.indexed.record_offsets,
+                checksums=self.indexed.checksums,
                 facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
             )
         partial.replace(path)
@@ -87,6 +89,7 @@ class WrittenShard:
                 rows=rows,
                 labels=rows["label"].astype(np.int64) + LABEL_BASE,
                 synsets={},
+                checksums=arrays["checksums"],
                 record_offsets=arrays["record_offsets"],
                 encoding=facts["encoding"],
             )
@@ -113,7 +116,7 @@ class ShardWriter:
             OSError: the disk is full, or another fault of the system.
             StoppedError: asked to stop.
         """
-        rows, offsets, bad = [], [0], []
+        rows, offsets, checksums, bad = [], [0], [], []
         counts: Counter[str] = Counter()
         encoding: Encoding = "image"
         crc = offset = 0
@@ -128,6 +131,7 @@ class ShardWriter:
                     record = frame_record(encode_example(stored.content, self._features(image, stored)))
                     start = offset + len(record[0]) + len(record[1])
                     rows.append((start, len(stored.content), 0, self.source.labels[image], stored.height, stored.width))
+                    checksums.append(crc32c(stored.content))
                     offset += sum(map(len, record))
                     offsets.append(offset)
                     encoding = "raw" if stored.is_raw else "image"  # the same for all images of a source
@@ -146,6 +150,7 @@ class ShardWriter:
             rows=table,
             labels=table["label"].astype(np.int64) + LABEL_BASE,
             synsets={},
+            checksums=np.array(checksums, dtype=np.uint32),
             record_offsets=np.array(offsets, dtype=np.uint64),
             encoding=encoding,
         )

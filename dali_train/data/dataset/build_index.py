@@ -27,6 +27,7 @@ from dali_train.data.dataset.manifest import (
     Shard,
     SplitManifest,
     SplitName,
+    checksums_path,
     index_path,
     text_index_path,
 )
@@ -62,6 +63,7 @@ class IndexedShard:
     rows: NDArray[np.void]  # INDEX_DTYPE, (N,)
     labels: NDArray[np.int64]  # (N,)
     synsets: dict[int, str]  # label as in the file -> image/class/synset
+    checksums: NDArray[np.uint32] | None  # CRC32C of each image's bytes, (N,); None: they were not read
     record_offsets: NDArray[np.uint64]  # (N + 1,): where each record begins, framing included, and the file's end
     encoding: Encoding
 
@@ -80,7 +82,7 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
     Raises:
         TFRecordError: anything in the file that is not a complete, labelled image, with its place.
     """
-    rows, labels, offsets = [], [], []
+    rows, labels, checksums, offsets = [], [], [], []
     synsets: dict[int, str] = {}
     encodings: set[Encoding] = set()
     content = memoryview(map_file(path))
@@ -88,6 +90,8 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
         image = index_record(content, record, path, features)
         rows.append((image.start, image.size, 0, 0, image.height, image.width))
         labels.append(image.label)
+        if check_crc:
+            checksums.append(crc32c(content[image.start : image.start + image.size]))
         offsets.append(record.header)
         encodings.add(image.encoding)
         if len(encodings) > 1:
@@ -113,6 +117,7 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
         rows=np.array(rows, dtype=INDEX_DTYPE),
         labels=np.array(labels, dtype=np.int64),
         synsets=synsets,
+        checksums=np.array(checksums, dtype=np.uint32) if check_crc else None,
         record_offsets=np.array([*offsets, len(content)], dtype=np.uint64),
         encoding=encoding,
     )
@@ -248,13 +253,16 @@ def write_index(
         for number, part in enumerate(parts):
             part.rows["shard"] = number
             write_atomically(text_index_path(root, split, part.shard.name), part.text_index().encode())
-        buffer = io.BytesIO()
-        np.save(buffer, np.concatenate([part.rows for part in parts]))
-        write_atomically(index_path(root, split), buffer.getvalue())
+        known = [part.checksums for part in parts if part.checksums is not None]
+        if len(known) < len(parts):
+            checksums_path(root, split).unlink(missing_ok=True)
         splits[split] = SplitManifest(
             num_records=sum(part.shard.num_records for part in parts),
             shards=tuple(part.shard for part in parts),
-            index_crc32c=f"{crc32c(buffer.getbuffer()):08x}",
+            index_crc32c=_write_array(index_path(root, split), np.concatenate([part.rows for part in parts])),
+            image_checksums_crc32c=_write_array(checksums_path(root, split), np.concatenate(known))
+            if len(known) == len(parts)
+            else None,
         )
     manifest = Manifest(
         num_classes=len(class_names),
@@ -268,6 +276,14 @@ def write_index(
     )
     manifest.write(root)
     return manifest
+
+
+def _write_array(path: Path, array: NDArray[Any]) -> str:
+    """Write an array as ``.npy``. Return the file's CRC32C, eight hex digits."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    write_atomically(path, buffer.getvalue())
+    return f"{crc32c(buffer.getbuffer()):08x}"
 
 
 def unused_classes(root: Path) -> list[int]:

@@ -10,6 +10,7 @@ import os
 import resource
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
@@ -20,6 +21,7 @@ from dali_train.data.dataset.manifest import (
     Shard,
     SplitManifest,
     SplitName,
+    checksums_path,
     index_path,
     metadata_directory,
     text_index_path,
@@ -27,6 +29,7 @@ from dali_train.data.dataset.manifest import (
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular, read_limited
+from dali_train.runtime.object_store import is_remote
 
 # One row per image. `offset` and `size` are bytes of the encoded image within its shard; `label` counts from 0.
 INDEX_DTYPE = np.dtype(
@@ -38,11 +41,12 @@ _MAX_TEXT_INDEX_BYTES = 1 << 28  # of one shard
 class Split:
     """One split of an indexed dataset, opened for reading.
 
-    `rows` is the memory-mapped index (``INDEX_DTYPE``), `paths` are the shards' files, numbered as in the rows.
+    `rows` is the memory-mapped index (``INDEX_DTYPE``), `checksums` the CRC32C of each image's bytes, (N,) uint32, None
+    if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names.
 
     Args:
-        root: the dataset's directory; as a URL, ``SCHEME://DIRECTORY``, the one that has its index, while the storage
-            of that scheme has its shards.
+        root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
+            directory that has the index, while the storage of that scheme has the shards.
         local: whether the shards lie below `root`. If not, only the index can be read.
         strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
 
@@ -53,14 +57,18 @@ class Split:
 
     def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
         self.root = metadata_directory(root)
+        self.url = f"{str(root).rstrip('/')}/{name}" if is_remote(str(root)) else None
         local = local and "://" not in str(root)
         self.name = name
         self.manifest = Manifest.read(self.root)
         split = self.manifest.splits.get(name)
         if split is None:
             raise DatasetError(f"{self.root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
-        self._remedy = f"run `dali-train data index {self.root}` again"
-        self.rows: NDArray[np.void] = self._open_index(split)
+        self._remedy = f"run `dali-train data index {root}` again"
+        self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split, INDEX_DTYPE)
+        self.checksums: NDArray[np.uint32] | None = None
+        if split.image_checksums_crc32c is not None:
+            self.checksums = self._open_array(checksums_path(self.root, name), split, np.dtype("<u4"))
         self.shards: tuple[Shard, ...] = split.shards
         self.paths = [self.root / name / shard.name for shard in self.shards]
         self.first_images = np.cumsum(
@@ -83,7 +91,9 @@ class Split:
     def describe(self, image: int) -> str:
         """Return where image number `image` lies, for error messages."""
         row = self.rows[image]
-        return f"image {image} ({self.paths[int(row['shard'])]}, {row['size']} bytes at byte {row['offset']})"
+        shard = self.shards[int(row["shard"])].name
+        place = self.paths[int(row["shard"])] if self.url is None else f"{self.url}/{shard}"
+        return f"image {image} ({place}, {row['size']} bytes at byte {row['offset']})"
 
     def record_offsets(self, shard: int) -> NDArray[np.int64]:
         """Return where the records of a shard begin, (num_records,), from DALI's text index.
@@ -106,22 +116,24 @@ class Split:
 
         Of another one labels or places may be wrong.
         """
-        path, expected = index_path(self.root, self.name), self.manifest.splits[self.name].index_crc32c
-        found = f"{crc32c(map_file(path)):08x}"
-        if expected is None or found == expected:
-            return None
-        return f"{path} has CRC32C {found}, dataset.json says {expected}: they were not written together"
+        split = self.manifest.splits[self.name]
+        for path, expected in (
+            (index_path(self.root, self.name), split.index_crc32c),
+            (checksums_path(self.root, self.name), split.image_checksums_crc32c),
+        ):
+            if expected is not None and (found := f"{crc32c(map_file(path)):08x}") != expected:
+                return f"{path} has CRC32C {found}, dataset.json says {expected}: they were not written together"
+        return None
 
-    def _open_index(self, split: SplitManifest) -> NDArray[np.void]:
-        path = index_path(self.root, self.name)
+    def _open_array(self, path: Path, split: SplitManifest, dtype: np.dtype[Any]) -> NDArray[Any]:
         try:
             open_regular(path).close()
-            rows: NDArray[np.void] = np.lib.format.open_memmap(path, mode="r")
+            rows: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         except (
             Exception
         ) as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
             raise DatasetError(f"{path} cannot be read ({error}): {self._remedy}") from error
-        if rows.dtype != INDEX_DTYPE or rows.shape != (split.num_records,):
+        if rows.dtype != dtype or rows.shape != (split.num_records,):
             size = len(rows) if rows.ndim else 0
             raise DatasetError(f"{path} has {size} rows, dataset.json says {split.num_records}: {self._remedy}")
         return rows
@@ -211,17 +223,22 @@ class MappedShards:
         self._rows, self._paths = split.rows, split.paths
         self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
 
-    def read(self, shard: int, offset: int, size: int) -> NDArray[np.uint8]:
-        """Return these bytes of a shard as a read-only view, (size,)."""
+    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        """Return what is stored of each of `images` as a read-only view, (size,): a file's bytes or raw pixels."""
+        rows = self._rows[images]
+        # Plain integers at once: one element of a structured array costs a microsecond, and a micro-batch has hundreds.
+        spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+        return [self._content(shard)[offset : offset + size] for shard, offset, size in spans]
+
+    def image(self, number: int) -> NDArray[np.uint8]:
+        """Return what is stored of one image."""
+        return self.read(np.array([number]))[0]
+
+    def _content(self, shard: int) -> NDArray[np.uint8]:
         content = self._maps[shard]
         if content is None:
             content = self._maps[shard] = np.frombuffer(map_file(self._paths[shard]), dtype=np.uint8)
-        return content[offset : offset + size]
-
-    def image(self, number: int) -> NDArray[np.uint8]:
-        """Return what is stored of one image: a file's bytes or raw pixels, (size,)."""
-        row = self._rows[number]
-        return self.read(int(row["shard"]), int(row["offset"]), int(row["size"]))
+        return content
 
 
 def allow_open_files(needed: int) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dali_train.data.dataset.found import converter_for
+from dali_train.data.dataset.remote import fetched_metadata
 from dali_train.errors import DatasetError
 from dali_train.files import read_limited, write_atomically
+from dali_train.runtime.object_store import is_remote
 
 FORMAT_VERSION = 1
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a label that is no class number must not claim memory for its names
@@ -23,8 +25,13 @@ Encoding = Literal["image", "raw"]
 
 
 def metadata_directory(root: Path | str) -> Path:
-    """Return the directory of ``dataset.json`` and the index: `root`, or what follows a storage's ``SCHEME://``."""
-    return Path(str(root).rpartition("://")[2])
+    """Return the directory of ``dataset.json`` and the index: `root`, where they were fetched to from an object store,
+    or what follows another storage's ``SCHEME://``.
+
+    Raises:
+        DatasetError, ObjectStoreError: see `fetched_metadata`.
+    """
+    return fetched_metadata(str(root)) if is_remote(str(root)) else Path(str(root).rpartition("://")[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,8 @@ class SplitManifest:
     num_records: int
     shards: tuple[Shard, ...]
     index_crc32c: str | None = None  # of index/SPLIT.npy, eight hex digits; None in datasets of older versions
+    # Of index/SPLIT.crc.npy, which has the CRC32C of every image's bytes; None if it was indexed without reading them.
+    image_checksums_crc32c: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +169,12 @@ def _parse_split(fields: _Fields) -> SplitManifest:
         )
     if len({shard.name for shard in shards}) != len(shards):
         raise ValueError("cannot be used: two shards of one split have the same name")
-    return SplitManifest(num_records=num_records, shards=shards, index_crc32c=fields.checksum("index_crc32c"))
+    return SplitManifest(
+        num_records=num_records,
+        shards=shards,
+        index_crc32c=fields.checksum("index_crc32c"),
+        image_checksums_crc32c=fields.checksum("image_checksums_crc32c"),
+    )
 
 
 def _parse_shard(fields: _Fields) -> Shard:
@@ -185,6 +199,11 @@ def _parse_shard(fields: _Fields) -> Shard:
 def index_path(root: Path, split: str) -> Path:
     """Return the path of a split's columnar index."""
     return root / "index" / f"{split}.npy"
+
+
+def checksums_path(root: Path, split: str) -> Path:
+    """Return the path of the CRC32C of each image of a split, (N,) uint32."""
+    return root / "index" / f"{split}.crc.npy"
 
 
 def text_index_path(root: Path, split: str, shard_name: str) -> Path:

@@ -8,13 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards
 from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE, MappedShards, Split, map_file
-from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitManifest, SplitName, text_index_path
+from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitManifest, SplitName, checksums_path, text_index_path
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
@@ -171,7 +170,8 @@ def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> 
 def _check_shard(split: Split, decode: bool, path: Path) -> tuple[list[str], NDArray[np.uint32]]:
     """Return what is wrong with one shard, and the checksums of its images."""
     number = split.paths.index(path)
-    expected, rows = split.shards[number], split.rows[slice(*split.first_images[number : number + 2])]
+    expected, place = split.shards[number], slice(*split.first_images[number : number + 2])
+    rows = split.rows[place]
     try:
         found = index_shard(path, check_crc=True, features=Features.of(split.manifest))
     except TFRecordError as error:
@@ -190,7 +190,10 @@ def _check_shard(split: Split, decode: bool, path: Path) -> tuple[list[str], NDA
         problems += _check_images(path, content, records, rows, found.rows, labels, decode)
     else:
         problems.append(f"{path}: has {len(found.rows)} records, the index {len(rows)}")
-    return problems, np.array([crc32c(image) for image in _images(content, found.rows)], dtype=np.uint32)
+    assert found.checksums is not None
+    if split.checksums is not None and not np.array_equal(split.checksums[place], found.checksums):
+        problems.append(f"{path}: an image's CRC32C is not the one in {checksums_path(split.root, split.name)}")
+    return problems, found.checksums
 
 
 def _images(content: memoryview, rows: NDArray[np.void]) -> list[memoryview]:

@@ -7,11 +7,13 @@ ranks share one coordinate. Coordinate r of W gets the micro-batches r, r + W, r
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
+from dali_train.data.loading.cache import Node
 from dali_train.data.loading.dali_reader import DaliReaderPipeline
 from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, TrainingPipeline
@@ -99,9 +101,11 @@ def make_loader(
     dp_size: int,
     num_threads: int,
     decodes: bool = True,
+    node: Node | None = None,
 ) -> Loader:
     """Return the loader that data.reader names, from `start_step` on.
 
+    `node` is this process's part in the cache of its node, if it has one.
     Without `decodes`, on later stages of a pipeline, it gives labels and lambdas, which the index and the draws know,
     without images.
 
@@ -111,15 +115,15 @@ def make_loader(
     pixels = pixel_format(config, device, num_threads)
 
     def pipeline_from(step: int, config: Config) -> TrainingPipeline:
-        place = {"start_step": step, "dp_rank": dp_rank, "dp_size": dp_size}
+        place: dict[str, Any] = {"start_step": step, "dp_rank": dp_rank, "dp_size": dp_size}
         size = config.batch.micro_batch
         if config.data.reader == "dali":
             micro_batches = assigned_micro_batches(split, None, config, **place)
             return DaliReaderPipeline(
                 split, micro_batches, config.data, pixels, size=size, start_step=step, shard=(dp_rank, dp_size)
             )
-        storage = open_storage(split, config.data) if decodes and config.data.reader == "index" else None
-        micro_batches = assigned_micro_batches(split, storage, config, **place)
+        storage = open_storage(split, config.data, node) if decodes and config.data.reader == "index" else None
+        micro_batches = assigned_micro_batches(split, storage, config, **place, node=node)
         if storage is None:
             blank = blank_images(config, pixels, device)
             return SyntheticPipeline(micro_batches, blank.normal_() if decodes else blank[:0])
@@ -132,24 +136,34 @@ def make_loader(
 
 
 def assigned_micro_batches(
-    split: Split, storage: Storage | None, config: Config, *, start_step: int, dp_rank: int, dp_size: int
+    split: Split,
+    storage: Storage | None,
+    config: Config,
+    *,
+    start_step: int,
+    dp_rank: int,
+    dp_size: int,
+    node: Node | None = None,
 ) -> Iterator[MicroBatch]:
     """Return the micro-batches of one data-parallel coordinate, across steps without end.
 
-    Their bytes are read ahead from `storage`, if there is one.
+    Their bytes are read ahead from `storage`, if there is one, and the cache of `node` is kept within its limit.
     """
     micro_batches = MicroBatches(split.rows, config)
 
     def places() -> Iterator[tuple[int, int]]:
         return assigned_places(micro_batches.num_per_step, start_step, dp_rank, dp_size)
 
-    chosen = (micro_batches(step, k) for step, k in places())
-    if storage is None or config.data.read_ahead_mb == 0:
-        return chosen
+    chosen: Iterator[MicroBatch] = (micro_batches(step, k) for step, k in places())
     num_bytes = sum(shard.num_bytes for shard in split.shards)
     # More than an epoch ahead there is nothing that has not been read.
     images = min(config.data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // dp_size)
     num_ahead = max(1, images // config.batch.micro_batch)
+    if storage is not None and node is not None:
+        eviction = node.eviction(split, config, start_step=start_step, num_ahead=num_ahead)
+        chosen = chosen if eviction is None else eviction.follow(chosen)
+    if storage is None or config.data.read_ahead_mb == 0:
+        return chosen
     return ReadAhead(split, storage, micro_batches, chosen, places(), num_ahead)
 
 

@@ -31,8 +31,8 @@ from crc32c import crc32c
 from dali_train.config import Config
 from dali_train.data.dataset.build_index import map_shards
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.manifest import SPLITS, Manifest, index_path, text_index_path
-from dali_train.data.loading.storage import storage_class
+from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, index_path, text_index_path
+from dali_train.data.loading.storage import storage_of
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.files import NO_SPACE, try_lock
@@ -60,7 +60,7 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
         ConfigError: data.root is a URL whose scheme is unknown.
         DatasetError: on all ranks, if any host cannot have its copy.
     """
-    storage_class(config.data)  # a wrong scheme is named before its directory is looked for
+    storage_of(config.data)  # a wrong scheme is named before its directory is looked for
     if config.data.local_copy is None:
         return DatasetRoot(config.data.root, None)
     group = host_group(launch, config, timeout=_NO_LIMIT)
@@ -131,7 +131,8 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
         checksums |= {source / name / shard.name: shard.crc32c for shard in split.shards}
         text_indexes = (text_index_path(source, name, shard.name) for shard in split.shards)
         checksums |= dict.fromkeys([path for path in text_indexes if path.exists()])
-        checksums[index_path(source, name)] = None
+        indexes = (index_path(source, name), checksums_path(source, name))
+        checksums |= dict.fromkeys([path for path in indexes if path.exists()])
     files = [*checksums, source / "dataset.json"]
     needed = [path for path in files if _size_and_time(path) != _size_and_time(root / path.relative_to(source))]
     if not needed:

@@ -17,6 +17,7 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.decode import why_undecodable
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.augment import Augmentation
+from dali_train.data.loading.cache import Node
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import (
     PREFETCH,
@@ -187,8 +188,15 @@ class EvaluationPipeline:
     So the start of the next evaluation is already prepared when one ends, and nothing marks an end.
     """
 
-    def __init__(self, split: Split, batches: list[NDArray[np.int64]], data: DataConfig, pixels: PixelFormat) -> None:
-        self._split, self._storage = split, open_storage(split, data)
+    def __init__(
+        self,
+        split: Split,
+        batches: list[NDArray[np.int64]],
+        data: DataConfig,
+        pixels: PixelFormat,
+        node: Node | None = None,
+    ) -> None:
+        self._split, self._storage = split, open_storage(split, data, node)
         self._batches, self._data, self._pixels = batches, data, pixels
         self._position = 0
         self._pipe = evaluation_graph(

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.storage import REQUEST_BYTES, Range, Storage
+from dali_train.data.loading.storage import Storage
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import DatasetError
 
@@ -31,7 +31,6 @@ logger = logging.getLogger("dali_train")
 
 NUM_THREADS = 4  # requests in flight of one rank; a host has several ranks
 _END_S = 5.0
-GAP_BYTES = 1 << 16  # up to this much between two images, framing and other features, is read with them
 
 
 class ReadAhead(Iterator[MicroBatch]):
@@ -140,8 +139,8 @@ class _Plan:
                     logger.warning("reading ahead ends, images are read when they are decoded: %s", error)
                 self.stop()
 
-    def _all_portions(self, places: Iterator[tuple[int, int]]) -> Iterator[list[Range]]:
-        """Yield about a megabyte of requests at a time."""
+    def _all_portions(self, places: Iterator[tuple[int, int]]) -> Iterator[NDArray[np.int64]]:
+        """Yield the images to read, ascending, about a megabyte at a time or what the storage likes better."""
         for number, (step, k) in enumerate(places):
             with self._moved:
                 while not self._stopped.is_set() and number >= self._num_taken + self._num_ahead:
@@ -149,17 +148,18 @@ class _Plan:
                 too_late = number < self._num_taken
             if too_late:
                 continue
-            shards, starts, sizes = requests(self._rows, self._next_images(self._micro_batches.positions(step, k)))
-            portions = np.cumsum(sizes) // REQUEST_BYTES
-            for some in np.split(np.arange(len(sizes)), np.flatnonzero(np.diff(portions)) + 1):
+            images = np.unique(self._next_images(self._micro_batches.positions(step, k)))
+            portions = np.cumsum(self._rows["size"][images], dtype=np.int64) // self._storage.portion_bytes
+            for portion in np.split(images, np.flatnonzero(np.diff(portions)) + 1):
                 if self._stopped.is_set():
                     return
-                yield list(zip(shards[some].tolist(), starts[some].tolist(), sizes[some].tolist(), strict=True))
+                if len(portion):
+                    yield portion
 
     def _next_images(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the images at `positions`; in a block order those of their windows that have not been read yet."""
         order = self._micro_batches.order
-        windows = order.windows_at(positions)
+        windows = order.windows_at(positions) if self._storage.keeps_windows else None
         if windows is None:
             return order.images_at(positions)[0]
         new = [window for window in windows if window not in self._windows]
@@ -172,23 +172,3 @@ class _Plan:
 
 
 atexit.register(_Plan.end_all)
-
-
-def requests(
-    rows: NDArray[np.void], images: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return (shards, first bytes, sizes) of the reads, each at most REQUEST_BYTES, that fetch `images` in disk order.
-
-    Args:
-        rows: the split's index (``INDEX_DTYPE``), which is in the order on disk.
-    """
-    rows = rows[np.unique(images)]
-    shards, starts = rows["shard"].astype(np.int64), rows["offset"].astype(np.int64)
-    stops = starts + rows["size"]
-    apart = (np.diff(shards) != 0) | (starts[1:] - stops[:-1] > GAP_BYTES)
-    first = np.flatnonzero(np.concatenate([[True], apart])) if len(rows) else np.empty(0, dtype=np.int64)
-    shards, starts, stops = shards[first], starts[first], stops[np.append(first, len(rows))[1:] - 1]
-    counts = -(-(stops - starts) // REQUEST_BYTES)
-    inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # which piece of its run each is
-    begins = np.repeat(starts, counts) + inside * REQUEST_BYTES
-    return np.repeat(shards, counts), begins, np.minimum(np.repeat(stops, counts) - begins, REQUEST_BYTES)

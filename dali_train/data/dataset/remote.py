@@ -1,0 +1,175 @@
+"""A dataset in an object store: its metadata are kept on this machine, its images are fetched as byte ranges."""
+
+import hashlib
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.errors import DatasetError
+from dali_train.files import write_atomically
+from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
+
+RUN_BYTES = 1 << 20  # neighbours are fetched by one request of up to this
+GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
+_IN_FLIGHT = 64  # requests of one process: at 50 ms each, 1,280 images per second
+_ATTEMPTS = 3  # at an image whose checksum is wrong
+
+
+@lru_cache(maxsize=16)
+def fetched_metadata(url: str) -> Path:
+    """Return the directory on this machine with ``dataset.json`` and the index of the dataset at `url`.
+
+    Directories are named by the content of ``dataset.json``, so a dataset that was exchanged gets another one, and what
+    has been fetched is not fetched again. A process that runs stays with the version that it began with.
+
+    Raises:
+        DatasetError: there is no dataset at `url`.
+        ObjectStoreError: the store does not answer, or refuses.
+    """
+    bucket = Bucket(url)
+    try:
+        manifest = bucket.read_all("dataset.json")
+    except MissingObjectError:
+        raise DatasetError(
+            f"{url} has no dataset.json: name the URL that a complete dataset's directory was copied to, or index what "
+            f"lies there with `dali-train data index {url}`"
+        ) from None
+    directory = _cache_directory() / hashlib.sha256(manifest).hexdigest()[:16]
+    try:
+        splits = json.loads(manifest)["splits"]
+        files = {
+            f"index/{split}{suffix}": facts[field]
+            for split, facts in splits.items()
+            for suffix, field in ((".npy", "index_crc32c"), (".crc.npy", "image_checksums_crc32c"))
+            if facts.get(field) is not None
+        }
+    except (ValueError, TypeError, KeyError, AttributeError):
+        files = {}  # Manifest.read says what is wrong with it
+    for name, checksum in files.items():
+        path = directory / name
+        if path.is_file() and f"{crc32c(path.read_bytes()):08x}" == checksum:
+            continue
+        try:
+            content = bucket.read_all(name)
+        except MissingObjectError as error:
+            raise DatasetError(f"{error}, dataset.json names it: copy the dataset's directory completely") from None
+        if f"{crc32c(content):08x}" != checksum:
+            raise DatasetError(f"{url}/{name} is not the file that dataset.json was written with: copy both again")
+        write_atomically(path, content)
+    if not (directory / "dataset.json").exists():
+        write_atomically(directory / "dataset.json", manifest)
+    return directory
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train" / "datasets"
+
+
+class RemoteShards:
+    """The bytes of a split's images in an object store. Methods may be called from several threads at once.
+
+    Every image is compared with its checksum in the index, where it has one, since ranged reads are checked by no
+    store. A shard has one version for as long as this lives: it is pinned by its size and ETag.
+
+    Args:
+        url: of the split's directory.
+        rows: the split's index (``INDEX_DTYPE``).
+        shards: (name, size in bytes) of each shard.
+        checksums: CRC32C of each image's bytes, (N,); None: only the number of bytes is checked.
+
+    Raises:
+        DatasetError: by `read`: a shard is missing, has changed, or an image is wrong and stays wrong.
+    """
+
+    def __init__(
+        self, url: str, rows: NDArray[np.void], shards: list[tuple[str, int]], checksums: NDArray[np.uint32] | None
+    ) -> None:
+        self._bucket = Bucket(url)
+        self._rows, self._shards, self._checksums = rows, shards, checksums
+        self._etags: dict[int, str | None] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._starting = threading.Lock()
+        self.num_requests = self.num_bytes = 0  # so far; for measurements, not exact when threads race
+
+    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        """Return what is stored of each of `images`, read-only, (size,) each."""
+        wanted = np.unique(images)
+        runs = list(self.pool.map(self._read_run, self._runs(wanted)))
+        contents = dict(zip(wanted.tolist(), (content for run in runs for content in run), strict=True))
+        return [contents[image] for image in images.tolist()]
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads that wait for requests."""
+        with self._starting:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="object-store")
+            return self._pool
+
+    def _runs(self, images: NDArray[np.int64]) -> list[list[int]]:
+        """Cut `images`, ascending, into neighbours that are fetched together."""
+        rows = self._rows[images]
+        spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+        runs: list[list[int]] = []
+        first = end = shard = -1
+        for image, (its_shard, start, size) in zip(images.tolist(), spans, strict=True):
+            if its_shard != shard or start - end > GAP_BYTES or start + size - first > RUN_BYTES:
+                runs.append([])
+                first, shard = start, its_shard
+            runs[-1].append(image)
+            end = start + size
+        return runs
+
+    def _read_run(self, run: list[int]) -> list[NDArray[np.uint8]]:
+        rows = self._rows[run]
+        shard = int(rows["shard"][0])
+        begin, end = int(rows["offset"][0]), int(rows["offset"][-1]) + int(rows["size"][-1])
+        for _ in range(_ATTEMPTS):
+            content = np.frombuffer(self._fetch(shard, begin, end), dtype=np.uint8)
+            contents = [
+                content[start - begin : start - begin + size]
+                for start, size in zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+            ]
+            wrong = None if self._checksums is None else self._first_wrong(run, contents)
+            if wrong is None:
+                return contents
+        assert wrong is not None
+        image, found, expected = wrong
+        raise DatasetError(
+            f"image {image} of {self._bucket.url}/{self._shards[shard][0]} came {_ATTEMPTS} times with CRC32C "
+            f"{found:08x}, the index says {expected:08x}: copy that shard again, or index the dataset again"
+        )
+
+    def _first_wrong(self, run: list[int], contents: list[NDArray[np.uint8]]) -> tuple[int, int, int] | None:
+        assert self._checksums is not None
+        for image, content, expected in zip(run, contents, self._checksums[run].tolist(), strict=True):
+            found = crc32c(content.data)
+            if found != expected:
+                return image, found, expected
+        return None
+
+    def _fetch(self, shard: int, begin: int, end: int) -> memoryview:
+        name, expected = self._shards[shard]
+        try:
+            content, etag, size = self._bucket.read(name, begin, end, self._etags.get(shard))
+        except MissingObjectError as error:
+            raise DatasetError(f"{error}, dataset.json names it: copy the dataset's directory completely") from error
+        except ChangedObjectError as error:
+            raise DatasetError(f"{error}: start again with a dataset that stays as it is") from error
+        except ObjectStoreError as error:
+            raise DatasetError(str(error)) from error
+        if size != expected:
+            raise DatasetError(
+                f"{self._bucket.url}/{name} has {size} bytes, the index was made for {expected}: it is another "
+                "version, copy shards and index together"
+            )
+        self._etags.setdefault(shard, etag)
+        self.num_requests, self.num_bytes = self.num_requests + 1, self.num_bytes + len(content)
+        return content

@@ -1,0 +1,278 @@
+"""Images of an object store on a disk of this node, shared by its ranks.
+
+Each image is a file of its own, and whether it is there and whole is all the state: its checksum in the index decides,
+so a process may be killed at any byte and what is damaged is fetched again. One process of the node, the one that holds
+the lock, removes what is needed latest (`NextUse`). It is told nothing by the others: what they have fetched follows
+from the order.
+"""
+
+import logging
+import os
+import platform
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch.distributed as dist
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.config import Config
+from dali_train.data.dataset.index import Split
+from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.data.sampling.next_use import NextUse
+from dali_train.errors import ConfigError, DatasetError
+from dali_train.files import NO_SPACE, try_lock
+from dali_train.parallel.layout import Layout
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.process_group import host_group
+
+logger = logging.getLogger("dali_train")
+
+_FILES_PER_DIRECTORY = 1 << 12
+_BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
+_RESERVE = 0.05  # of the disk stays free
+_FILLED = 0.98  # a round of removal goes down to this share of the capacity
+_ROUND_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """What this process knows of the cache of its node."""
+
+    directory: Path  # data.cache
+    limit: int | None  # bytes; None: what the disk has free
+    dp_size: int
+    coordinates: frozenset[int]  # data-parallel, of the ranks on this node that read images
+    lock: BinaryIO | None  # held by the process that removes images
+
+    def cache(self, split: Split) -> "ImageCache":
+        """Return the cache of `split`. Training images are removed by `Eviction`; of the validation split, which is
+        read in the same order again and again, each rank keeps the first, and they stay."""
+        if split.name == "train":
+            return ImageCache(self.directory, split)
+        limit = shutil.disk_usage(self.directory).free if self.limit is None else self.limit
+        return ImageCache(self.directory, split, budget=int(limit * _share(split)) // len(self.coordinates))
+
+    def eviction(self, split: Split, config: Config, *, start_step: int, num_ahead: int) -> "Eviction | None":
+        """Return what keeps the training split's cache within its limit; None: another process does.
+
+        Args:
+            num_ahead: so many micro-batches before an image is used it may be here.
+        """
+        if self.lock is None:
+            return None
+        next_use = NextUse(
+            config, split.rows["label"], dp_size=self.dp_size, coordinates=self.coordinates, start_step=start_step
+        )
+        limit = None if self.limit is None else int(self.limit * _share(split))
+        return Eviction(self.cache(split), next_use, limit=limit, start_step=start_step, num_ahead=num_ahead)
+
+
+class ImageCache:
+    """One split's images in files, by their numbers. Methods may be called from several threads and processes at once.
+
+    Args:
+        budget: as many bytes are taken in, and nothing is removed; None: everything is, and `Eviction` removes.
+    """
+
+    def __init__(self, directory: Path, split: Split, *, budget: int | None = None) -> None:
+        if split.checksums is None:
+            raise DatasetError(
+                f"data.cache needs the checksum of every image, which the index of {split.url} does not have: run "
+                "`dali-train data index` on the dataset, and copy index and dataset.json to the bucket"
+            )
+        # The checksums' own checksum names the dataset: another one's images are never taken for this one's.
+        version = split.manifest.splits[split.name].image_checksums_crc32c
+        self.directory = directory / f"{split.name}-{len(split)}-{version}"
+        self._checksums, self._sizes = split.checksums, split.rows["size"]
+        self.file_sizes = -(-self._sizes.astype(np.int64) // _BLOCK_BYTES) * _BLOCK_BYTES  # on the disk, (N,)
+        self._budget = budget
+        self._counted: set[int] = set()
+        self.num_hits = self.num_damaged = 0
+        self._full = False
+
+    def load(self, image: int) -> NDArray[np.uint8] | None:
+        """Return an image's bytes, (size,), None if they are not here as they should be."""
+        path = self.path(image)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn("cannot be read", error)
+            return None
+        if crc32c(content) != self._checksums[image]:
+            self.num_damaged += 1
+            path.unlink(missing_ok=True)
+            return None
+        self.num_hits += 1
+        self._count(image)
+        return np.frombuffer(content, dtype=np.uint8)
+
+    def store(self, image: int, content: NDArray[np.uint8]) -> bool:
+        """Take an image in. Return False if there is no room."""
+        if self._budget is not None and not self._count(image):
+            return False
+        path = self.path(image)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Not under another name first: half a file has a wrong checksum, and a rename would cost as much as this.
+            with path.open("xb", buffering=0) as file:
+                file.write(content.data)
+        except FileExistsError:  # another rank, of another run even, is writing the same bytes
+            pass
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            self._warn("is full" if error.errno in NO_SPACE else "cannot be written", error)
+            return False
+        return True
+
+    def remove(self, image: int) -> None:
+        self.path(image).unlink(missing_ok=True)
+
+    def present(self) -> NDArray[np.bool_]:
+        """Return which images have a file, (N,)."""
+        present = np.zeros(len(self._checksums), dtype=np.bool_)
+        for directory in self.directory.glob("*"):
+            for entry in os.scandir(directory):
+                image = int(entry.name) if entry.name.isdecimal() else -1
+                if 0 <= image < len(present):
+                    present[image] = True
+        return present
+
+    def path(self, image: int) -> Path:
+        return self.directory / str(image // _FILES_PER_DIRECTORY) / str(image)
+
+    def _count(self, image: int) -> bool:
+        if self._budget is None or image in self._counted:
+            return True
+        size = int(self.file_sizes[image])
+        if size > self._budget:
+            return False
+        self._budget -= size
+        self._counted.add(image)
+        return True
+
+    def _warn(self, what: str, error: OSError) -> None:
+        if not self._full:
+            self._full = True
+            logger.warning(
+                "data.cache %s %s (%s): images are fetched again instead", self.directory.parent, what, error.strerror
+            )
+
+
+def _share(split: Split) -> float:
+    """Return the split's share of the dataset's bytes."""
+    num_bytes = {name: sum(s.num_bytes for s in each.shards) for name, each in split.manifest.splits.items()}
+    return num_bytes[split.name] / sum(num_bytes.values())
+
+
+def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
+    """Return this process's part in the cache of its node, None without data.cache. All ranks call this together.
+
+    Raises:
+        ConfigError: on all ranks, if on any node another run uses the directory, or it cannot be written to.
+    """
+    data = config.data
+    if data.cache is None:
+        return None
+    group = host_group(launch, config)
+    reads = layout.pipeline_rank == 0
+    mine = (platform.node(), launch.rank, layout.data_rank if reads else None)
+    everybody = [mine] * launch.world_size
+    if group is not None:
+        dist.all_gather_object(everybody, mine, group=group)
+    here = [(rank, coordinate) for host, rank, coordinate in everybody if host == mine[0] and coordinate is not None]
+    lock, failure = None, ""
+    directory = Path(data.cache) / f"user-{os.getuid()}"
+    if reads and launch.rank == min(rank for rank, _ in here):
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (directory / "lock").open("ab")
+            if not try_lock(lock):
+                failure = (
+                    f"data.cache {data.cache} is in use by another run on {mine[0]}: name another directory, or wait "
+                    "until it has ended"
+                )
+        except OSError as error:
+            failure = f"data.cache {data.cache} cannot be written to on {mine[0]} ({error.strerror}): name another one"
+    if group is not None:
+        failures = [""] * launch.world_size
+        dist.all_gather_object(failures, failure, group=group)
+        dist.destroy_process_group(group)
+        failure = next((text for text in failures if text), "")
+    if failure:
+        raise ConfigError(failure)
+    return Node(
+        directory=directory,
+        limit=None if data.cache_gb is None else int(data.cache_gb * 1e9),
+        dp_size=layout.data_size,
+        coordinates=frozenset(coordinate for _, coordinate in here),
+        lock=lock,
+    )
+
+
+class Eviction:
+    """A thread that keeps one split's cache within its capacity by removing what this node needs latest.
+
+    Args:
+        limit: largest size in bytes; None: what the disk has free. Never more than that, less a reserve.
+        num_ahead: so many micro-batches before an image is used it may be here.
+    """
+
+    def __init__(
+        self, cache: ImageCache, next_use: NextUse, *, limit: int | None, start_step: int, num_ahead: int
+    ) -> None:
+        self._cache, self._next_use, self._limit, self._num_ahead = cache, next_use, limit, num_ahead
+        cache.directory.mkdir(parents=True, exist_ok=True)
+        for other in cache.directory.parent.glob("train-*"):  # of another dataset: nothing else would remove it
+            if other != cache.directory:
+                shutil.rmtree(other, ignore_errors=True)
+        self._present = cache.present()
+        self._seen = self._now = next_use.time(start_step, 0)
+        self._stopped = threading.Event()
+        threading.Thread(target=self._work, name="cache-eviction", daemon=True).start()
+
+    def follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield `micro_batches`, and know by them how far this node is. The thread ends with this iterator."""
+        try:
+            for micro_batch in micro_batches:
+                self._now = self._next_use.time(micro_batch.step, micro_batch.k)
+                yield micro_batch
+        finally:
+            self._stopped.set()
+
+    def remove_latest(self) -> None:
+        """Remove images until the cache is within its capacity, those that are needed latest first."""
+        sizes, now = self._cache.file_sizes, self._now
+        end = now + self._num_ahead + 1
+        self._next_use.forget(now)  # other ranks of the node are as far: they meet in every step
+        self._present[self._next_use.between(self._seen, end)] = True  # by one rank or another
+        self._seen = max(self._seen, end)
+        total = int(sizes[self._present].sum())
+        disk = shutil.disk_usage(self._cache.directory)
+        capacity = max(0, total + disk.free - int(_RESERVE * disk.total))
+        if self._limit is not None:
+            capacity = min(capacity, self._limit)
+        if total <= capacity:
+            return
+        first_use = self._next_use.first_use(sizes, capacity)
+        present = np.flatnonzero(self._present)
+        for image in present[np.argsort(-first_use[present], kind="stable")].tolist():
+            if total <= _FILLED * capacity or self._stopped.is_set():
+                break
+            self._cache.remove(image)
+            self._present[image] = False
+            total -= int(sizes[image])
+
+    def _work(self) -> None:
+        while not self._stopped.wait(_ROUND_S):
+            try:
+                self.remove_latest()
+            except OSError as error:
+                logger.warning("data.cache %s: %s", self._cache.directory, error)

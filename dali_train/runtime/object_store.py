@@ -1,0 +1,249 @@
+"""Buckets: S3, Google Cloud Storage, Azure Blob Storage, and read-only HTTP servers, through obstore.
+
+Credentials and endpoints are taken from the environment, as each cloud's own tools take them (docs/storage.md); they
+are never printed and never saved.
+"""
+
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from dali_train.errors import RunError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+logger = logging.getLogger("dali_train")
+T = TypeVar("T")
+
+SCHEMES = ("s3", "gs", "az", "http", "https")
+RETRY_S = 300.0
+"""Seconds for which a request is repeated before it fails: a closed laptop or a server that restarts ends no run."""
+_FIRST_ANSWER_S = 20.0  # of a store that has never answered
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+_WARN_AFTER_S = 5.0
+_CONNECT_S, _REQUEST_S = 5, 30
+_PIECE_BYTES = 8 << 20  # of a whole object: it has obstore's limit of time per request
+_ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
+_METADATA_SERVICES = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")  # AWS, Google Cloud, Azure
+_requested_by: list[int] = []  # the process that has made requests
+
+
+class ObjectStoreError(RunError):
+    """A bucket that does not do what it is asked; the message names object, cause and remedy."""
+
+
+class MissingObjectError(ObjectStoreError):
+    """There is no such object."""
+
+
+class ChangedObjectError(ObjectStoreError):
+    """An object is not what it was when it was first read, or exists where a new one was to be made."""
+
+
+def is_remote(name: str) -> bool:
+    """Return whether `name` is the URL of an object store rather than the path of a directory."""
+    return name.partition("://")[0] in SCHEMES and "://" in name
+
+
+class Bucket:
+    """The objects below a URL. Opened by the first request; its methods may be called from several threads at once.
+
+    Args:
+        url: such as ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix`` or
+            ``https://host/prefix``.
+
+    Raises:
+        ObjectStoreError: by any method: the store refuses, or does not answer for `RETRY_S`.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._opening = threading.Lock()
+        self._opened: ObjectStore | None = None
+        self._answered = False
+
+    def read(self, name: str, start: int, stop: int, etag: str | None = None) -> tuple[memoryview, str | None, int]:
+        """Return (bytes `start` to `stop` of an object, its ETag, its size in bytes).
+
+        Args:
+            etag: the one that the object must still have.
+
+        Raises:
+            MissingObjectError: no such object.
+            ChangedObjectError: it has another ETag, or ends before `stop`.
+        """
+
+        def request(store: "ObjectStore") -> tuple[memoryview, str | None, int]:
+            found = store.get(name, options={"range": (start, stop), **({"if_match": etag} if etag else {})})
+            content = memoryview(found.bytes())
+            if len(content) < min(stop, found.meta["size"]) - start:  # a cut connection is no error to all servers
+                raise TimeoutError(f"{len(content)} of {stop - start} bytes came")
+            return content, found.meta["e_tag"], found.meta["size"]
+
+        content, found_etag, size = self._ask(f"{self.url}/{name}", request)
+        if size < stop:
+            raise ChangedObjectError(f"{self.url}/{name} has {size} bytes, byte {stop - 1} was asked for")
+        return content, found_etag, size
+
+    def read_all(self, name: str) -> bytes:
+        """Return a whole object. Raises MissingObjectError."""
+        size = self.size(name)
+        pieces: list[memoryview] = []
+        etag: str | None = None
+        for start in range(0, size, _PIECE_BYTES):
+            piece, etag, _ = self.read(name, start, min(start + _PIECE_BYTES, size), etag)
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def size(self, name: str) -> int:
+        """Return an object's size in bytes. Raises MissingObjectError."""
+        return int(self._ask(f"{self.url}/{name}", lambda store: store.head(name))["size"])
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return the names below `prefix`, such as ``train/``, and their sizes in bytes. Not for HTTP servers."""
+
+        def request(store: "ObjectStore") -> dict[str, int]:
+            return {entry["path"]: entry["size"] for entries in store.list(prefix) for entry in entries}
+
+        return self._ask(f"{self.url}/{prefix}", request)
+
+    def write(self, name: str, content: Any, *, new: bool = False) -> None:
+        """Write an object: bytes, a path's content, or an open file.
+
+        Args:
+            new: there must be none yet.
+
+        Raises:
+            ChangedObjectError: with `new`, there is one.
+        """
+        mode = "create" if new else "overwrite"
+        self._ask(f"{self.url}/{name}", lambda store: store.put(name, content, mode=mode))  # type: ignore[arg-type]
+
+    def delete(self, names: str | list[str]) -> None:
+        """Delete these objects; those that are missing are no error."""
+        self._ask(self.url, lambda store: store.delete(names))
+
+    def _store(self) -> "ObjectStore":
+        if not _requested_by:
+            _requested_by.append(os.getpid())
+        elif os.getpid() != _requested_by[0]:  # its threads do not exist here, and the request would never return
+            raise ObjectStoreError(
+                f"{self.url} is used in a process that was forked from one that had used an object store: start "
+                "processes with spawn or forkserver, or make the first request after the fork"
+            )
+        with self._opening:
+            if self._opened is None:
+                self._opened = _open(self.url)
+            return self._opened
+
+    def _ask(self, what: str, request: Callable[["ObjectStore"], T]) -> T:
+        """Return what `request` returns, repeating it with growing, random pauses as long as that may help."""
+        from obstore import exceptions
+
+        store, began = self._store(), time.monotonic()
+        for pause in _pauses():
+            seconds_left = began + (RETRY_S if self._answered else _FIRST_ANSWER_S) - time.monotonic()
+            try:
+                answer = request(store)
+            except FileNotFoundError as error:
+                if hint := _hopeless(error):
+                    raise ObjectStoreError(f"{what}{hint}") from error
+                raise MissingObjectError(f"{what} does not exist") from error
+            except exceptions.PreconditionError as error:
+                raise ChangedObjectError(f"{what} has been replaced while it was in use") from error
+            except exceptions.AlreadyExistsError as error:
+                raise ChangedObjectError(f"{what} exists already") from error
+            except (exceptions.UnauthenticatedError, exceptions.PermissionDeniedError) as error:
+                # Credentials that worked may be renewed.
+                if not self._answered or seconds_left < 0:
+                    raise ObjectStoreError(f"{what} is refused: {_reason(error)}; {_credentials(self.url)}") from error
+                cause: Exception = error
+            except (exceptions.BaseError, OSError, ValueError) as error:
+                if not self._answered and any(service in str(error) for service in _METADATA_SERVICES):
+                    raise ObjectStoreError(f"{what}: no credentials were found; {_credentials(self.url)}") from error
+                hint = _hopeless(error)
+                if hint or seconds_left < 0:
+                    raise ObjectStoreError(f"{what}: {_reason(error)}{hint}") from error
+                cause = error
+            else:
+                self._answered = True
+                return answer
+            if time.monotonic() - began > _WARN_AFTER_S:
+                logger.warning("%s: %s; trying for %.0f s more", what, _reason(cause), seconds_left)
+            time.sleep(pause)
+        raise AssertionError
+
+
+def _pauses() -> Iterator[float]:
+    """Yield seconds to wait: full jitter over a doubling range, so that thousands of ranks do not ask at once."""
+    longest = _FIRST_WAIT_S
+    while True:
+        yield random.uniform(0, longest)  # not of the run's generators, and nothing depends on it
+        longest = min(2 * longest, _LONGEST_WAIT_S)
+
+
+def _open(url: str) -> "ObjectStore":
+    try:
+        from obstore.store import from_url
+    except ImportError:
+        raise ObjectStoreError(f"{url} needs the package obstore: pip install 'dali-train[remote]'") from None
+    options: dict[str, Any] = {
+        # http:// is used only where a URL or an endpoint in the environment says so.
+        "client_options": {"allow_http": True, "connect_timeout": f"{_CONNECT_S}s", "timeout": f"{_REQUEST_S}s"},
+        "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=_REQUEST_S)},  # Bucket does more of it
+    }
+    scheme, _, rest = url.partition("://")
+    if scheme == "s3" and "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        options["credential_provider"] = Boto3CredentialProvider()
+    if scheme == "gs" and "STORAGE_EMULATOR_HOST" in os.environ:
+        account = {"gcs_base_url": os.environ["STORAGE_EMULATOR_HOST"], "disable_oauth": True}
+        options["service_account_key"] = json.dumps(account | dict.fromkeys(_ACCOUNT_FIELDS, ""))
+    try:
+        if scheme == "az":  # obstore's own az:// begins with the account, which the environment has
+            from obstore.store import AzureStore
+
+            container, _, prefix = rest.partition("/")
+            return AzureStore(container, prefix=prefix or None, **options)
+        return from_url(url, **options)
+    except Exception as error:  # of obstore, boto3 or their parsers
+        raise ObjectStoreError(f"{url} cannot be opened: {_reason(error)}; {_credentials(url)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what the store said, without the query of a URL, which may be signed."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " ".join(word.partition("?")[0] if "://" in word else word for word in lines[0].split()) if lines else ""
+
+
+def _hopeless(error: Exception) -> str:
+    """Return a remedy if to repeat the request cannot help, else an empty string."""
+    text = str(error)
+    if any(code in text for code in ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")):
+        return ": there is no such bucket"
+    if "301 Moved" in text or "PermanentRedirect" in text or "redirect" in text:
+        return ": the bucket is in another region, set AWS_REGION to it"
+    if isinstance(error, ValueError):
+        return ": check the URL"
+    return ""
+
+
+def _credentials(url: str) -> str:
+    """Return where credentials for this kind of store come from."""
+    variables = {
+        "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give this machine a role; "
+        "AWS_SKIP_SIGNATURE=true reads a public bucket",
+        "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
+        "GOOGLE_SKIP_SIGNATURE=true reads a public bucket",
+        "az": "set AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    }
+    return variables.get(urlsplit(url).scheme, "the server asks for credentials, which are not sent")

@@ -1,0 +1,327 @@
+"""A dataset in an object store gives the images and the run that it gives on a disk, whatever the store does."""
+
+import os
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dali_train.config import load_config
+from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.remote import fetched_metadata
+from dali_train.data.loading.cache import Eviction, ImageCache
+from dali_train.data.loading.remote import RemoteImages
+from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.data.sampling.next_use import NextUse, simulate_cache
+from dali_train.errors import DatasetError
+from dali_train.runtime import object_store
+from dali_train.runtime.object_store import Bucket, ObjectStoreError
+
+from .conftest import Train
+from .helpers import OFTEN, samples, state_difference
+from .object_server import ObjectServer
+from .ranks import FORK
+
+FOUR_STEPS = ("--run.max_steps", "4")
+
+
+@pytest.fixture(autouse=True)
+def metadata_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("metadata")))
+    monkeypatch.setattr(object_store, "_FIRST_WAIT_S", 0.01)
+    fetched_metadata.cache_clear()
+
+
+@pytest.fixture
+def server(dataset: Path, tmp_path: Path) -> Iterator[ObjectServer]:
+    shutil.copytree(dataset, tmp_path / "served")
+    with ObjectServer(tmp_path / "served") as server:
+        yield server
+
+
+def open_images(server: ObjectServer, cache: Path | None = None) -> RemoteImages:
+    split = Split(server.url, "train")
+    return RemoteImages(split, None if cache is None else ImageCache(cache, split), staged_bytes=10_000_000)
+
+
+def assert_all_images(images: RemoteImages, dataset: Path) -> None:
+    expected = MappedShards(Split(dataset, "train"))
+    numbers = np.random.default_rng(0).permutation(50)
+    for got, image in zip(images.read(numbers), numbers, strict=True):
+        assert got.tobytes() == expected.image(image).tobytes()
+
+
+def test_images_are_those_on_the_disk(server: ObjectServer, dataset: Path) -> None:
+    images = open_images(server)
+    assert_all_images(images, dataset)
+    assert images.num_requests == 3, "neighbours are fetched together"
+    images.prefetch(np.arange(20))
+    images.prefetch(np.arange(10, 30))  # 10 to 19 are wanted twice
+    before = images.num_requests
+    images.read(np.arange(10, 20))
+    images.read(np.arange(30))
+    assert images.num_requests == before and images._num_staged_bytes == 0
+    # What nobody reads does not stay in memory.
+    small = RemoteImages(Split(server.url, "train"), None, staged_bytes=1000)
+    small.prefetch(np.arange(50))
+    assert small._num_staged_bytes <= 2000
+    assert_all_images(small, dataset)
+
+
+def cut_short(handler: Any, path: str, content: bytes) -> bool:
+    handler.send_response(206)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.send_header("Content-Range", f"bytes 0-{len(content) - 1}/{len(content)}")
+    handler.end_headers()
+    handler.wfile.write(content[: len(content) // 2])
+    handler.close_connection = True
+    return True
+
+
+def stalled(handler: Any, path: str, content: bytes) -> bool:
+    time.sleep(1.5)
+    return False
+
+
+def unavailable(handler: Any, path: str, content: bytes) -> bool:
+    handler.reply(503, b"slow down", {"Retry-After": "0"})
+    return True
+
+
+def refused(handler: Any, path: str, content: bytes) -> bool:
+    handler.reply(403, b"expired")
+    return True
+
+
+def flipped(handler: Any, path: str, content: bytes) -> bool:
+    """One bit of what is sent is wrong, and nothing says so."""
+    handler.fault_in_content = True
+    return False
+
+
+def some_times(fault: Callable[[Any, str, bytes], bool], count: int, name: str = "train-") -> Any:
+    """`fault` at the first `count` requests of objects whose path has `name` in it."""
+    left, changing = [count], threading.Lock()
+
+    def once(handler: Any, path: str, content: bytes) -> bool:
+        with changing:
+            left[0] -= name in path
+            now = name in path and left[0] >= 0
+        return fault(handler, path, content) if now else False
+
+    return once
+
+
+@pytest.mark.parametrize("fault", [cut_short, stalled, unavailable], ids=lambda fault: fault.__name__)
+def test_what_passes_is_waited_for(
+    server: ObjectServer, dataset: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_REQUEST_S", 1)
+    images = open_images(server)
+    server.fault = some_times(fault, 4)
+    assert_all_images(images, dataset)
+
+
+def test_credentials_may_expire_and_be_renewed(server: ObjectServer, dataset: Path) -> None:
+    images = open_images(server)
+    server.fault = refused
+    with pytest.raises(DatasetError, match=f"{server.url}/train/train-.* is refused"):
+        images.read(np.array([0]))
+    server.fault = None
+    assert_all_images(images, dataset)
+    server.fault = some_times(refused, 3)
+    assert_all_images(images, dataset)
+
+
+def test_a_server_that_is_gone_for_a_while_ends_nothing(server: ObjectServer, dataset: Path) -> None:
+    images = open_images(server)
+    port, directory = server.server_port, server.directory
+    server.shutdown()
+    server.server_close()
+    later: list[ObjectServer] = []
+    timer = threading.Timer(1.5, lambda: later.append(ObjectServer(directory, port=port)))
+    timer.start()
+    assert_all_images(images, dataset)
+    later[0].server_close()
+
+
+def test_wrong_bytes_are_named(server: ObjectServer, dataset: Path) -> None:
+    images = open_images(server)
+    content = (server.directory / "train" / "train-00001-of-00003").read_bytes()
+    shard = server.directory / "train" / "train-00001-of-00003"
+    row = images._rows[20]
+    assert row["shard"] == 1
+    wrong = bytearray(content)
+    wrong[int(row["offset"]) + 3] ^= 1
+    shard.write_bytes(wrong)
+    with pytest.raises(
+        DatasetError, match=rf"image 20 of {server.url}/train/train-00001-of-00003 came 3 times with CRC32C [0-9a-f]"
+    ):
+        images.read(np.array([20]))
+    # Now the shard is pinned: another version of it is not mixed with this one.
+    shard.write_bytes(content)
+    os.utime(shard, (1, 1))
+    with pytest.raises(DatasetError, match="train-00001-of-00003 has been replaced while it was in use: start again"):
+        images.read(np.array([20]))
+    assert len(open_images(server).read(np.array([20]))) == 1
+    shard.write_bytes(content + b"more")
+    with pytest.raises(DatasetError, match=rf"has {len(content) + 4} bytes, the index was made for {len(content)}"):
+        open_images(server).read(np.array([20]))
+    shard.unlink()
+    with pytest.raises(DatasetError, match=r"train-00001-of-00003 does not exist, dataset.json names it"):
+        open_images(server).read(np.array([20]))
+
+
+def test_a_prefix_without_a_dataset_is_named(server: ObjectServer) -> None:
+    with pytest.raises(DatasetError, match=rf"{server.url}/elsewhere has no dataset.json: name the URL"):
+        Split(f"{server.url}/elsewhere", "train")
+    (server.directory / "index" / "train.crc.npy").write_bytes(b"other")
+    with pytest.raises(DatasetError, match=r"index/train.crc.npy is not the file that dataset.json was written with"):
+        Split(server.url, "train")
+
+
+def test_metadata_are_fetched_once(server: ObjectServer) -> None:
+    Split(server.url, "train")
+    fetched_metadata.cache_clear()
+    before = server.num_bytes
+    Split(server.url, "train")
+    assert server.num_bytes - before == (server.directory / "dataset.json").stat().st_size
+
+
+def use_after_fork(url: str) -> None:
+    Bucket(url).size("dataset.json")
+    child = os.fork()
+    if child == 0:
+        try:
+            Bucket(url).size("dataset.json")
+        except ObjectStoreError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_fork_is_refused_and_does_not_hang(server: ObjectServer) -> None:
+    process = FORK.Process(target=use_after_fork, args=(server.url,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+# The cache
+
+
+def test_cached_images_are_checked_and_fetched_again(server: ObjectServer, dataset: Path, tmp_path: Path) -> None:
+    assert_all_images(open_images(server, tmp_path / "cache"), dataset)
+    again = open_images(server, tmp_path / "cache")
+    assert_all_images(again, dataset)
+    assert again._cache is not None and (again._cache.num_hits, again.num_requests) == (50, 0)
+    for number, spoil in enumerate((lambda p: p.write_bytes(b""), lambda p: p.write_bytes(b"x" * 900))):
+        spoil(again._cache.path(number))
+    half = again._cache.path(2)
+    half.write_bytes(half.read_bytes()[:100])
+    damaged = open_images(server, tmp_path / "cache")
+    assert_all_images(damaged, dataset)
+    assert damaged._cache is not None and (damaged._cache.num_hits, damaged._cache.num_damaged) == (47, 3)
+    whole = open_images(server, tmp_path / "cache")
+    assert_all_images(whole, dataset)
+    assert whole._cache is not None and whole._cache.num_hits == 50
+
+
+def read_with_full_disk(url: str, dataset: Path, cache: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(cache / "metadata")
+    split = Split(url, "train")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    images = RemoteImages(split, ImageCache(cache, split), staged_bytes=10_000_000)
+    assert_all_images(images, dataset)
+
+
+def test_a_full_disk_is_a_smaller_cache(server: ObjectServer, dataset: Path, tmp_path: Path) -> None:
+    process = FORK.Process(target=read_with_full_disk, args=(server.url, dataset, tmp_path / "cache"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert max(path.stat().st_size for path in (tmp_path / "cache").glob("train-*/*/*") if path.is_file()) <= 1000
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block", "balanced"])
+def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle: str) -> None:
+    config = load_config(tiny_config).replace(
+        {"data.shuffle": shuffle, "data.block_images": 4, "data.window_blocks": 2, "run.epochs": 6}
+    )
+    labels = Split(dataset, "train").rows["label"]
+    next_use = NextUse(config, labels, dp_size=4, coordinates=frozenset({1, 3}), start_step=0)
+    images, times = next_use.uses(0, next_use.total_steps)
+    micro_batches = MicroBatches(Split(dataset, "train").rows, config)
+    ours = [(step, k) for step in range(next_use.total_steps) for k in range(micro_batches.num_per_step) if k % 2]
+    assert np.array_equal(images, np.concatenate([micro_batches(*place).images for place in ours]))
+    assert np.array_equal(np.unique(times), np.unique([next_use.time(*place) for place in ours]))
+    sizes = np.full(50, 10)
+    for now in (0, 3, 7):
+        next_use.forget(now)
+        first = next_use.first_use(sizes, 10**9)
+        for image in range(50):
+            later = times[(images == image) & (times >= now)]
+            assert first[image] == (later[0] if len(later) else np.iinfo(np.int32).max)
+    short = NextUse(config, labels, dp_size=4, coordinates=frozenset({1, 3}), start_step=0)
+    near = short.first_use(sizes, 100)  # ten images are enough
+    assert 10 <= (near < np.iinfo(np.int32).max).sum() < 50
+
+
+def test_what_is_needed_latest_is_removed(server: ObjectServer, tiny_config: Path, tmp_path: Path) -> None:
+    """Round by round, the cache serves what an exact simulation serves, within what a round is late."""
+    config = load_config(tiny_config).replace({"run.epochs": 8, "batch.global_batch": 4, "batch.micro_batch": 2})
+    split = Split(server.url, "train")
+    cache = ImageCache(tmp_path / "cache", split)
+    images = RemoteImages(split, cache, staged_bytes=10_000_000)
+    labels = split.rows["label"]
+    uses = NextUse(config, labels, dp_size=1, coordinates=frozenset({0}), start_step=0)
+    order, times = NextUse(config, labels, dp_size=1, coordinates=frozenset({0}), start_step=0).uses(
+        0, uses.total_steps
+    )
+    limit = 25 * 4096
+    eviction = Eviction(cache, uses, limit=limit, start_step=0, num_ahead=0)
+    for now in np.unique(times).tolist():
+        images.read(order[times == now].astype(np.int64))
+        eviction._now = now
+        eviction.remove_latest()
+        assert len([path for path in cache.directory.rglob("*") if path.is_file()]) * 4096 <= limit
+    eviction._stopped.set()
+    best = simulate_cache(order, cache.file_sizes, limit).sum()
+    assert 0.9 * best < cache.num_hits <= best
+
+
+def test_simulated_caches_serve_their_share() -> None:
+    """One node: every epoch all images in a new order, of which the best cache serves its share of the dataset."""
+    generator = np.random.default_rng(0)
+    uses = np.concatenate([generator.permutation(1000) for _ in range(12)]).astype(np.int32)
+    for share in (0.1, 0.5):
+        served = simulate_cache(uses, np.full(1000, 7), int(share * 7000))
+        assert served[:1000].sum() == 0
+        assert served[4000:].mean() == pytest.approx(share, abs=0.02)
+
+
+# The trainer
+
+
+def test_a_run_from_a_bucket_is_the_run_from_a_disk(server: ObjectServer, train: Train, tmp_path: Path) -> None:
+    """With a cache of a few images, faults on the way, stopped and resumed on another number of ranks, and half of the
+    cache damaged in between: the bits of the weights, and what is on the disk stays within the limit."""
+    options = (*OFTEN, "--data.cache", str(tmp_path / "cache"), "--data.cache_gb", "6e-5", "--data.root", server.url)
+    train("disk", *OFTEN, ranks=2)
+    server.fault = some_times(unavailable, 10)
+    train("bucket", *options, *FOUR_STEPS)
+    files = [path for path in (tmp_path / "cache").glob("user-*/*/*/*") if path.is_file()]
+    assert 5 <= len(files) <= 60e3 / 4096 + 40
+    for path in files[::2]:
+        path.write_bytes(path.read_bytes()[:-1])
+    assert "resuming from step 4" in train("bucket", *options, ranks=2)
+    assert samples(tmp_path / "bucket") == samples(tmp_path / "disk")
+    train("block", *options, "--data.shuffle", "block", "--data.block_images", "4", ranks=2)
+    train("block-disk", *OFTEN, "--data.shuffle", "block", "--data.block_images", "4", ranks=2)
+    assert state_difference(tmp_path / "block", tmp_path / "block-disk") == 0
