@@ -37,6 +37,7 @@ def register_optimizer(
     Args:
         optimizer_class: takes parameter groups and lr; and weight_decay, betas and eps where its constructor names
             them. A step changes only parameters and tensors or numbers in ``state`` and in its groups.
+            Of weights that are sharded over ranks it computes what `Shardwise` can.
         num_betas: how many `betas` it takes; optimizer.betas are two.
         defaults: more arguments of the constructor, which optimizer.kwargs override.
     """
