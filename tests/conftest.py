@@ -57,6 +57,7 @@ _STARTS_RUNS = {
 _SLOW_FILES = {
     "test_api.py",
     "test_bench.py",
+    "test_documents.py",
     "test_exactness.py",
     "test_export.py",
     "test_extending.py",

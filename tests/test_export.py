@@ -19,7 +19,9 @@ from dali_train.checkpoint.model import load_trained
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.cli import main
 from dali_train.commands.doctor_run import model_and_batch
+from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.training.model import build_model
 
 from .conftest import REPOSITORY, TINY_CONFIG, photograph
 from .data.files import EPS
@@ -131,10 +133,18 @@ def test_weights_to_evaluate_name_what_does_not_fit(
             [str(tmp_path / "four.pth"), "--model.name", "test_resnet", "--model.kwargs", "{}"],
             "four.pth has 4 classes, the dataset 5: use weights for these",
         ),
+        (["resnet50.a1_in1k"], "resnet50.a1_in1k has 1000 classes, the dataset 5: use weights for these"),
         ([str(finished), "--checkpoint", "best"], "--model.weights beside a run or a checkpoint"),
     ):
         assert main([*words, *arguments]) == 2
         assert message in capsys.readouterr().err
+    assert main(["export", str(finished), "--output", str(tmp_path / "out")]) == 0
+    deeper = load_trained(finished).config.replace(
+        {"model.kwargs.depth": 3, "model.weights": f"local-dir:{tmp_path / 'out'}"}
+    )
+    for num_classes in (5, 4):  # of which timm alone would accept the second
+        with pytest.raises(ConfigError, match=r"does not fit .*: (blocks.2.\S+ absent there; ){2}.* and 9 more"):
+            build_model(deeper, num_classes, torch.device("cpu"), with_weights=True)
     assert main(["plan", *words[1:], str(tmp_path / "four.pth")]) == 2
     assert "four.pth does not fit vit_tiny_patch16_224" in capsys.readouterr().err
     config = load_trained(finished).config.replace({"model.weights": str(tmp_path / "four.pth")})

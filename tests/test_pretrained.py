@@ -153,7 +153,7 @@ def test_files_of_other_things_are_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_frozen_weights_stay(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """A linear probe, of a network whose BatchNorms would move."""
     probe = extended(tiny_config, CONVOLUTIONAL)
-    train("probe", "--model.freeze", "all-but-head", "--run.epochs", "2", ranks=2, config=probe)
+    train("probe", "--model.freeze", "all-but-head", "--run.max_steps", "2", ranks=2, config=probe)
     first = build_model(load_config(probe), 5, CPU).state_dict()
     last = final_weights(tmp_path / "probe")
     assert {name for name in first if not torch.equal(first[name], last[name])} == {"fc.weight", "fc.bias"}

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -58,23 +59,27 @@ def create_pretrained(
         ConfigError: the weights are missing, cannot be fetched, or do not fit.
     """
     tensors = weights_that_fit(name, weights, num_classes, kwargs, field=field, tensors=tensors)
-    found: int | None
-    if tensors is not None:
-        model, found = _create_with(tensors, name, num_classes, kwargs), _num_classes(name, tensors)
-    else:
-        try:
-            model = timm.create_model(weights or name, pretrained=True, num_classes=num_classes, **kwargs)
-        except (OSError, RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
+    source = weights or name
+    described = timm.get_pretrained_cfg(source) if ":" not in source else None
+    found = _num_classes(name, tensors) if tensors is not None else described.num_classes if described else None
+
+    def check_classes(found: int | None) -> None:
+        if keep_classifier and found not in (num_classes, None):
             raise ConfigError(
-                f"{field}: {weights or name} cannot be loaded into timm's {name} with {kwargs}: {reason[-1].strip()}. "
-                "Where no hub can be reached, name a file that fits"
-            ) from error
+                f"{field}: {source} has {found} classes, the dataset {num_classes}: use weights for these"
+            )
+
+    check_classes(found)  # before anything is fetched
+    if tensors is not None:
+        return _create_with(tensors, name, num_classes, kwargs)
+    try:
+        model = timm.create_model(source, pretrained=True, num_classes=num_classes, **kwargs)
         found = model.pretrained_cfg.get("num_classes")
-    if keep_classifier and found not in (num_classes, None):
-        raise ConfigError(
-            f"{field}: {weights or name} has {found} classes, the dataset {num_classes}: use weights for these"
-        )
+        if found not in (num_classes, None):
+            _check_all_fit(lambda: timm.create_model(source, pretrained=True, num_classes=found, **kwargs))
+    except (OSError, RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
+        raise _misfit(error, source, name, kwargs, field) from error
+    check_classes(found)
     return model
 
 
@@ -107,23 +112,43 @@ def weights_that_fit(
                 )
         return None
     check_name(name, field)
+    shapes = {key: tensor.to("meta") for key, tensor in tensors.items()}
     try:
-        with torch.device("meta"):  # at once, and strict, which timm is not about other classes
-            shapes = {key: tensor.to("meta") for key, tensor in tensors.items()}
-            with warnings.catch_warnings(action="ignore"):  # that nothing is copied
-                _create_with(shapes, name, _num_classes(name, tensors) or num_classes, kwargs)
+        _check_all_fit(lambda: _create_with(shapes, name, _num_classes(name, tensors) or num_classes, kwargs))
     except RuntimeError as error:
-        if not (misfits := _misfits(str(error))):
-            raise ConfigError(
-                f"{field}: {weights} cannot be loaded into timm's {name} with {kwargs}: {error}"
-            ) from error
-        more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
-        chosen = "model.name and model.kwargs" if field.startswith("model") else field
-        raise ConfigError(
-            f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set {chosen} to "
-            "the architecture of these weights, or name other weights"
-        ) from None
+        raise _misfit(error, weights, name, kwargs, field) from error
     return tensors
+
+
+def _check_all_fit(create: Callable[[], Any]) -> None:
+    """Call `create` on the meta device, for as many classes as its weights have: for others timm loads what fits, and
+    says nothing of the rest.
+
+    Raises:
+        RuntimeError: not all weights fit the model.
+    """
+    try:
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # that nothing is copied
+            create()
+    except RuntimeError as error:
+        if _misfits(str(error)):  # and not that some operation is unknown on the meta device
+            raise
+
+
+def _misfit(error: Exception, weights: str, name: str, kwargs: dict[str, Any], field: str) -> ConfigError:
+    """Return the error of weights that timm could not load, three names and a count where it is the architecture."""
+    if not (misfits := _misfits(str(error))):
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
+        return ConfigError(
+            f"{field}: {weights} cannot be loaded into timm's {name} with {kwargs}: {reason}. Where no hub can be "
+            "reached, name a file that fits"
+        )
+    more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
+    chosen = "model.name and model.kwargs" if field.startswith("model") else field
+    return ConfigError(
+        f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set {chosen} to the "
+        "architecture of these weights, or name other weights"
+    )
 
 
 def read_weights(weights: str, field: str) -> Tensors:
