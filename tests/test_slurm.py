@@ -90,7 +90,7 @@ if "train" in sys.argv:
 
 
 def stand_in(config: Path, run: Path, action: str) -> str:
-    """Write a config file whose loading by the trainer is `action`, which ends it."""
+    """Write a config file whose loading by the trainer is `action`, which ends it; sys.exit would be a mistake."""
     path = run.with_suffix(".py")
     indented = "".join(f"    {line}\n" for line in action.splitlines())
     path.write_text(config.read_text() + STAND_IN.replace("RUN", repr(str(run))) + indented)
@@ -156,10 +156,10 @@ def one_per_node(nodes: int) -> tuple[str, ...]:
 def test_a_job_ends_or_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
     """By the trainer's exit status and what this job has saved."""
     ends = {
-        "mistake": ("sys.exit(2)", 2, ""),
-        "at once": ("sys.exit(1)", 1, "failed with status 1 and no checkpoint after step None; not requeued"),
-        "of another": ("save(3, 77); sys.exit(1)", 1, "the checkpoint of step 3 is another job's; not requeued"),
-        "end": ("sys.exit(0)", 0, ""),
+        "mistake": ("os._exit(2)", 2, ""),
+        "at once": ("os._exit(1)", 1, "failed with status 1 and no checkpoint after step None; not requeued"),
+        "of another": ("save(3, 77); os._exit(1)", 1, "the checkpoint of step 3 is another job's; not requeued"),
+        "end": ("os._exit(0)", 0, ""),
     }
     calls = [
         f"bash slurm/run.sh '{stand_in(tiny_config, tmp_path / name, action)}'; echo $?"
@@ -173,10 +173,10 @@ def test_a_job_ends_or_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_
 
 UNTIL_TERM = """
 print("begun", flush=True)
-signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(print("saved", flush=True) or 75))
+signal.signal(signal.SIGTERM, lambda number, frame: os._exit(print("saved", flush=True) or 75))
 if os.environ.get("SLURM_RESTART_COUNT") != "2":
     signal.pause()
-sys.exit(0)
+os._exit(0)
 """
 
 
