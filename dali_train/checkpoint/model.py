@@ -90,7 +90,7 @@ def check_registered(config: Config, run_dir: Path) -> None:
     if not timm.is_model(config.model.name) and (file := RunDirectory(run_dir).environment.get("config_file")):
         raise ConfigError(
             f"model.name is {config.model.name!r}, which timm does not know: if the run's config file registers it, "
-            f"add --config {run_dir / file}, or in Python call dali_train.load_config with that file first"
+            f"add --config {run_dir / str(file)}, or in Python call dali_train.load_config with that file first"
         )
 
 
