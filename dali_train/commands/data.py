@@ -120,6 +120,14 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _directory(text: str) -> Path:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text}: use a directory; datasets are made and checked on a disk and then copied to a bucket as they are"
+        )
+    return Path(text)
+
+
 def _add_workers(parser: argparse._ActionsContainer) -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
@@ -154,7 +162,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _conversion_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--out", type=Path, required=True, metavar="DATASET", help="directory of the new dataset")
+    parser.add_argument("--out", type=_directory, required=True, metavar="DATASET", help="directory of the new dataset")
     _add_shards(parser.add_argument_group("shards"))
     group = parser.add_argument_group("images")
     text = "raw: RGB pixels that need no decoder, for images of a few thousand pixels (default: jpeg)"
@@ -237,10 +245,10 @@ def _write(
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory with the TFRecords")
+    parser.add_argument("dataset", type=_directory, metavar="DATASET", help="directory with the TFRecords")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_directory,
         metavar="OUT",
         help="directory of the index, e.g. where DATASET is read-only (default: DATASET)",
     )
@@ -298,8 +306,8 @@ def _index(options: argparse.Namespace) -> int:
 
 
 def _add_subset(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=Path, metavar="DATASET", help="directory of the large dataset")
-    parser.add_argument("--out", type=Path, required=True, metavar="SUBSET", help="directory of the new dataset")
+    parser.add_argument("dataset", type=_directory, metavar="DATASET", help="directory of the large dataset")
+    parser.add_argument("--out", type=_directory, required=True, metavar="SUBSET", help="directory of the new dataset")
     classes = parser.add_mutually_exclusive_group()
     classes.add_argument("--classes", type=int, metavar="N", help="number of classes, chosen by --seed")
     classes.add_argument("--class-list", type=Path, metavar="FILE", help="these classes: one name per line")
@@ -328,7 +336,7 @@ def _subset(options: argparse.Namespace) -> int:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=Path, metavar="DATASET")
+    parser.add_argument("dataset", type=_directory, metavar="DATASET")
     parser.add_argument("--sample", type=_positive, metavar="N", help="check N records per split instead of all")
     parser.add_argument(
         "--no-decode", dest="decode", action="store_false", help="do not decode the images, which takes longest"
@@ -352,9 +360,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=Path, metavar="DATASET")
+    parser.add_argument("dataset", type=_directory, metavar="DATASET")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="directory for SPLIT.png (default: DATASET/contact_sheets)"
+        "--out", type=_directory, metavar="DIR", help="directory for SPLIT.png (default: DATASET/contact_sheets)"
     )
     parser.add_argument(
         "--rows", type=_positive, default=5, metavar="N", help="rows of images per sheet (default: %(default)s)"

@@ -99,6 +99,28 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
     return findings, memory
 
 
+def _bucket(split: Split, config: Config) -> Finding:
+    """Measure what the object store gives one process: one image at a time, and all at once."""
+    storage = open_storage(split, config.data)
+    images = np.random.default_rng(1).permutation(len(split))[:256]
+    seconds = []
+    try:
+        for image in images[:5]:
+            start = time.perf_counter()
+            storage.read(image[None])
+            seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        num_bytes = sum(len(content) for content in storage.read(images))
+    except DatasetError as error:
+        return Finding(f"bucket {split.name}", "fail", str(error), "see the message")
+    rate = 1 / (time.perf_counter() - start)
+    found = (
+        f"{1000 * min(seconds):.0f} ms for one image; {num_bytes * rate / 1e6:.0f} MB/s, {len(images) * rate:,.0f} "
+        "images/s for this process without a cache"
+    )
+    return Finding(f"bucket {split.name}", "pass", found)
+
+
 def splits(config: Config) -> Iterator[Finding]:
     for name in ("train", "validation"):
         try:
@@ -126,6 +148,8 @@ def splits(config: Config) -> Iterator[Finding]:
                     remedy,
                 )
                 continue
+        if split.url is not None:
+            yield _bucket(split, config)
         yield Finding(
             f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, index fits its shards"
         )

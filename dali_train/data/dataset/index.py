@@ -63,8 +63,10 @@ class Split:
         self.manifest = Manifest.read(self.root)
         split = self.manifest.splits.get(name)
         if split is None:
-            raise DatasetError(f"{self.root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
+            raise DatasetError(f"{root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
         self._remedy = f"run `dali-train data index {root}` again"
+        if self.url is not None:
+            self._remedy = f"index the dataset again where it lies on a disk, and copy it to {root}"
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split, INDEX_DTYPE)
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:

@@ -29,7 +29,7 @@ def metadata_directory(root: Path | str) -> Path:
     or what follows another storage's ``SCHEME://``.
 
     Raises:
-        DatasetError, ObjectStoreError: see `fetched_metadata`.
+        DatasetError: see `fetched_metadata`.
     """
     return fetched_metadata(str(root)) if is_remote(str(root)) else Path(str(root).rpartition("://")[2])
 

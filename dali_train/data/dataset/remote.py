@@ -30,16 +30,21 @@ def fetched_metadata(url: str) -> Path:
     has been fetched is not fetched again. A process that runs stays with the version that it began with.
 
     Raises:
-        DatasetError: there is no dataset at `url`.
-        ObjectStoreError: the store does not answer, or refuses.
+        DatasetError: there is no dataset at `url`, or the store does not answer, or refuses.
     """
+    try:
+        return _fetch_metadata(url)
+    except ObjectStoreError as error:
+        raise DatasetError(str(error)) from error
+
+
+def _fetch_metadata(url: str) -> Path:
     bucket = Bucket(url)
     try:
         manifest = bucket.read_all("dataset.json")
     except MissingObjectError:
         raise DatasetError(
-            f"{url} has no dataset.json: name the URL that a complete dataset's directory was copied to, or index what "
-            f"lies there with `dali-train data index {url}`"
+            f"{url} has no dataset.json: name the URL that a converted or indexed dataset's directory was copied to"
         ) from None
     directory = _cache_directory() / hashlib.sha256(manifest).hexdigest()[:16]
     try:
