@@ -114,6 +114,8 @@ def test_runs_are_served_while_they_train(runs: list[Path], tmp_path: Path) -> N
         (place / run.name).symlink_to(run)
     started = write_run(place / "just <started>", 0)
     (started / "metrics.jsonl").write_bytes(b"")
+    torn = write_run(place / "torn", 3)
+    (torn / "config.json").write_text("{")
     with make_server([place, runs[0]], "127.0.0.1", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
 
@@ -125,6 +127,7 @@ def test_runs_are_served_while_they_train(runs: list[Path], tmp_path: Path) -> N
 
         status, index, tag = get("/")
         assert status == 200 and "just &lt;started&gt;" in index and "has no line yet" in index
+        assert f"{torn}/config.json" in index and get("/run/torn")[0] == 200
         links = re.findall(r'href="(/run/[^"]*)"', index)
         assert len(links) == 2 and len(charts_of(index)["runs"]) == 2
         assert get("/", **{"If-None-Match": tag})[0] == 304
@@ -277,13 +280,13 @@ def test_nothing_in_a_page_is_markup_of_its_own(tmp_path: Path) -> None:
 
 def test_many_points_and_runs_of_one_name(tmp_path: Path) -> None:
     """A curve has as many points as one can see; two runs of one name are told apart; a gap is no number."""
-    ended = {"event": "train", "step": 5001, "epoch": 500.1, "step_s": 1.0, "loss": float("nan")}
+    ended = {"event": "train", "step": 2501, "epoch": 250.1, "step_s": 1.0, "loss": float("nan")}
     for place in ("a", "b"):
-        write_run(tmp_path / place / "run-1", 5000 if place == "a" else 3, events=[ended])
+        write_run(tmp_path / place / "run-1", 2500 if place == "a" else 3, events=[ended])
     assert main(["report", str(tmp_path)]) == 0
     data = charts_of((tmp_path / "comparison" / "index.html").read_text())["runs"]
     assert [run["name"] for run in data] == ["a/run-1", "b/run-1"]
-    assert 1500 < len(data[0]["train"]["y"]["loss"]) <= 2000 and data[1]["train"]["y"]["loss"] == [1.0, 1.0, 1.0, "nan"]
+    assert 1000 < len(data[0]["train"]["y"]["loss"]) <= 2000 and data[1]["train"]["y"]["loss"] == [1.0, 1.0, 1.0, "nan"]
     assert data[1]["train"]["y"]["lr"] == [0.1, 0.1, 0.1, None]
 
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from dali_train.errors import ConfigError
 from dali_train.report.markup import Markup, escape, live
 from dali_train.report.page import document, overview, page
 from dali_train.report.runs import ReportedRun, by_result, find_runs, load_run
+from dali_train.text import plural
 
 LOCALHOST, PORT = "127.0.0.1", 7007
+_LOCAL = (LOCALHOST, "localhost", "::1")
 REFRESH_S = 5
 _MOST_DRAWN = 8
 """Runs whose curves the index shows, the best ones."""
@@ -29,7 +31,7 @@ def serve(places: Sequence[Path], host: str = LOCALHOST, port: int = PORT) -> No
     """
     with make_server(places, host, port) as server:
         name, number = server.server_address[:2]
-        print(f"http://{name!s}:{number}/ shows {len(find_runs(places))} of the runs there; Ctrl-C ends it", flush=True)
+        print(f"http://{name!s}:{number}/: {plural(len(find_runs(places)), 'run')}. Ctrl-C ends it", flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 
@@ -39,14 +41,13 @@ def make_server(places: Sequence[Path], host: str, port: int) -> ThreadingHTTPSe
     find_runs(places)
 
     class Handler(_Handler):
-        site = Site(tuple(places), is_local=host in (LOCALHOST, "localhost", "::1"))
+        site = Site(tuple(places), is_local=host in _LOCAL)
 
     try:
         return ThreadingHTTPServer((host, port), Handler)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"--host {host} --port {port}: nothing can listen there ({error.strerror}): choose another --port, or "
-            "0 for any"
+            f"--host {host} --port {port}: nothing can listen there ({error}); choose another port, or 0 for any"
         ) from None
 
 
@@ -65,13 +66,16 @@ class Site:
         if address.path == "/compare":
             names = parse_qs(address.query).get("run", [])
             return {name: runs[name] for name in names} if names and runs.keys() >= set(names) else None
-        return next(({name: run} for name, run in runs.items() if address.path == f"/run/{quote(name)}"), None)
+        name = unquote(address.path).removeprefix("/run/")
+        return {name: runs[name]} if name in runs and address.path.startswith("/run/") else None
 
     def render(self, target: str, runs: dict[str, Path]) -> str:
         loaded, notes = [], []
         for name, directory in runs.items():
             try:
-                loaded.append(load_run(directory, name))
+                run = load_run(directory, name)
+                run.config.to_json()  # refused here, not in the middle of a page that others are on too
+                loaded.append(run)
             except ConfigError as error:
                 notes.append(f"<p>{escape(error)}</p>")
         if urlsplit(target).path != "/" and loaded:
@@ -102,27 +106,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # A page from elsewhere whose name suddenly leads to this machine is not to read what only this machine may see.
-        host = self.headers.get("Host", "").rpartition(":")[0].strip("[]")
-        runs = (
-            self.site.chosen(self.path) if host in (LOCALHOST, "localhost", "::1") or not self.site.is_local else None
-        )
-        if runs is None:
-            self._answer(HTTPStatus.NOT_FOUND, b"There is no such page.\n", "text/plain")
-            return
-        tag = _tag(runs)
-        if self.headers.get("If-None-Match") == tag:
-            self._answer(HTTPStatus.NOT_MODIFIED, b"", "text/html", tag)
-            return
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         try:
-            content = self.site.render(self.path, runs).encode()
-        except ConfigError as error:  # a table of predictions that no run wrote
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode(), "text/plain")
-            return
-        self._answer(HTTPStatus.OK, content, "text/html", tag)
+            runs = self.site.chosen(self.path) if not self.site.is_local or host in _LOCAL else None
+            if runs is None:
+                self._answer(HTTPStatus.NOT_FOUND, "There is no such page.\n")
+            elif self.headers.get("If-None-Match") == (tag := _tag(runs)):
+                self._answer(HTTPStatus.NOT_MODIFIED, "", tag)
+            else:
+                self._answer(HTTPStatus.OK, self.site.render(self.path, runs), tag)
+        except ConfigError as error:  # a table that no run wrote, or no run is left
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
 
-    def _answer(self, status: HTTPStatus, content: bytes, kind: str, tag: str = "") -> None:
+    def _answer(self, status: HTTPStatus, text: str, tag: str = "") -> None:
+        """Send a page, which has a `tag`, or a sentence."""
+        content = text.encode()
         self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Type", f"text/{'html' if tag else 'plain'}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-cache")
         if tag:
