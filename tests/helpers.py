@@ -32,8 +32,11 @@ FAST_UNCOMPILED = (
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
 BF16_EXCHANGE = ("--parallel.grad_reduce_dtype", "bf16")
 
-# So long that no test sees its end unless it asks for it.
-LONG = ("--run.epochs", "400", "--run.checkpoint_every_steps", "100000", "--run.eval_every_epochs", "None")
+# So long that no test sees its end unless it asks for it; a step has two micro-batches.
+LONG = (
+    *("--run.epochs", "400", "--run.checkpoint_every_steps", "100000", "--run.eval_every_epochs", "None"),
+    *("--batch.micro_batch", "16"),
+)
 
 # Checkpoints so often that a run can be stopped and resumed between them; 11 steps in all.
 OFTEN = ("--run.checkpoint_every_steps", "2", "--run.epochs", "7", "--schedule.warmup_epochs", "2")

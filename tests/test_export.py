@@ -30,13 +30,13 @@ from .helpers import events
 
 @pytest.fixture(scope="module")
 def make_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``make_run(more="text in RunConfig", changes=[(old, new)])``: the directory of a run of three steps with an
-    EMA."""
+    """``make_run((old, new), ...)``: the directory of a run of three steps with an EMA, its config changed so."""
 
     def make(*changes: tuple[str, str]) -> Path:
         place = tmp_path_factory.mktemp("run")
         text = TINY_CONFIG.format(root=str(dataset)).replace('dir="run"', f"dir={str(place / 'run')!r}, max_steps=3")
         text = text.replace("    run=RunConfig", "    ema=EmaConfig(decay=0.5),\n    run=RunConfig")
+        text = text.replace("micro_batch=4", "micro_batch=16")
         for old, new in changes:
             assert old in text
             text = text.replace(old, new)

@@ -47,7 +47,8 @@ def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     config.write_text(TINY_CONFIG.format(root=str(dataset)) + MEASURING)
 
     def train(name: str, *words: str, ranks: int = 1) -> None:
-        arguments = ["train", "--config", str(config), "--run.dir", str(place / name), *words]
+        arguments = ["train", "--config", str(config), "--run.dir", str(place / name), "--batch.micro_batch", "16"]
+        arguments += words
         run_in_pool(arguments, place / f"{name}.log", ranks=ranks)
 
     train("plain")

@@ -33,7 +33,6 @@ def send(ranks: Ranks, rank: int, *signals: signal.Signals) -> None:
     [
         (0, [signal.SIGUSR1], "signal USR1"),
         (0, [signal.SIGINT], "Ctrl-C"),
-        (1, [signal.SIGTERM], "signal TERM"),
         (1, [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], "signal TERM"),
     ],
 )

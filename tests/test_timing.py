@@ -11,7 +11,7 @@ from dali_train.training.events import STEP_PHASES
 from dali_train.training.timing import PhaseClock
 
 from .conftest import Train
-from .helpers import events, extended
+from .helpers import events, extended, words
 
 # Added to the config of the tests: a hook that reads the clock just after each reading of the metrics, and after the
 # step before.
@@ -60,8 +60,8 @@ config = replace(config, hooks=replace(config.hooks, user=(Slept,)))
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_phases_sum_to_the_step(train: Train, tiny_config: Path, tmp_path: Path, ranks: int) -> None:
-    never = ("--run.eval_every_epochs", "None", "--run.checkpoint_every_steps", "1000")
-    train("run", "--run.epochs", "8", *never, config=extended(tiny_config, WALL_CLOCK), ranks=ranks)
+    fast = words("--run.eval_every_epochs none --run.checkpoint_every_steps 1000 --batch.micro_batch 16")
+    train("run", "--run.epochs", "8", *fast, config=extended(tiny_config, WALL_CLOCK), ranks=ranks)
     lines = events(tmp_path / "run", "train")[2:]  # the first step is timed apart
     assert len(lines) == 11
     names = STEP_PHASES.values()
@@ -75,7 +75,7 @@ def test_phases_sum_to_the_step(train: Train, tiny_config: Path, tmp_path: Path,
 
 
 def test_a_slow_source_is_waited_for_in_data(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    train("run", "--run.eval_every_epochs", "None", config=extended(tiny_config, SLOW_SOURCE))
+    train("run", *words("--run.eval_every_epochs none"), config=extended(tiny_config, SLOW_SOURCE))
     lines = events(tmp_path / "run", "train")[1:]
     assert len(lines) == 6
     delay, waited = (sum(line[name] for line in lines) for name in ("slept_s", "data_wait_s"))
