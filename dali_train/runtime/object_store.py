@@ -27,8 +27,8 @@ SCHEMES = ("s3", "gs", "az", "http", "https")
 RETRY_S = 300.0
 """Seconds for which a request is repeated before it fails: a closed laptop or a server that restarts ends no run."""
 _FIRST_ANSWER_S = 20.0  # of a store that has never answered
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
-_WARN_AFTER_S = 5.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
+_WARN_AFTER_S, _WARN_EVERY_S = 5.0, 30.0
 _CONNECT_S, _REQUEST_S = 5, 30
 _PIECE_BYTES = 8 << 20  # of a whole object: it has obstore's limit of time per request
 _ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
@@ -69,6 +69,7 @@ class Bucket:
         self._opening = threading.Lock()
         self._opened: ObjectStore | None = None
         self._answered = False
+        self._warned = 0.0  # no warning before this, in monotonic seconds, and a few more
 
     def read(self, name: str, start: int, stop: int, etag: str | None = None) -> tuple[memoryview, str | None, int]:
         """Return (bytes `start` to `stop` of an object, its ETag, its size in bytes).
@@ -176,7 +177,10 @@ class Bucket:
             else:
                 self._answered = True
                 return answer
-            if time.monotonic() - began > _WARN_AFTER_S:
+            if not threading.main_thread().is_alive():  # the program is at its end, and waits for its threads
+                raise ObjectStoreError(f"{what}: {_reason(cause)}") from cause
+            if time.monotonic() - max(began, self._warned) > _WARN_AFTER_S:
+                self._warned = time.monotonic() + _WARN_EVERY_S
                 logger.warning("%s: %s; trying for %.0f s more", what, _reason(cause), seconds_left)
             time.sleep(pause)
         raise AssertionError

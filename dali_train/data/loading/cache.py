@@ -271,8 +271,11 @@ class Eviction:
             total -= int(sizes[image])
 
     def _work(self) -> None:
+        warned = False
         while not self._stopped.wait(_ROUND_S):
             try:
                 self.remove_latest()
             except OSError as error:
-                logger.warning("data.cache %s: %s", self._cache.directory, error)
+                if not warned:
+                    logger.warning("data.cache %s is not kept within its limit: %s", self._cache.directory, error)
+                warned = True
