@@ -91,8 +91,7 @@ def test_a_run_begins_with_another_runs_weights(finished: Path, make_run: Callab
 
 
 def loss_of(output: str) -> str:
-    """The last line's loss."""
-    return output.splitlines()[-1].partition("  loss ")[2].split()[0]
+    return output.rpartition("  loss ")[2].split()[0]
 
 
 def test_weights_are_evaluated_without_a_run(

@@ -20,6 +20,7 @@ from dali_train.data.loading.remote import RemoteImages
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.next_use import NextUse, simulate_cache
 from dali_train.errors import DatasetError
+from dali_train.files import try_lock
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 
@@ -307,6 +308,18 @@ def test_simulated_caches_serve_their_share() -> None:
 
 
 # The trainer
+
+
+def test_a_cache_in_use_is_refused(server: ObjectServer, train: Train, tmp_path: Path) -> None:
+    directory = tmp_path / "cache" / f"user-{os.getuid()}"
+    directory.mkdir(parents=True)
+    with (directory / "lock").open("ab") as lock:
+        assert try_lock(lock)
+        options = ("--data.root", server.url, "--data.cache", str(tmp_path / "cache"))
+        output = train("refused", *options, ranks=2, status=2)
+    assert f"data.cache {tmp_path / 'cache'} is in use by another run on" in output
+    local = train("local", "--data.cache", str(tmp_path / "cache"), status=2)
+    assert "is no object store: use data.local_copy" in local
 
 
 def test_a_run_from_a_bucket_is_the_run_from_a_disk(server: ObjectServer, train: Train, tmp_path: Path) -> None:

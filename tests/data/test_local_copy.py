@@ -159,6 +159,6 @@ def test_small_disk_is_noticed_before_copying_by_all_ranks(source: Path, tmp_pat
     (source / "index" / "train.npy").touch()
     disk = tmp_path / "disk"
     output = train("run", "--data.root", str(source), "--data.local_copy", str(disk), ranks=2, status=2)
-    assert output.count(f"data.local_copy {disk} has ") == 2, output
+    assert output.count(f"data.local_copy {disk} has ") == 1, output  # what all ranks find, one says
     assert "bytes, name a larger disk, or leave data.local_copy out" in output
     assert not list(disk.rglob("train-*"))

@@ -6,11 +6,13 @@ the lock, removes what is needed latest (`NextUse`). It is told nothing by the o
 from the order.
 """
 
+import gc
 import logging
 import os
 import platform
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,7 @@ _BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
 _RESERVE = 0.05  # of the disk stays free
 _FILLED = 0.98  # a round of removal goes down to this share of the capacity
 _ROUND_S = 0.5
+_WAIT_S = 10.0  # for the directory's last user, which may be about to end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +197,11 @@ def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (directory / "lock").open("ab")
-            if not try_lock(lock):
+            end = time.monotonic() + _WAIT_S
+            while not (locked := try_lock(lock)) and time.monotonic() < end:
+                gc.collect()  # the run before it in this process may not have been collected yet
+                time.sleep(0.2)
+            if not locked:
                 failure = (
                     f"data.cache {data.cache} is in use by another run on {mine[0]}: name another directory, or wait "
                     "until it has ended"
