@@ -263,7 +263,7 @@ def test_a_plan_says_what_fits_and_what_the_model_refuses(
     assert "not even one image fits into 1 GB" in capsys.readouterr().out
     assert main([*config, "--data.normalise", "127.5,127.5,127.5", "50,50,50"]) == 0
     printed = capsys.readouterr().out
-    assert "timm's vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.std is (50, 50, 50)" in printed
+    assert "vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.normalise has (50, 50, 50)" in printed
     assert main([*config, "--data.eval_size", "24"]) == 2
     assert (
         "data.eval_size is 24, but model.name vit_tiny_patch16_224 takes images of 32 pixels" in capsys.readouterr().err
