@@ -62,18 +62,20 @@ class _Handler(BaseHTTPRequestHandler):
         with path.open("rb") as file:
             file.seek(start)
             content = file.read(stop - start) if body else b""
+        status = path.stat()
+        etag = hashlib.md5(f"{path}{status.st_size}{status.st_mtime_ns}".encode()).hexdigest()
+        self.right_headers = {"ETag": f'"{etag}"'}
+        if span:
+            self.right_headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         self.server.num_requests += 1
         self.server.num_bytes += len(content)
         if self.server.fault is not None and self.server.fault(self, self.path, content):
             return
-        status = path.stat()
-        etag = hashlib.md5(f"{path}{status.st_size}{status.st_mtime_ns}".encode()).hexdigest()
         wanted = self.headers.get("If-Match")
         if wanted is not None and wanted.strip('"') != etag:
             self.reply(412, b"")
             return
-        headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"} if span else {}
-        self.reply(206 if span else 200, content, {"ETag": f'"{etag}"', **headers}, size if not body else None)
+        self.reply(206 if span else 200, content, self.right_headers, size if not body else None)
 
     def reply(
         self, status: int, content: bytes, headers: dict[str, str] | None = None, size: int | None = None

@@ -3,6 +3,8 @@
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,8 +104,8 @@ def refused(handler: Any, path: str, content: bytes) -> bool:
 
 def flipped(handler: Any, path: str, content: bytes) -> bool:
     """One bit of what is sent is wrong, and nothing says so."""
-    handler.fault_in_content = True
-    return False
+    handler.reply(206, bytes([content[0] ^ 1]) + content[1:], handler.right_headers)
+    return True
 
 
 def some_times(fault: Callable[[Any, str, bytes], bool], count: int, name: str = "train-") -> Any:
@@ -119,13 +121,17 @@ def some_times(fault: Callable[[Any, str, bytes], bool], count: int, name: str =
     return once
 
 
-@pytest.mark.parametrize("fault", [cut_short, stalled, unavailable], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    ("fault", "times"),
+    [(cut_short, 4), (stalled, 4), (unavailable, 4), (flipped, 2)],
+    ids=["cut", "stalled", "503", "flipped"],
+)
 def test_what_passes_is_waited_for(
-    server: ObjectServer, dataset: Path, fault: Any, monkeypatch: pytest.MonkeyPatch
+    server: ObjectServer, dataset: Path, fault: Any, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "_REQUEST_S", 1)
     images = open_images(server)
-    server.fault = some_times(fault, 4)
+    server.fault = some_times(fault, times)
     assert_all_images(images, dataset)
 
 
@@ -212,6 +218,24 @@ def test_a_fork_is_refused_and_does_not_hang(server: ObjectServer) -> None:
     process.start()
     process.join(60)
     assert process.exitcode == 0
+
+
+READ_TO_THE_END = """
+import sys, threading, time
+import numpy as np
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.remote import RemoteImages
+
+images = RemoteImages(Split(sys.argv[1], "train"), None, staged_bytes=10_000_000)
+threading.Thread(target=images.prefetch, args=(np.arange(50),), daemon=True).start()
+while images._bucket._warned == 0:
+    time.sleep(0.1)
+"""
+
+
+def test_a_program_ends_though_its_store_is_gone(server: ObjectServer) -> None:
+    server.fault = some_times(unavailable, 10**6)
+    subprocess.run([sys.executable, "-c", READ_TO_THE_END, server.url], timeout=60, check=True)
 
 
 # The cache
@@ -324,11 +348,14 @@ def test_a_cache_in_use_is_refused(server: ObjectServer, train: Train, tmp_path:
 
 def test_a_run_from_a_bucket_is_the_run_from_a_disk(server: ObjectServer, train: Train, tmp_path: Path) -> None:
     """With a cache of a few images, faults on the way, stopped and resumed on another number of ranks, and half of the
-    cache damaged in between: the bits of the weights, and what is on the disk stays within the limit."""
+    cache damaged in between: the bits of the weights. The disk stays within the limit, other datasets' images go."""
     options = (*OFTEN, "--data.cache", str(tmp_path / "cache"), "--data.cache_gb", "6e-5", "--data.root", server.url)
     train("disk", *OFTEN, ranks=2)
     server.fault = some_times(unavailable, 10)
+    other = tmp_path / "cache" / f"user-{os.getuid()}" / "validation-9-00000000"
+    other.mkdir(parents=True)
     train("bucket", *options, *FOUR_STEPS)
+    assert not other.exists()
     files = [path for path in (tmp_path / "cache").glob("user-*/*/*/*") if path.is_file()]
     assert 5 <= len(files) <= 60e3 / 4096 + 40
     for path in files[::2]:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dali_train.checkpoint.directory import checkpoint_paths, step_of, wrong_path
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, read_safetensors
 from dali_train.errors import ConfigError
-from dali_train.runtime.process_group import on_rank_0
+from dali_train.runtime.process_group import first_fault, on_rank_0
 
 # What DCP says in a single process; that is what is meant here.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -121,10 +121,9 @@ def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoin
         checkpoint = load_checkpoint(path)
     except (CheckpointError, ConfigError) as error:
         fault = str(error)
-    if group is not None:
-        faults: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(faults, fault, group=group)
-        fault = next((f"{fault} (seen by rank {rank})" for rank, fault in enumerate(faults) if fault), "")
+    fault, rank = first_fault(fault, group)
+    if fault and group is not None:
+        fault = f"{fault} (seen by rank {rank})"
     return (None if fault else checkpoint), fault
 
 

@@ -55,8 +55,7 @@ def describe_reads(
             f"{plural(num_nodes, 'node')} and serve of its reads {_percentages(shares)}"
         )
     fetched = [dataset_bytes * (1 - share) for share in shares]
-    per_request = RUN_BYTES if config.data.shuffle == "block" else image_bytes
-    num_requests = sum(fetched) / min(RUN_BYTES, max(per_request, image_bytes))
+    num_requests = sum(fetched) / (RUN_BYTES if config.data.shuffle == "block" else min(image_bytes, RUN_BYTES))
     lines.append(
         f"bucket         {fetched[0] / 1e9:,.1f} GB in the first epoch, {fetched[-1] / 1e9:,.1f} GB in the last, "
         f"{sum(fetched) / 1e9:,.0f} GB in all, by {num_requests:,.0f} requests"

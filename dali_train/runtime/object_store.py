@@ -4,14 +4,18 @@ Credentials and endpoints are taken from the environment, as each cloud's own to
 are never printed and never saved.
 """
 
+import atexit
 import json
 import logging
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dali_train")
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 RETRY_S = 300.0
@@ -30,8 +35,11 @@ _FIRST_ANSWER_S = 20.0  # of a store that has never answered
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _WARN_AFTER_S, _WARN_EVERY_S = 5.0, 30.0
 _CONNECT_S, _REQUEST_S = 5, 30
+_NUM_THREADS = 64  # requests of one process under way: at 50 ms each, 1,280 per second
+_END_S = 5.0  # a program that ends waits so long for requests under way
 _PIECE_BYTES = 8 << 20  # of a whole object: it has obstore's limit of time per request
 _ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
+_JITTER = random.Random()  # nothing that a run computes depends on it
 _METADATA_SERVICES = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")  # AWS, Google Cloud, Azure
 _requested_by: list[int] = []  # the process that has made requests
 
@@ -132,6 +140,12 @@ class Bucket:
         """Delete these objects; those that are missing are no error."""
         self._ask(self.url, lambda store: store.delete(names))
 
+    def map(self, function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
+        """Return ``function(item)`` of each item, in order. Calls run side by side, on threads all buckets share."""
+        self._store()  # refuses a forked process, which has no threads
+        futures = [_THREADS.submit(partial(function, item)) for item in items]
+        return (future.result() for future in futures)
+
     def _store(self) -> "ObjectStore":
         if not _requested_by:
             _requested_by.append(os.getpid())
@@ -155,7 +169,7 @@ class Bucket:
             try:
                 answer = request(store)
             except FileNotFoundError as error:
-                if hint := _hopeless(error):
+                if hint := _hopeless(error, what):
                     raise ObjectStoreError(f"{what}{hint}") from error
                 raise MissingObjectError(f"{what} does not exist") from error
             except exceptions.PreconditionError as error:
@@ -170,27 +184,73 @@ class Bucket:
             except (exceptions.BaseError, OSError, ValueError) as error:
                 if not self._answered and any(service in str(error) for service in _METADATA_SERVICES):
                     raise ObjectStoreError(f"{what}: no credentials were found; {_credentials(self.url)}") from error
-                hint = _hopeless(error)
+                hint = _hopeless(error, what)
                 if hint or seconds_left < 0:
                     raise ObjectStoreError(f"{what}: {_reason(error)}{hint}") from error
                 cause = error
             else:
                 self._answered = True
                 return answer
-            if not threading.main_thread().is_alive():  # the program is at its end, and waits for its threads
-                raise ObjectStoreError(f"{what}: {_reason(cause)}") from cause
             if time.monotonic() - max(began, self._warned) > _WARN_AFTER_S:
                 self._warned = time.monotonic() + _WARN_EVERY_S
                 logger.warning("%s: %s; trying for %.0f s more", what, _reason(cause), seconds_left)
-            time.sleep(pause)
+            if _THREADS.ending.wait(pause):
+                raise ObjectStoreError(f"{what}: {_reason(cause)}") from cause
         raise AssertionError
+
+
+class _Threads:
+    """Threads for requests. Those of an executor would keep a program from ending while they wait for a store that is
+    gone, and those that the end of the interpreter finds in obstore's code could not unwind from there."""
+
+    def __init__(self) -> None:
+        self.ending = threading.Event()
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
+        atexit.register(self._end)
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        with self._starting:
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._work, name=f"object-store-{number}", daemon=True)
+                    for number in range(_NUM_THREADS)
+                ]
+                for thread in self._threads:
+                    thread.start()
+        future: Future[T] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def _work(self) -> None:
+        while (work := self._tasks.get()) is not None:
+            future, task = work
+            if self.ending.is_set():
+                future.cancel()
+                continue
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _end(self) -> None:
+        self.ending.set()
+        for _ in self._threads:
+            self._tasks.put(None)
+        end = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+_THREADS = _Threads()
 
 
 def _pauses() -> Iterator[float]:
     """Yield seconds to wait: full jitter over a doubling range, so that thousands of ranks do not ask at once."""
     longest = _FIRST_WAIT_S
     while True:
-        yield random.uniform(0, longest)  # not of the run's generators, and nothing depends on it
+        yield _JITTER.uniform(0, longest)
         longest = min(2 * longest, _LONGEST_WAIT_S)
 
 
@@ -205,14 +265,14 @@ def _open(url: str) -> "ObjectStore":
         "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=_REQUEST_S)},  # Bucket does more of it
     }
     scheme, _, rest = url.partition("://")
-    if scheme == "s3" and "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ:
-        from obstore.auth.boto3 import Boto3CredentialProvider
-
-        options["credential_provider"] = Boto3CredentialProvider()
     if scheme == "gs" and "STORAGE_EMULATOR_HOST" in os.environ:
         account = {"gcs_base_url": os.environ["STORAGE_EMULATOR_HOST"], "disable_oauth": True}
         options["service_account_key"] = json.dumps(account | dict.fromkeys(_ACCOUNT_FIELDS, ""))
     try:
+        if scheme == "s3" and "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            options["credential_provider"] = Boto3CredentialProvider()
         if scheme == "az":  # obstore's own az:// begins with the account, which the environment has
             from obstore.store import AzureStore
 
@@ -229,12 +289,12 @@ def _reason(error: Exception) -> str:
     return " ".join(word.partition("?")[0] if "://" in word else word for word in lines[0].split()) if lines else ""
 
 
-def _hopeless(error: Exception) -> str:
-    """Return a remedy if to repeat the request cannot help, else an empty string."""
+def _hopeless(error: Exception, url: str) -> str:
+    """Return a remedy if repeating the request cannot help, else an empty string."""
     text = str(error)
     if any(code in text for code in ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")):
         return ": there is no such bucket"
-    if "301 Moved" in text or "PermanentRedirect" in text or "redirect" in text:
+    if url.startswith("s3:") and ("301 Moved" in text or "PermanentRedirect" in text or "redirect" in text):
         return ": the bucket is in another region, set AWS_REGION to it"
     if isinstance(error, ValueError):
         return ": check the URL"

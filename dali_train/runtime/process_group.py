@@ -174,6 +174,15 @@ def on_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None) ->
     return value
 
 
+def first_fault(fault: str, group: dist.ProcessGroup | None) -> tuple[str, int]:
+    """Return the `fault` of the first rank that has one, and that rank, on all ranks of `group`; empty: none has."""
+    if group is None:
+        return fault, 0
+    faults = [""] * dist.get_world_size(group)
+    dist.all_gather_object(faults, fault, group=group)
+    return next(((text, rank) for rank, text in enumerate(faults) if text), ("", 0))
+
+
 @contextmanager
 def locked(directory: Path, group: dist.ProcessGroup | None) -> Iterator[Holder | None]:
     """Keep other runs out of the run directory. Rank 0 holds the lock; only there the holder is given.

@@ -21,15 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cache import join_node
 from dali_train.data.loading.loader import make_loader
@@ -37,8 +29,8 @@ from dali_train.data.loading.remote import RemoteImages
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.next_use import simulate_cache
 from dali_train.parallel.layout import Layout
-from dali_train.runtime.launch import LaunchOptions, discover
-from tools.bench.turns import describe_machine
+from dali_train.runtime.launch import Launch
+from tools.bench.turns import describe_machine, loading_config
 
 REPOSITORY = Path(__file__).parents[2]
 MICRO_BATCH = 20
@@ -73,18 +65,11 @@ def main() -> None:
 
 
 def measure(name: str, data: dict[str, Any], num_epochs: int, num_threads: int) -> list[dict[str, float | str | int]]:
-    config = Config(
-        data=DataConfig(read_ahead_mb=16, **data),
-        model=ModelConfig(name="vit_tiny_patch16_224"),
-        optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=MICRO_BATCH, micro_batch=MICRO_BATCH),
-        run=RunConfig(dir="-", epochs=num_epochs),
-    )
-    launch = discover(LaunchOptions())
+    config = loading_config(DataConfig(read_ahead_mb=16, **data), micro_batch=MICRO_BATCH)
+    config = config.replace({"run.epochs": num_epochs})
+    launch = Launch()
     split = Split(config.data.root, "train")
     node = join_node(config, launch, Layout.from_config(launch, config.parallel))
-    fetched = counters()
     loader = make_loader(
         split,
         config,
@@ -95,15 +80,17 @@ def measure(name: str, data: dict[str, Any], num_epochs: int, num_threads: int) 
         num_threads=num_threads,
         node=node,
     )
+    pipeline: Any = loader._pipeline
+    storage = pipeline._storage
     steps = len(split) // MICRO_BATCH
-    best = best_shares(split, config, num_epochs)
+    best = best_shares(split, config, num_epochs) if node is not None else []
     lines: list[dict[str, float | str | int]] = []
     for epoch in range(num_epochs):
-        start, cpu, before = time.perf_counter(), time.process_time(), fetched()
+        start, cpu, before = time.perf_counter(), time.process_time(), _fetched(storage)
         for _ in range(steps):
             loader.next()
         images = steps * MICRO_BATCH
-        requests, num_bytes = (now - then for now, then in zip(fetched(), before, strict=True))
+        requests, num_bytes = (now - then for now, then in zip(_fetched(storage), before, strict=True))
         lines.append(
             {
                 "way": name,
@@ -112,25 +99,17 @@ def measure(name: str, data: dict[str, Any], num_epochs: int, num_threads: int) 
                 "cpu_ms_per_image": round(1000 * (time.process_time() - cpu) / images, 3),
                 "requests": requests,
                 "fetched": round(num_bytes / int(split.rows["size"].sum()), 3),
-                **({"least": round(1 - best[epoch], 3)} if node is not None else {}),
+                **({"least": round(1 - best[epoch], 3)} if best else {}),
             }
         )
-    del loader
+    del loader, pipeline, storage
     gc.collect()  # its threads read ahead, and would go on when the server is gone
     return lines
 
 
-def counters() -> Any:
-    """Return a function that returns (requests, bytes) of all object stores that are opened from now on."""
-    opened: list[RemoteImages] = []
-    original = RemoteImages.__init__
-
-    def noted(self: RemoteImages, *arguments: Any, **options: Any) -> None:
-        original(self, *arguments, **options)
-        opened.append(self)
-
-    RemoteImages.__init__ = noted  # type: ignore[method-assign]
-    return lambda: (sum(each.num_requests for each in opened), sum(each.num_bytes for each in opened))
+def _fetched(storage: Any) -> tuple[int, int]:
+    """Return (requests, bytes) so far; a disk counts none."""
+    return (storage.num_requests, storage.num_bytes) if isinstance(storage, RemoteImages) else (0, 0)
 
 
 def best_shares(split: Split, config: Config, num_epochs: int) -> list[float]:

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingO
 
 RUN_BYTES = 1 << 20  # neighbours are fetched by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
-_IN_FLIGHT = 64  # requests of one process: at 50 ms each, 1,280 images per second
 _ATTEMPTS = 3  # at an image whose checksum is wrong
 
 
@@ -90,7 +88,7 @@ class RemoteShards:
         checksums: CRC32C of each image's bytes, (N,); None: only the number of bytes is checked.
 
     Raises:
-        DatasetError: by `read`: a shard is missing, has changed, or an image is wrong and stays wrong.
+        DatasetError: by `fetch`: a shard is missing, has changed, or an image is wrong and stays wrong.
     """
 
     def __init__(
@@ -99,24 +97,17 @@ class RemoteShards:
         self._bucket = Bucket(url)
         self._rows, self._shards, self._checksums = rows, shards, checksums
         self._etags: dict[int, str | None] = {}
-        self._pool: ThreadPoolExecutor | None = None
-        self._starting = threading.Lock()
         self.num_requests = self.num_bytes = 0  # so far; for measurements, not exact when threads race
 
-    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        """Return what is stored of each of `images`, read-only, (size,) each."""
-        wanted = np.unique(images)
-        runs = list(self.pool.map(self._read_run, self._runs(wanted)))
-        contents = dict(zip(wanted.tolist(), (content for run in runs for content in run), strict=True))
-        return [contents[image] for image in images.tolist()]
-
-    @property
-    def pool(self) -> ThreadPoolExecutor:
-        """The threads that wait for requests."""
-        with self._starting:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="object-store")
-            return self._pool
+    def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Yield (image, what is stored of it, read-only, (size,)) of each of `images`, which are ascending."""
+        runs = self._runs(images)
+        try:
+            results = self._bucket.map(self._read_run, runs)
+        except ObjectStoreError as error:
+            raise DatasetError(str(error)) from error
+        for run, contents in zip(runs, results, strict=True):
+            yield from zip(run, contents, strict=True)
 
     def _runs(self, images: NDArray[np.int64]) -> list[list[int]]:
         """Cut `images`, ascending, into neighbours that are fetched together."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,13 +26,14 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.data.sampling.next_use import NextUse
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import NO_SPACE, try_lock
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
-from dali_train.runtime.process_group import host_group
+from dali_train.runtime.process_group import first_fault, host_group
 
 logger = logging.getLogger("dali_train")
 
@@ -39,7 +41,7 @@ _FILES_PER_DIRECTORY = 1 << 12
 _BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
 _RESERVE = 0.05  # of the disk stays free
 _FILLED = 0.98  # a round of removal goes down to this share of the capacity
-_ROUND_S = 0.5
+_LEAST_WAIT_S, _WAIT_RATIO = 0.02, 20.0  # between two rounds, and in durations of a round: 5 % of a core
 _WAIT_S = 10.0  # for the directory's last user, which may be about to end
 
 
@@ -73,6 +75,10 @@ class Node:
             config, split.rows["label"], dp_size=self.dp_size, coordinates=self.coordinates, start_step=start_step
         )
         limit = None if self.limit is None else int(self.limit * _share(split))
+        kept = {"lock", *(_directory_name(split.manifest, name) for name in split.manifest.splits)}
+        for other in self.directory.iterdir():  # of another dataset: nothing else would remove it
+            if other.name not in kept:
+                shutil.rmtree(other, ignore_errors=True)
         return Eviction(self.cache(split), next_use, limit=limit, start_step=start_step, num_ahead=num_ahead)
 
 
@@ -89,15 +95,17 @@ class ImageCache:
                 f"data.cache needs the checksum of every image, which the index of {split.url} does not have: run "
                 "`dali-train data index` on the dataset, and copy index and dataset.json to the bucket"
             )
-        # The checksums' own checksum names the dataset: another one's images are never taken for this one's.
-        version = split.manifest.splits[split.name].image_checksums_crc32c
-        self.directory = directory / f"{split.name}-{len(split)}-{version}"
+        self.directory = directory / _directory_name(split.manifest, split.name)
         self._checksums, self._sizes = split.checksums, split.rows["size"]
-        self.file_sizes = -(-self._sizes.astype(np.int64) // _BLOCK_BYTES) * _BLOCK_BYTES  # on the disk, (N,)
         self._budget = budget
         self._counted: set[int] = set()
         self.num_hits = self.num_damaged = 0
-        self._full = False
+        self._warned = False
+
+    @cached_property
+    def file_sizes(self) -> NDArray[np.int64]:
+        """How many bytes of the disk each image takes, (N,)."""
+        return -(-self._sizes.astype(np.int64) // _BLOCK_BYTES) * _BLOCK_BYTES
 
     def load(self, image: int) -> NDArray[np.uint8] | None:
         """Return an image's bytes, (size,), None if they are not here as they should be."""
@@ -117,10 +125,10 @@ class ImageCache:
         self._count(image)
         return np.frombuffer(content, dtype=np.uint8)
 
-    def store(self, image: int, content: NDArray[np.uint8]) -> bool:
-        """Take an image in. Return False if there is no room."""
-        if self._budget is not None and not self._count(image):
-            return False
+    def store(self, image: int, content: NDArray[np.uint8]) -> None:
+        """Take an image in, if there is room."""
+        if not self._count(image):
+            return
         path = self.path(image)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,8 +140,6 @@ class ImageCache:
         except OSError as error:
             path.unlink(missing_ok=True)
             self._warn("is full" if error.errno in NO_SPACE else "cannot be written", error)
-            return False
-        return True
 
     def remove(self, image: int) -> None:
         self.path(image).unlink(missing_ok=True)
@@ -162,11 +168,17 @@ class ImageCache:
         return True
 
     def _warn(self, what: str, error: OSError) -> None:
-        if not self._full:
-            self._full = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
                 "data.cache %s %s (%s): images are fetched again instead", self.directory.parent, what, error.strerror
             )
+
+
+def _directory_name(manifest: Manifest, split: str) -> str:
+    """Name a split's images by the checksum of their checksums: another dataset's are never taken for them."""
+    of = manifest.splits[split]
+    return f"{split}-{of.num_records}-{of.image_checksums_crc32c}"
 
 
 def _share(split: Split) -> float:
@@ -208,11 +220,9 @@ def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
                 )
         except OSError as error:
             failure = f"data.cache {data.cache} cannot be written to on {mine[0]} ({error.strerror}): name another one"
+    failure, _ = first_fault(failure, group)
     if group is not None:
-        failures = [""] * launch.world_size
-        dist.all_gather_object(failures, failure, group=group)
         dist.destroy_process_group(group)
-        failure = next((text for text in failures if text), "")
     if failure:
         raise ConfigError(failure)
     return Node(
@@ -237,9 +247,6 @@ class Eviction:
     ) -> None:
         self._cache, self._next_use, self._limit, self._num_ahead = cache, next_use, limit, num_ahead
         cache.directory.mkdir(parents=True, exist_ok=True)
-        for other in cache.directory.parent.glob("train-*"):  # of another dataset: nothing else would remove it
-            if other != cache.directory:
-                shutil.rmtree(other, ignore_errors=True)
         self._present = cache.present()
         self._seen = self._now = next_use.time(start_step, 0)
         self._stopped = threading.Event()
@@ -278,11 +285,13 @@ class Eviction:
             total -= int(sizes[image])
 
     def _work(self) -> None:
-        warned = False
-        while not self._stopped.wait(_ROUND_S):
+        warned, round_s = False, 0.0
+        while not self._stopped.wait(max(_LEAST_WAIT_S, _WAIT_RATIO * round_s)):
+            began = time.monotonic()
             try:
                 self.remove_latest()
             except OSError as error:
                 if not warned:
                     logger.warning("data.cache %s is not kept within its limit: %s", self._cache.directory, error)
                 warned = True
+            round_s = time.monotonic() - began

@@ -37,7 +37,7 @@ from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.files import NO_SPACE, try_lock
 from dali_train.runtime.launch import Launch
-from dali_train.runtime.process_group import host_group
+from dali_train.runtime.process_group import first_fault, host_group
 
 WAITING_LINE_S = 30.0
 _NUM_STREAMS = 4  # a parallel file system gives one reader only part of its speed
@@ -69,11 +69,9 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
         copy = make_copy(Path(config.data.root), Path(config.data.local_copy), verbose=launch.local_rank == 0)
     except (DatasetError, OSError) as error:
         failure = f"{error} (on {platform.node()})"
+    failure, _ = first_fault(failure, group)
     if group is not None:
-        failures = [""] * launch.world_size
-        dist.all_gather_object(failures, failure, group=group)
         dist.destroy_process_group(group)
-        failure = next((text for text in failures if text), "")
     if failure or copy is None:
         raise DatasetError(failure)
     return copy

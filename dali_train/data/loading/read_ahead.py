@@ -15,6 +15,7 @@ is not what was indexed ends the run with an error that names it.
 import atexit
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -107,9 +108,10 @@ class _Plan:
         plans = list(cls._started)
         for plan in plans:
             plan.stop()
+        end = time.monotonic() + _END_S  # a storage may never answer
         for plan in plans:
             for thread in plan._threads:
-                thread.join(_END_S)  # a storage may never answer
+                thread.join(max(0.0, end - time.monotonic()))
 
     def taken(self) -> None:
         with self._moved:

@@ -103,12 +103,10 @@ class RemoteImages(RemoteShards):
                     future.set_result(content)
                 else:
                     missing.append(image)
-            runs = self._runs(np.array(sorted(missing), dtype=np.int64))
-            for run, contents in zip(runs, self.pool.map(self._read_run, runs), strict=True):
-                for image, content in zip(run, contents, strict=True):
-                    if self._cache is not None:
-                        self._cache.store(image, content)
-                    futures[image].set_result(content)
+            for image, content in self.fetch(np.array(sorted(missing), dtype=np.int64)):
+                if self._cache is not None:
+                    self._cache.store(image, content)
+                futures[image].set_result(content)
         except BaseException as error:
             for future in futures.values():
                 if not future.done():

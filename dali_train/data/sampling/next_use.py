@@ -1,7 +1,8 @@
 """When a node needs each image next. The order of all epochs is a pure function of the seed, so this is known.
 
 A cache that always removes the image that is needed latest (L. A. Belady, IBM Systems Journal 5(2), 1966) serves the
-largest possible share of reads. It needs the future, which nothing else that caches training data has.
+largest possible share of reads. It needs the future, which is known here; so does the prefetching of N. Dryden et al.,
+"Clairvoyant prefetching for distributed machine learning I/O" (SC 2021, arXiv:2101.08734).
 """
 
 from heapq import heappop, heappush
