@@ -3,7 +3,6 @@
 import functools
 import io
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ from PIL import Image
 from dali_train.checkpoint.load import load_newest
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.tfrecord import write_records
+from dali_train.runtime import local_launch
 
-from .ranks import POOL, Ranks, command, free_port
+from .ranks import POOL, Ranks, command
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -156,6 +156,13 @@ def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def forked_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch_locally` forks ranks from the server of ranks.py, which has imported torch, instead of starting them."""
+    config, forked = local_launch.LaunchConfig, {"start_method": "forkserver"}
+    monkeypatch.setattr(local_launch, "LaunchConfig", lambda **settings: config(**{**settings, **forked}))
+
+
+@pytest.fixture
 def tiny_config(dataset: Path, tmp_path: Path) -> Path:
     path = tmp_path / "tiny-config.py"
     path.write_text(TINY_CONFIG.format(root=str(dataset)))
@@ -170,15 +177,6 @@ def plain_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["train", "--config", str(directory / "config.py"), "--run.dir", str(directory / "run")]
     run_in_pool(words, directory / "log")
     return directory / "run"
-
-
-def launcher_command(launcher: str, ranks: int) -> list[str]:
-    """The words before ``train``, for a real launcher."""
-    if launcher == "python":
-        return [sys.executable, "-m", "dali_train"]
-    module = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}[launcher]
-    options = ["--nproc_per_node", str(ranks), "--master-port", str(free_port())]
-    return [sys.executable, "-m", module, *options, "-m", "dali_train"]
 
 
 StartTraining = Callable[..., Ranks]

@@ -1,6 +1,6 @@
 """The invariant through the real trainer: the number of ranks decides only who computes a micro-batch."""
 
-import subprocess
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatches
 
-from .conftest import REPOSITORY, StartTraining, Train, final_weights, launcher_command, relative_differences
+from .conftest import StartTraining, Train, final_weights, relative_differences
 from .helpers import (
     BF16_EXCHANGE,
     CONVOLUTIONAL,
@@ -30,26 +30,7 @@ from .helpers import (
     words,
 )
 
-
-def test_ranks_and_launchers_agree(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    train("one")
-    for launcher, ranks in (("torchrun", 2), ("launch", 2)):
-        arguments = ["train", "--config", str(tiny_config), "--run.dir", str(tmp_path / launcher)]
-        line = [*launcher_command(launcher, ranks), *arguments]
-        process = subprocess.run(line, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=300)
-        assert process.returncode == 0, process.stdout + process.stderr
-    one, torchrun, launch = (tmp_path / name for name in ("one", "torchrun", "launch"))
-    assert samples(one) == samples(torchrun) == samples(launch)
-    assert len(samples(one)) == 7 * 8
-    assert losses(torchrun) == pytest.approx(losses(one), rel=1e-5)
-    assert largest_difference(one, torchrun) < FLOAT32_BOUND
-    assert largest_difference(torchrun, launch) == 0
-
-
-def test_what_differs_between_ranks_is_rounding(train: Train, tmp_path: Path) -> None:
-    train("one", "--precision.dtype", "fp64")
-    train("four", "--precision.dtype", "fp64", ranks=4)
-    assert largest_difference(tmp_path / "one", tmp_path / "four") < FLOAT64_BOUND
+THREE_STEPS = words("--run.max_steps 3 --precision.dtype fp64 --run.eval_every_epochs none")
 
 
 def first_moments(directory: Path) -> torch.Tensor:
@@ -70,9 +51,9 @@ def test_an_exchange_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp_p
 
 
 def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    overrides, config = ("--precision.dtype", "fp64"), extended(tiny_config, CONVOLUTIONAL)
-    train("one", *overrides, config=config)
-    train("two", *overrides, ranks=2, config=config)
+    config = extended(tiny_config, CONVOLUTIONAL)
+    train("one", *THREE_STEPS, config=config)
+    train("two", *THREE_STEPS, ranks=2, config=config)
     one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
     running = [name for name in one if "running" in name]
     assert running and not torch.equal(one[running[0]], torch.zeros_like(one[running[0]]))
@@ -82,7 +63,7 @@ def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tm
 
 def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None:
     # Mixup pairs images within a micro-batch and dropout is drawn for one, so both are off here.
-    plain = ("--mixup.alpha", "0", "--precision.dtype", "fp64")
+    plain = ("--mixup.alpha", "0", *THREE_STEPS)
     off = tuple(f"--model.kwargs.{name}_rate=0" for name in ("pos_drop", "proj_drop", "drop_path"))
     train("accumulated", *plain, *off, "--batch.micro_batch", "2")
     train("whole", *plain, *off, "--batch.micro_batch", "32")
@@ -100,36 +81,39 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert losses(a) == losses(b)
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (4, ()), (4, (*FAST_UNCOMPILED, *BF16_EXCHANGE))])
-def test_a_resumed_run_ends_with_the_same_bits(
-    train: Train, tmp_path: Path, ranks: int, options: tuple[str, ...]
-) -> None:
-    train("undisturbed", *OFTEN, *options, ranks=ranks)
-    train("resumed", *OFTEN, *options, *FOUR_STEPS, ranks=ranks)
-    assert "resuming from step 4" in train("resumed", *OFTEN, *options, ranks=ranks)
+def assert_resumes(train: Train, undisturbed: Path, *options: str, ranks: int = 1) -> None:
+    """Lose what a run has saved after step 4, as if the machine had gone then: it ends with the same bits again."""
+    resumed = undisturbed.with_name("resumed")
+    shutil.copytree(undisturbed, resumed, symlinks=True)
+    for path in (resumed / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > 4:
+            shutil.rmtree(path)
+    assert "resuming from step 4" in train("resumed", *options, ranks=ranks)
+    assert_same_run(undisturbed, resumed)
+
+
+def test_a_run_that_goes_on_ends_with_the_same_bits(train: Train, tmp_path: Path) -> None:
+    train("undisturbed", *OFTEN)
+    train("resumed", *OFTEN, *FOUR_STEPS)
+    assert "resuming from step 4" in train("resumed", *OFTEN)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "resumed")
+
+
+def test_an_exchange_in_bf16_and_four_ranks_resume_with_the_same_bits(train: Train, tmp_path: Path) -> None:
+    options = (*OFTEN, *FAST_UNCOMPILED, *BF16_EXCHANGE)
+    train("undisturbed", *options, ranks=4)
+    assert_resumes(train, tmp_path / "undisturbed", *options, ranks=4)
 
 
 def test_the_options_for_speed_resume_with_the_same_bits_and_do_not_depend_on_ranks(
     train: Train, tmp_path: Path
 ) -> None:
     train("one", *FAST, *OFTEN)
-    train("resumed", *FAST, *OFTEN, *FOUR_STEPS)
-    assert "resuming from step 4" in train("resumed", *FAST, *OFTEN)
-    assert_same_run(tmp_path / "one", tmp_path / "resumed")
+    assert_resumes(train, tmp_path / "one", *FAST, *OFTEN)
     train("two", *FAST, *OFTEN, ranks=2)
     assert samples(tmp_path / "one") == samples(tmp_path / "two")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert largest_difference(tmp_path / "one", tmp_path / "two") < FLOAT32_BOUND
-
-
-def test_so_does_one_whose_ranks_were_killed(
-    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
-) -> None:
-    train("undisturbed", *OFTEN, ranks=2)
-    kill_after_step_4(start_training, tiny_config, "killed", *OFTEN, ranks=2)
-    assert "resuming from step" in train("killed", *OFTEN, ranks=2)
-    assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
 
 
 # Options of the recipe, those that have nothing to do with each other in one run.
@@ -153,23 +137,29 @@ IN_BLOCKS = (
 )
 
 
-@pytest.mark.parametrize("options", [AUGMENTED, REPEATED, IN_BLOCKS], ids=["augmented", "repeated", "in-blocks"])
-def test_a_recipes_options_do_not_depend_on_ranks(train: Train, tmp_path: Path, options: tuple[str, ...]) -> None:
-    options += words("--run.max_steps 3 --precision.dtype fp64 --run.eval_every_epochs none")
+@pytest.mark.parametrize(
+    ("options", "ranks"), [(AUGMENTED, 2), (REPEATED, 4), (IN_BLOCKS, 2)], ids=["augmented", "repeated", "in-blocks"]
+)
+def test_what_differs_between_ranks_is_rounding(
+    train: Train, tmp_path: Path, options: tuple[str, ...], ranks: int
+) -> None:
+    options += THREE_STEPS
     train("one", *options)
-    train("two", *options, ranks=2)
-    assert samples(tmp_path / "one") == samples(tmp_path / "two") and len(samples(tmp_path / "one")) == 3 * 8
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
-    assert state_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
+    train("several", *options, ranks=ranks)
+    assert samples(tmp_path / "one") == samples(tmp_path / "several") and len(samples(tmp_path / "one")) == 3 * 8
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert state_difference(tmp_path / "one", tmp_path / "several") < FLOAT64_BOUND
 
 
-def test_a_run_with_a_recipes_options_resumes_with_the_same_bits(train: Train, tmp_path: Path) -> None:
+def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same_bits(
+    start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
+) -> None:
     options = (*AUGMENTED, *OFTEN, "--data.repeats", "2", "--data.progressive", "2,16", "6,24")
     options += ("--model.kwargs.dynamic_img_size", "true")
     train("undisturbed", *options, ranks=2)
-    train("resumed", *options, *FOUR_STEPS, ranks=2)
-    assert "resuming from step 4" in train("resumed", *options, ranks=2)
-    assert_same_run(tmp_path / "undisturbed", tmp_path / "resumed")
+    kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=2)
+    assert "resuming from step" in train("killed", *options, ranks=2)
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
 
 
 def test_block_order_read_ahead_and_local_copy_keep_the_bits(train: Train, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_hos
 from dali_train.runtime.process_group import LaunchError, process_group
 from dali_train.runtime.status import read_status
 
-from .conftest import REPOSITORY
-from .helpers import LONG, PAUSE, extended, samples
+from .conftest import REPOSITORY, Train
+from .helpers import LONG, PAUSE, extended, samples, state_difference
 from .ranks import free_port
 
 NOTHING = LaunchOptions()
@@ -159,14 +159,15 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host
 FIRST_PAUSES = PAUSE.replace("== 6", "== 6 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'") + "import os"
 
 
-def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Path) -> None:
-    """A rank that dies costs the steps since the last checkpoint and nothing else."""
+def test_elastic_torchrun_brings_the_ranks_back(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    """A rank that dies costs the steps since the last checkpoint and nothing else. torch.distributed.launch is torchrun
+    with one more word, --local-rank; test_quickstart.py starts torchrun itself."""
     run, log = tmp_path / "run", tmp_path / "log"
     options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
-    arguments = ["train", "--config", str(extended(tiny_config, FIRST_PAUSES)), "--run.dir", str(run), *LONG]
-    arguments += ["--run.checkpoint_every_steps", "4", "--run.max_steps", "8"]
-    words = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "dali_train", *arguments]
+    length = [*LONG, "--run.checkpoint_every_steps", "4", "--run.max_steps", "8"]
+    arguments = ["train", "--config", str(extended(tiny_config, FIRST_PAUSES)), "--run.dir", str(run), *length]
+    words = [sys.executable, "-m", "torch.distributed.launch", *options, "-m", "dali_train", *arguments]
     with log.open("w") as file:
         agent = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY)
     try:
@@ -183,7 +184,9 @@ def test_elastic_torchrun_brings_the_ranks_back(tiny_config: Path, tmp_path: Pat
     assert "frame #" not in log.read_text(), "C++ stacks"
     status = read_status(run)
     assert status is not None and (status.state, status.step) == ("finished", 8)
-    assert sorted(samples(run)) == [(step, k) for step in range(8) for k in range(2)]
+    train("undisturbed", *length, ranks=2)
+    assert samples(run) == samples(tmp_path / "undisturbed") and len(samples(run)) == 8 * 2
+    assert state_difference(run, tmp_path / "undisturbed") == 0
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ class ValuesRead(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("aot_eager")
 @pytest.mark.parametrize("options", [(), ("--precision.dtype", "fp16"), FAST], ids=["fp32", "fp16", "fast"])
 def test_a_step_reads_no_value(
     tiny_config: Path, tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

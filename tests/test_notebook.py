@@ -1,4 +1,4 @@
-"""A real notebook in a real kernel: README's cells on two processes, training on one, errors and interrupts in the
+"""A real notebook in a real kernel: README's cells on two processes, training in it, errors and interrupts in the
 cell; and the loop in docs/running.md, for those who write their own."""
 
 import json
@@ -73,7 +73,7 @@ def test_training_in_cells(train: Train, tiny_config: Path, tmp_path: Path) -> N
         "dali_train.run(config.replace({'data.eval_size': 28}))",
         INTERRUPT,
         "run_and_interrupt('stopped').stopped.describe()",
-        "result = run_and_interrupt('stopped-2', num_processes=2); result.stopped.describe(), result.step",
+        "result = run_and_interrupt('stopped-2', num_processes=1); result.stopped.describe(), result.step",
     ]
     results = executed(cells, tmp_path)
     assert [error for number, (_, error) in enumerate(results) if number != 7] == [""] * 10

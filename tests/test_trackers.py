@@ -12,6 +12,7 @@ from dali_train.errors import ConfigError
 from dali_train.hooks.trackers import make_trackers
 
 from .conftest import StartTraining, Train
+from .helpers import extended
 
 mlflow = pytest.importorskip("mlflow")
 wandb = pytest.importorskip("wandb")
@@ -178,12 +179,6 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     assert len(table["data"]) == 13 and all(sum(row[4:]) == pytest.approx(1, abs=1e-3) for row in table["data"])
     media = [path.name for path in (run / "wandb").glob("offline-run-*/files/media/**/*") if path.is_file()]
     assert any(name.startswith("samples") for name in media) and any(name.startswith("predictions") for name in media)
-
-
-def extended(config: Path, text: str) -> Path:
-    path = config.with_name("extended.py")
-    path.write_text(config.read_text() + text)
-    return path
 
 
 def test_a_tracker_is_one_row_and_a_missing_package_one_warning(

@@ -18,6 +18,8 @@ from .conftest import REPOSITORY
 flyte = pytest.importorskip("flyte")
 from dali_train import workflow  # noqa: E402 (it needs Flyte)
 
+pytestmark = pytest.mark.usefixtures("forked_launch")
+
 CONFIG = """
 from dali_train.config import *
 

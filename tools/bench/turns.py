@@ -67,7 +67,7 @@ def take_turns(
     Returns:
         Each contender's answers. Not those to the first order, which warms up; nothing for who cannot take part.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # as fresh as with spawn, unless its server has imports
     workers = {}
     answers: dict[str, list[Any]] = {}
     try:
