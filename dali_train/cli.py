@@ -17,7 +17,8 @@ from dali_train.commands.data import nobody_reads_on
 from dali_train.config import Config, load_config
 from dali_train.config.override import config_with, read_overrides
 from dali_train.errors import ConfigError, RunError, UserError
-from dali_train.runtime.launch import is_first_on_host, tell_torchrun
+from dali_train.runtime.imports import importing_torch
+from dali_train.runtime.launch import LaunchOptions, discover, is_first_on_host, tell_torchrun
 from dali_train.runtime.orphan import exit_if_launcher_dies
 from dali_train.runtime.status import (
     FINISHED,
@@ -89,8 +90,8 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
     stop_requests = StopRequests(config.run.max_seconds)  # before torch: a signal during its import would kill
-    from dali_train.commands.train import run, run_rank
-    from dali_train.runtime.launch import LaunchOptions
+    with importing_torch():
+        from dali_train.commands.train import run, run_rank
 
     if options.num_processes is not None:
         stop_requests.close()  # the processes have their own
@@ -122,8 +123,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     named = options.directory is not None or options.checkpoint is not None
     if named and "model.weights" in chosen:
         raise ConfigError("--model.weights beside a run or a checkpoint, which has its own: leave one of them out")
-    from dali_train.commands.evaluate import evaluate_checkpoint, evaluate_weights
-    from dali_train.runtime.launch import LaunchOptions
+    with importing_torch():
+        from dali_train.commands.evaluate import evaluate_checkpoint, evaluate_weights
 
     launch = LaunchOptions(**options.launch)
     if not named and config.model.weights is not None:
@@ -154,10 +155,10 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.config is None and overrides and not {"-h", "--help"} & set(overrides):
         raise ConfigError(f"{' '.join(overrides)}: without --config FILE doctor takes no further arguments")
     config = _config(options, overrides) if options.config is not None or overrides else None
-    from dali_train.commands.doctor import examine
-    from dali_train.runtime.device import choose_device
-    from dali_train.runtime.launch import LaunchOptions, discover
-    from dali_train.runtime.process_group import process_group
+    with importing_torch():
+        from dali_train.commands.doctor import examine
+        from dali_train.runtime.device import choose_device
+        from dali_train.runtime.process_group import process_group
 
     launch = discover(LaunchOptions(**options.launch))
     device = choose_device(config.run.device if config is not None else "auto", launch)
@@ -168,8 +169,9 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
-    from dali_train.commands.plan import print_plan
-    from dali_train.commands.plan_reads import Prices
+    with importing_torch():
+        from dali_train.commands.plan import print_plan
+        from dali_train.commands.plan_reads import Prices
 
     print_plan(
         config,
@@ -196,7 +198,8 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
 def _export(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     _run_own_parts(options)
-    from dali_train.commands.export import export
+    with importing_torch():
+        from dali_train.commands.export import export
 
     export(options.run_dir, options.format, options.output, options.checkpoint, options.weights)
     return FINISHED
@@ -205,7 +208,8 @@ def _export(options: argparse.Namespace, overrides: list[str]) -> int:
 def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     _run_own_parts(options)
-    from dali_train.commands.predict import print_predictions
+    with importing_torch():
+        from dali_train.commands.predict import print_predictions
 
     print_predictions(
         options.run_dir,

@@ -32,8 +32,7 @@ from dali_train.data.convert.sources import PixelSource, Sources
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.augment import OPERATORS, Operator, none
 from dali_train.data.loading.storage import STORAGES, MappedFiles
-from dali_train.hooks import Hook
-from dali_train.hooks.base import RunEnd, RunStart
+from dali_train.hooks import Hook, RunEnd, RunStart
 from dali_train.hooks.trackers import TRACKERS
 from dali_train.hooks.trackers.tracker import Tracker
 from dali_train.parallel.layout import Layout

@@ -12,8 +12,8 @@ from dali_train.checkpoint.model import MODEL_FILE
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.data.loading.loader import Loader
 from dali_train.files import write_atomically
-from dali_train.hooks.base import RunPlan
 from dali_train.hooks.observers import Observers
+from dali_train.hooks.records import RunPlan
 from dali_train.report import write_report
 from dali_train.runtime.status import RunStatus, newest_step
 from dali_train.runtime.stop import StopReason

@@ -23,7 +23,7 @@ from dali_train.commands.environment import describe_run, device_name
 from dali_train.commands.run import Accuracies, Run, RunResult
 from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
-from dali_train.hooks.base import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
 from dali_train.runtime.agreement import StopAgreement
 from dali_train.runtime.bus_error import explain_bus_errors

@@ -1,5 +1,19 @@
 """Hooks observe a run; the loop acts. A hook gets frozen records and may measure, log or trace, nothing else."""
 
-from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from typing import TYPE_CHECKING, Any
+
+from dali_train.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 
 __all__ = ["EvaluationRecord", "Hook", "RunEnd", "RunPlan", "RunStart", "StepRecord", "TrainRecord"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the records where they are asked for: with them come torch and DALI."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dali_train.hooks import records
+
+    return getattr(records, name)

@@ -5,7 +5,7 @@ from collections import Counter
 
 from timm.data import ImageNetInfo
 
-from dali_train.hooks.base import RunStart
+from dali_train.hooks.records import RunStart
 
 
 def class_names(record: RunStart) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import time
 
 from tqdm import tqdm
 
-from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.hooks.base import Hook
+from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
 from dali_train.text import duration, plural
 from dali_train.training.events import OUTSIDE_PHASES, best_evaluation, decisive, read_events

@@ -4,7 +4,8 @@ import logging
 import statistics
 from collections import deque
 
-from dali_train.hooks.base import Hook, RunStart, StepRecord
+from dali_train.hooks.base import Hook
+from dali_train.hooks.records import RunStart, StepRecord
 
 logger = logging.getLogger("dali_train")
 

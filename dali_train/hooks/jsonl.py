@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.files import write_atomically
-from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunStart, StepRecord
+from dali_train.hooks.base import Hook
+from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord
 from dali_train.training.events import parse_line
 
 logger = logging.getLogger("dali_train")

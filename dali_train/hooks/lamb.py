@@ -10,8 +10,9 @@ import torch.distributed as dist
 from timm.optim import Lamb
 from torch.optim import Optimizer
 
-from dali_train.hooks.base import Hook, RunEnd, RunStart
+from dali_train.hooks.base import Hook
 from dali_train.hooks.jsonl import JsonLines
+from dali_train.hooks.records import RunEnd, RunStart
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.shardwise import Shardwise
 

@@ -10,7 +10,8 @@ from typing import ClassVar, TextIO
 import torch.distributed as dist
 from tqdm import tqdm
 
-from dali_train.hooks.base import Hook, RunEnd, RunPlan
+from dali_train.hooks.base import Hook
+from dali_train.hooks.records import RunEnd, RunPlan
 from dali_train.text import printable
 
 logger = logging.getLogger("dali_train")

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from dali_train.files import NO_SPACE
-from dali_train.hooks.base import EvaluationRecord, Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.hooks.base import Hook
+from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.text import plural
 
 logger = logging.getLogger("dali_train")

@@ -19,8 +19,9 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import picture
 from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.files import write_atomically
-from dali_train.hooks.base import EvaluationRecord, Hook, RunStart
+from dali_train.hooks.base import Hook
 from dali_train.hooks.class_names import class_names
+from dali_train.hooks.records import EvaluationRecord, RunStart
 from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
 from dali_train.training.metrics import ClassTables
 

@@ -5,7 +5,8 @@ import logging
 import torch
 from torch.profiler import ProfilerActivity
 
-from dali_train.hooks.base import Hook, RunEnd, RunStart, StepRecord
+from dali_train.hooks.base import Hook
+from dali_train.hooks.records import RunEnd, RunStart, StepRecord
 
 logger = logging.getLogger("dali_train")
 

@@ -7,8 +7,9 @@ from PIL import Image
 from dali_train.config import DataConfig
 from dali_train.data.dataset.pictures import contact_sheet
 from dali_train.data.loading.pipelines import Batch
-from dali_train.hooks.base import Hook, RunStart, StepRecord
+from dali_train.hooks.base import Hook
 from dali_train.hooks.class_names import class_names
+from dali_train.hooks.records import RunStart, StepRecord
 from dali_train.text import printable
 
 _TILE = 224  # pixels

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import psutil
 import torch
 
-from dali_train.hooks.base import Hook, RunStart
+from dali_train.hooks.base import Hook
+from dali_train.hooks.records import RunStart
 
 logger = logging.getLogger("dali_train")
 

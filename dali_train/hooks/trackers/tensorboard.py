@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
+from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.trackers.tracker import Tracker, load_package
 from dali_train.training.metrics import ClassTables
 

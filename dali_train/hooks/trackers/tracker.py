@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.files import write_atomically
-from dali_train.hooks.base import EvaluationRecord, Hook, RunStart, StepRecord
+from dali_train.hooks.base import Hook
 from dali_train.hooks.class_names import class_names
 from dali_train.hooks.observers import HookUnavailableError
+from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
 from dali_train.hooks.samples import NUM_SAMPLES, sample_images, sheet
 
 DEFAULT_PROJECT = "dali-train"

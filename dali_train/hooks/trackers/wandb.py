@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.index import Split
-from dali_train.hooks.base import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.observers import logger
 from dali_train.hooks.predictions import prediction_table, thumbnails
+from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
 from dali_train.training.metrics import ClassTables
 

@@ -1,0 +1,97 @@
+"""The record that a hook gets at each moment of a run."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from dali_train.config import Config
+from dali_train.data.loading.pipelines import Batch
+from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.runtime.launch import Launch
+from dali_train.training.evaluation import EvaluationDetails, EvaluationResult
+from dali_train.training.metrics import TrainingSums
+from dali_train.training.timing import PhaseClock, StepTimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The facts that are known before the model is built and compiled. In all records `step` counts the optimizer steps
+    that are done, as in metrics.jsonl."""
+
+    config: Config
+    directory: Path
+    launch: Launch
+    device: str
+    num_images: int
+    num_classes: int
+    class_names: tuple[str, ...]
+    grad_accum_steps: int  # micro-batches of one rank per step
+    total_steps: int  # at which the run ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart(RunPlan):
+    num_parameters: int
+    start_step: int  # optimizer steps done before
+    startup_s: float  # building everything, compiling included
+    # To look at, never to change; callbacks can be registered on them (Module.register_forward_hook, ...): see Hook.
+    model: nn.Module  # not wrapped for parallelism; in a pipeline this rank's stages, where names are still timm's
+    optimizer: Optimizer
+    clock: PhaseClock
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecord(TrainingSums, StepTimes):
+    """Means since the last logging step; times in seconds of wall clock on this rank."""
+
+    lr: float
+    images_per_second: float  # over all ranks, without evaluation and checkpoints
+    mfu: float | None = None  # model FLOP utilisation, a fraction of the dense peak; None where the peak is not known
+    measured: Mapping[str, float] = field(default_factory=dict)  # what hooks measured
+
+    def scalars(self) -> dict[str, float]:
+        """Return everything by name, as it goes into files and trackers."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "measured"}
+        return {name: value for name, value in {**own, **self.measured}.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    step: int  # optimizer steps done, this one included
+    epoch: float  # passes over the data done
+    # This rank's; MicroBatch.step counts the steps done before it, so it is one less than `step`.
+    micro_batches: tuple[MicroBatch, ...]
+    # The last of them with its pixels, on the device; its memory is used again, so copy what you keep. Without pixels
+    # on later stages of a pipeline.
+    batch: Batch
+    train: TrainRecord | None  # on logging steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    step: int
+    epoch: float
+    result: EvaluationResult
+    details: EvaluationDetails | None  # with hooks.predictions
+    ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
+
+    def scalars(self) -> dict[str, float]:
+        """Return everything by name, as it goes into files and trackers; the moving average's begin with ema_."""
+        average = (
+            {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5", "balanced_top1")}
+            if self.ema is not None
+            else {}
+        )
+        return {**vars(self.result), **average}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    step: int
+    epoch: float
+    seconds: dict[str, float]  # wall clock of this rank by phase
+    finished: bool  # False: stopped on request, to be started again, or failed
+    error: BaseException | None
