@@ -4,6 +4,7 @@ Both are forked from a server that has imported torch and DALI once, which takes
 """
 
 import atexit
+import faulthandler
 import gc
 import logging
 import multiprocessing
@@ -164,6 +165,8 @@ class _Worker:
     def finish(self, end: float) -> int | None:
         """The job's status, of a process that died its own."""
         if not self._jobs.poll(max(0.0, end - time.monotonic())):
+            os.kill(self._process.pid or 0, signal.SIGUSR2)  # its stacks, into the log
+            time.sleep(1)
             return None
         try:
             status, self.reusable = self._jobs.recv()
@@ -186,6 +189,7 @@ def _serve(jobs: Connection) -> None:
 
     if not torch.cuda.is_available():
         torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
+    faulthandler.register(signal.SIGUSR2)
     environment, directory = dict(os.environ), Path.cwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     while True:
