@@ -18,6 +18,13 @@ if ! python -c 'import dali_train' 2>/dev/null; then
         "before sbatch, or set DALI_TRAIN_ENV (slurm/train.sbatch)" >&2
     exit 2
 fi
+# In an array each task's number stands for %a, as in Slurm's own patterns, and is part of what is requeued: a number alone
+# may be that of the whole array.
+job=$SLURM_JOB_ID
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+    set -- "${@//%a/$SLURM_ARRAY_TASK_ID}"
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+fi
 state() { python -m dali_train status --config "$@"; }
 newest() { sed -n 's/.*newest checkpoint \([0-9A-Za-z]*\).*/\1/p' <<<"$1"; }
 
@@ -33,16 +40,16 @@ after=$(newest "$state")
 
 case $status in
     0 | 2) exit $status ;;
-    75) echo "job $SLURM_JOB_ID: stopped on request at step $after, requeued" ;;
+    75) echo "job $job: stopped on request at step $after, requeued" ;;
     *)
         if [[ $after == "$before" ]]; then
-            echo "job $SLURM_JOB_ID: failed with status $status and no checkpoint after step $before; not requeued" >&2
+            echo "job $job: failed with status $status and no checkpoint after step $before; not requeued" >&2
             exit $status
         elif [[ ! $state =~ "Slurm job $SLURM_JOB_ID"(,|$) ]]; then
-            echo "job $SLURM_JOB_ID: failed with status $status; the checkpoint of step $after is another job's; not requeued" >&2
+            echo "job $job: failed with status $status; the checkpoint of step $after is another job's; not requeued" >&2
             exit $status
         fi
-        echo "job $SLURM_JOB_ID: failed with status $status, but has come from step $before to $after; requeued" >&2
+        echo "job $job: failed with status $status, but has come from step $before to $after; requeued" >&2
         ;;
 esac
-scontrol requeue "$SLURM_JOB_ID" || exit $status
+scontrol requeue "$job" || exit $status

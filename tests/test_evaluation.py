@@ -14,7 +14,7 @@ from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.training.evaluation import Evaluator
 from dali_train.training.precision import Precision
 
-from .conftest import Train
+from .conftest import Train, run_in_pool
 from .helpers import events
 
 CPU = torch.device("cpu")
@@ -77,3 +77,9 @@ def test_every_number_of_ranks_counts_the_same(train: Train, tmp_path: Path, mic
     assert one["num_images"] == two["num_images"] == 13
     assert (one["top1"], one["top5"]) == (two["top1"], two["top5"])
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-12)
+
+
+@pytest.mark.parametrize("words", [(), ("--checkpoint", "nowhere"), ("--model.weights", "nowhere.safetensors")])
+def test_a_mistake_is_printed_by_one_of_two_ranks(tiny_config: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    output = run_in_pool(["eval", "--config", str(tiny_config), *words], tmp_path / "log", ranks=2, status=2)
+    assert output.count("dali-train eval: ") == 1 and (words[-1:] or ("--checkpoint",))[0] in output

@@ -1,5 +1,5 @@
-"""A real notebook in a real kernel: README's cells on two processes, training in it, errors and interrupts in the
-cell; and the loop in docs/running.md, for those who write their own."""
+"""A real notebook in a real kernel: the cells of README and docs/notebook.ipynb on two processes, training in it,
+errors and interrupts in the cell; and the loop in docs/running.md, for those who write their own."""
 
 import json
 import os
@@ -60,6 +60,9 @@ def kernel_environment() -> None:
 def test_training_in_cells(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     text = (REPOSITORY / "README.md").read_text()
     block = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "num_processes" in block)
+    notebook = nbformat.read(REPOSITORY / "docs" / "notebook.ipynb", as_version=4)
+    sources = [f"{cell.source}\n" for cell in notebook.cells if cell.cell_type == "code"]
+    assert sources == ["%cd ..\n", *block.split("# %%\n")]
     readme = block.replace('"auto"', "2").split("# %%\n")
     assert len(readme) == 4
     (tmp_path / "configs").mkdir()

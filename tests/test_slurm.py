@@ -198,6 +198,25 @@ def test_slurm_takes_the_nodes_and_gives_them_back(cluster: Cluster, tiny_config
     assert job.count("begun") == 6, job.text()
 
 
+ONCE_MORE = """
+seed, run = sys.argv[sys.argv.index("--data.seed") + 1], sys.argv[sys.argv.index("--run.dir") + 1]
+print(f"begun with seed {seed} in {run}.", flush=True)
+os._exit(0 if "SLURM_RESTART_COUNT" in os.environ else 75)
+"""
+
+
+def test_each_task_of_an_array_has_its_seed_and_is_queued_again_alone(
+    cluster: Cluster, tiny_config: Path, tmp_path: Path
+) -> None:
+    config = stand_in(tiny_config, tmp_path / "run", ONCE_MORE)
+    words = ("--array=0-1", "--open-mode=append", *one_per_node(1), "slurm/train.sbatch", config)
+    job = Job(cluster, tmp_path / "run", *words, "--data.seed", "%a", "--run.dir", f"{tmp_path}/run-%a")
+    job.until("the end of all", lambda: job.number not in cluster.run("squeue", "--format=%A %F"))
+    begun = [f"begun with seed {task} in {tmp_path}/run-{task}." for task in (0, 1)]
+    assert [job.count(line) for line in begun] == [2, 2], job.text()
+    assert all(job.count(f"job {job.number}_{task}: stopped on request") == 1 for task in (0, 1)), job.text()
+
+
 # Ends at the step that the file names. While that is empty there is time to do something to the run, and a step is
 # mostly sleep: the cores are for what starts beside it.
 ENDLESS = """

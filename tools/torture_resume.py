@@ -4,6 +4,7 @@ one.
 
     python tools/torture_resume.py --kills 200
     python tools/torture_resume.py --kills 200 --ranks 2,1,4 --shuffle block
+    python tools/torture_resume.py --kills 100 --ranks 2,1,4 --remote
 
 Most kills are a SIGKILL to all ranks, in random order: at a random step, or at a random moment of the start, and so
 while checkpoints are written, moved and removed. Before some, one rank is frozen for a while (SIGSTOP), so that the
@@ -11,6 +12,10 @@ others get ahead of it. Some starts meet a full disk instead: checkpoints do not
 itself. In the end the sample trace must have each image exactly once per epoch, and the weights must be equal bit for
 bit to those of a run without kills, on the same number of ranks at each step. Uses a small dataset of noise that it
 makes itself.
+
+With --remote the run that is killed reads the dataset from an object store through a cache of a fifth of it, the other
+one from the disk. Now and then the store is frozen for a while, or a byte of a cached image is changed. After each kill
+there may be nothing but images in the cache; those that are incomplete or changed are counted.
 """
 
 import argparse
@@ -25,6 +30,7 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,11 +40,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from crc32c import crc32c
 from PIL import Image
 
 from dali_train.checkpoint.load import load_newest
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.runtime.status import newest_step
 
@@ -49,7 +57,7 @@ from dali_train.config import *
 config = Config(
     data=DataConfig(
         root={root!r}, train_size=32, eval_resize_to=36, eval_size=32, num_threads=1,
-        shuffle={shuffle!r}, block_images=4, window_blocks=3,
+        shuffle={shuffle!r}, block_images=4, window_blocks=3, {cache}
     ),
     model=ModelConfig(
         name="vit_tiny_patch16_224",
@@ -80,6 +88,7 @@ def main() -> None:
     parser.add_argument(
         "--shuffle", default="full", choices=("full", "block", "none"), help="order (default: %(default)s)"
     )
+    parser.add_argument("--remote", action="store_true", help="read from an object store, through a cache")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default: %(default)s)")
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where to work, kept (default: a temporary directory)"
@@ -90,14 +99,16 @@ def main() -> None:
     make_dataset(directory / "data")
     # Long enough that most kills fall between the first step and the last: about four steps for each.
     epochs = max(8, 4 * options.kills * 16 // NUM_IMAGES)
-    for name in ("undisturbed", "killed"):
-        text = CONFIG.format(
-            root=str(directory / "data"), run=str(directory / name), epochs=epochs, shuffle=options.shuffle
-        )
+    store = Store(directory) if options.remote else None
+    for name, roots in (
+        ("undisturbed", {"root": str(directory / "data"), "cache": ""}),
+        ("killed", store.settings() if store is not None else {"root": str(directory / "data"), "cache": ""}),
+    ):
+        text = CONFIG.format(run=str(directory / name), epochs=epochs, shuffle=options.shuffle, **roots)
         (directory / f"{name}.py").write_text(text)
 
-    total_steps = load_config(directory / "killed.py").steps(epochs, NUM_IMAGES)
-    moments, starts = torture(directory, total_steps, options.kills, options.ranks, random.Random(options.seed))
+    total_steps = load_config(directory / "undisturbed.py").steps(epochs, NUM_IMAGES)
+    moments, starts = torture(directory, total_steps, options.kills, options.ranks, random.Random(options.seed), store)
     for begin, end, num_ranks in layouts(starts, total_steps):
         print(f"undisturbed: steps {begin} to {end} on {num_ranks} ranks", flush=True)
         words = ["--run.max_steps", str(end)]
@@ -120,7 +131,7 @@ def main() -> None:
 
 
 def torture(
-    directory: Path, total_steps: int, kills: int, ranks: list[int], rng: random.Random
+    directory: Path, total_steps: int, kills: int, ranks: list[int], rng: random.Random, store: "Store | None"
 ) -> tuple[Counter[str], list[tuple[int, int]]]:
     """Kill and start again, then let the run end.
 
@@ -163,8 +174,12 @@ def torture(
             if event == "freeze":
                 attempt.freeze(rng)
                 time.sleep(rng.uniform(0, 1))
+            if store is not None:
+                store.disturb(rng)
             writing = any((run / "checkpoints").glob(".*.partial")) or any((run / "checkpoints").glob(".*.removed"))
             attempt.kill(rng)
+            if store is not None:
+                store.check()
             progressed = (newest_step(run) or 0) > before
             if event == "freeze":
                 moments["with a frozen rank"] += 1
@@ -180,6 +195,8 @@ def torture(
     statuses = start().wait()
     if set(statuses) != {0}:
         sys.exit(f"the last attempt ended with {statuses}: see {log}")
+    if store is not None:
+        moments.update(store.close())
     return moments, starts
 
 
@@ -229,6 +246,59 @@ def make_dataset(root: Path) -> None:
         records.append((buffer.getvalue(), {"image/class/label": 1 + number % 5}))
     write_records(root / "train" / "train-00000-of-00001", records)
     build_index(root)
+
+
+class Store:
+    """A server of the dataset, and the cache of the run that reads from it."""
+
+    LIMIT = 10 * 4096  # a fifth of the images, each of which takes a block of the disk
+
+    def __init__(self, directory: Path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(directory / "metadata")
+        script = Path(__file__).parents[1] / "tests" / "object_server.py"
+        self._server = subprocess.Popen(
+            [sys.executable, str(script), str(directory / "data")], stdout=subprocess.PIPE, text=True
+        )
+        assert self._server.stdout is not None
+        self._url = self._server.stdout.readline().strip()
+        self._cache = directory / "cache"
+        self._checksums = Split(directory / "data", "train").checksums
+        self._disturbed = Counter[str]()
+
+    def settings(self) -> dict[str, str]:
+        return {"root": self._url, "cache": f"cache={str(self._cache)!r}, cache_gb={self.LIMIT / 1e9}"}
+
+    def files(self) -> list[Path]:
+        return [path for path in self._cache.glob("user-*/train-*/*/*") if path.is_file()]
+
+    def disturb(self, rng: random.Random) -> None:
+        """Freeze the server for a while, or change a byte of a cached image, or neither."""
+        event = rng.choice(("freeze", "byte", ""))
+        if event == "freeze":
+            self._server.send_signal(signal.SIGSTOP)
+            time.sleep(rng.uniform(0, 1))
+            self._server.send_signal(signal.SIGCONT)
+            self._disturbed["with a frozen store"] += 1
+        if event == "byte" and (files := self.files()):
+            path = rng.choice(files)
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                content = bytearray(path.read_bytes())
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+                path.write_bytes(content)
+                self._disturbed["with a changed byte in the cache"] += 1
+
+    def check(self) -> None:
+        """Compare the cache with the index, and end the program if there is something else in it."""
+        assert self._checksums is not None
+        files = self.files()
+        if others := [path for path in files if not path.name.isdecimal()]:
+            sys.exit(f"in the cache is no image: {others}")
+        wrong = [path for path in files if crc32c(path.read_bytes()) != self._checksums[int(path.name)]]
+        self._disturbed["incomplete or changed images found"] += len(wrong)
+
+    def close(self) -> Counter[str]:
+        self._server.kill()
+        return self._disturbed
 
 
 class Attempt:

@@ -1,7 +1,8 @@
 """``dali-train eval``: accuracy on the validation split, of a run's checkpoint with the run's settings, or of any
 weights."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import joined
+from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.evaluation import EvaluationResult, Evaluator
 from dali_train.training.metrics import ClassTables
 from dali_train.training.model import build_model, check_evaluation_size, compare_with_timm
@@ -39,15 +41,15 @@ def evaluate_checkpoint(
         ConfigError: no checkpoint is named, or `config` normalises, sizes or names classes differently from the run.
         CheckpointError, DatasetError: see `load_checkpoint` and `Split`.
     """
-    if run_dir is None and checkpoint is None:
-        raise ConfigError(
-            "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights, "
-            "--model.weights FILE_OR_NAME"
-        )
-    if run_dir is not None:
-        check_registered(config, run_dir)
-    path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
-    with joined(options, config) as (launch, device):
+    with _joined(options, config, run_dir or Path(config.run.dir)) as (launch, device):
+        if run_dir is None and checkpoint is None:
+            raise ConfigError(
+                "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights, "
+                "--model.weights FILE_OR_NAME"
+            )
+        if run_dir is not None:
+            check_registered(config, run_dir)
+        path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
         num_threads = configure_torch(config, launch, device)
         split = Split(config.data.root, "validation")
         loaded = load_checkpoint(path)
@@ -87,7 +89,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
     from_timm = not is_path(weights)
     if from_timm:
         config = _with_architecture(config, weights, chosen)
-    with joined(options, config) as (launch, device):
+    with _joined(options, config, Path(config.run.dir)) as (launch, device):
         num_threads = configure_torch(config, launch, device)
         split = Split(config.data.root, "validation")
         tensors = first_weights(config)
@@ -107,6 +109,14 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
         print(f"{weights}: {_describe(result)}  ({result.num_images} images)")
         _print_classes(evaluator, split)
     return result
+
+
+@contextmanager
+def _joined(options: LaunchOptions, config: Config, directory: Path) -> Iterator[tuple[Launch, torch.device]]:
+    """Join the process group, see `joined`. Of ranks that end with the same error, one prints it."""
+    with joined(options, config) as (launch, device), ExitStack() as stack:
+        stack.push(Watchdog(launch, directory, config.parallel.timeout_s))  # only for the end, without its threads
+        yield launch, device
 
 
 def _with_architecture(config: Config, weights: str, chosen: Collection[str]) -> Config:
