@@ -109,6 +109,8 @@ def main() -> None:
 
     total_steps = load_config(directory / "undisturbed.py").steps(epochs, NUM_IMAGES)
     moments, starts = torture(directory, total_steps, options.kills, options.ranks, random.Random(options.seed), store)
+    if store is not None:
+        print("the store: " + store.close(), flush=True)
     for begin, end, num_ranks in layouts(starts, total_steps):
         print(f"undisturbed: steps {begin} to {end} on {num_ranks} ranks", flush=True)
         words = ["--run.max_steps", str(end)]
@@ -195,8 +197,6 @@ def torture(
     statuses = start().wait()
     if set(statuses) != {0}:
         sys.exit(f"the last attempt ended with {statuses}: see {log}")
-    if store is not None:
-        moments.update(store.close())
     return moments, starts
 
 
@@ -278,14 +278,14 @@ class Store:
             self._server.send_signal(signal.SIGSTOP)
             time.sleep(rng.uniform(0, 1))
             self._server.send_signal(signal.SIGCONT)
-            self._disturbed["with a frozen store"] += 1
+            self._disturbed["times frozen"] += 1
         if event == "byte" and (files := self.files()):
             path = rng.choice(files)
             with contextlib.suppress(FileNotFoundError):  # it has just been removed
                 content = bytearray(path.read_bytes())
                 content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
                 path.write_bytes(content)
-                self._disturbed["with a changed byte in the cache"] += 1
+                self._disturbed["bytes changed in the cache"] += 1
 
     def check(self) -> None:
         """Compare the cache with the index, and end the program if there is something else in it."""
@@ -296,9 +296,10 @@ class Store:
         wrong = [path for path in files if crc32c(path.read_bytes()) != self._checksums[int(path.name)]]
         self._disturbed["incomplete or changed images found"] += len(wrong)
 
-    def close(self) -> Counter[str]:
+    def close(self) -> str:
+        """End the server; return what was done to it and found."""
         self._server.kill()
-        return self._disturbed
+        return ", ".join(f"{count} {what}" for what, count in self._disturbed.items())
 
 
 class Attempt:

@@ -32,7 +32,7 @@ ORDERS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it, as a PNG")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw shuffle full, as a PNG")
     options = parser.parse_args()
     print("| order | nodes | cache / dataset | " + " | ".join(RULES) + " |\n|---|---|---|" + "---|" * len(RULES))
     served: dict[tuple[str, int, str], list[float]] = {}
@@ -81,17 +81,15 @@ def draw(served: dict[tuple[str, int, str], list[float]], path: Path) -> None:
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     axes = figure.subplots(1, len(NODES), sharey=True)
     for ax, num_nodes in zip(axes, NODES, strict=True):
-        for rule, color in zip(RULES, ("tab:blue", "tab:orange", "tab:gray"), strict=True):
-            for order, style in (("full", "-"), ("block", ":")):
-                label = f"{rule}, shuffle {order}"
-                values = np.array(served[order, num_nodes, rule])
-                ax.plot(100 * np.array(SHARES), 100 * values, style, color=color, label=label, marker=".")
+        for rule, style in zip(RULES, ("-", "--", ":"), strict=True):
+            values = np.array(served["full", num_nodes, rule])
+            ax.plot(100 * np.array(SHARES), 100 * values, style, label=rule, marker=".")
         ax.set_title(f"{num_nodes} node" + "s" * (num_nodes > 1))
         ax.set_xlabel("cache, % of the dataset")
         ax.set_ylim(0, 100)
         ax.grid(alpha=0.3)
     axes[0].set_ylabel(f"reads served, % of {EPOCHS} epochs")
-    axes[0].legend(fontsize=7)
+    axes[0].legend()
     figure.savefig(path, dpi=120)
 
 
