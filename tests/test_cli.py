@@ -37,10 +37,13 @@ def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.Cap
     assert "--num-images is 0: use a positive number" in capsys.readouterr().err
 
 
-def test_plan_tells_the_order_in_words(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_tells_the_order_and_idle_ranks_in_words(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--config", str(tiny_config), "--num-images", "1000000", "--data.shuffle"]
-    assert main([*words, "full"]) == 0
-    assert "order          full: any image may follow any other" in capsys.readouterr().out
+    assert main([*words, "full", "--world_size", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "order          full: any image may follow any other" in printed
+    assert "ranks          3: 11.1% idle; 4 would have none" in printed
+    assert "accumulation   3 or 2 micro-batches of 4 per rank: 32 images per step" in printed
     assert main([*words, "block"]) == 0  # 8 micro-batches x 8 x 128 images of 110 kB
     printed = capsys.readouterr().out
     assert (
@@ -58,8 +61,8 @@ def test_plan_tells_the_order_in_words(tiny_config: Path, capsys: pytest.Capture
             "nowhere: this directory does not exist; data.root names a dataset",
         ),
         (
-            f"plan --config {B16} --world_size 6",
-            "batch.global_batch 32768 is not divisible by batch.micro_batch 256 x 6 ranks = 1536",
+            f"plan --config {B16} --world_size 129",
+            "batch.global_batch 32768 is 128 x batch.micro_batch 256, and 129 data-parallel ranks need at least",
         ),
         (f"plan --config {B16} --model.name vit_base_patch16_222", "timm does not know; close: vit_base_patch16_224"),
         (f"plan --config {B16} --model.name resnet18", "do not fit model.name resnet18"),

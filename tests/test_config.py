@@ -163,9 +163,15 @@ def test_evaluation_images_are_resized_in_proportion() -> None:
 
 def test_accumulation_and_steps_are_derived() -> None:
     batch = BatchConfig(global_batch=32_768, micro_batch=256)
-    assert [batch.grad_accum_steps(ranks) for ranks in (1, 4, 8, 128)] == [128, 32, 16, 1]
-    with pytest.raises(ConfigError, match=r"global_batch 32768 .*micro_batch 256 x 6 ranks = 1536; use a multiple of"):
-        batch.grad_accum_steps(6)
+    assert [batch.grad_accum_steps(ranks) for ranks in (1, 4, 6, 8, 128)] == [128, 32, 22, 16, 1]
+    assert [batch.describe_accumulation(ranks) for ranks in (6, 8)] == ["22 or 21", "16"]
+    too_many = (
+        r"global_batch 32768 is 128 x batch.micro_batch 256, and 129 .* at most 128, or set batch.micro_batch 128$"
+    )
+    with pytest.raises(ConfigError, match=too_many):
+        batch.grad_accum_steps(129)
+    with pytest.raises(ConfigError, match=r"global_batch 4 is 2 x batch.micro_batch 2, and 5 .*: start at most 2$"):
+        BatchConfig(global_batch=4, micro_batch=2).grad_accum_steps(5)
     assert PLAIN.steps(3, 16) == 6
     assert PLAIN.steps(3, 17) == 7, "rounded up: the last epoch is whole"
     assert PLAIN.steps(0.1 * 3, 80) == 3, "no extra step for what is rounding: 0.1 * 3 > 0.3"

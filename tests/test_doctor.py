@@ -54,8 +54,8 @@ def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
 
 
 def test_what_training_would_refuse(tiny_config: Path, tmp_path: Path) -> None:
-    """Images that cannot be decoded, a shard that changed after indexing, a batch for another number of ranks, sizes
-    that the model does not take, and a run directory that cannot be made."""
+    """Images that cannot be decoded, a shard that changed after indexing, a batch for fewer ranks, sizes that
+    the model does not take, and a run directory that cannot be made."""
     root = tmp_path / "data"
     for split, kept in (("train", -200), ("validation", None)):
         records = [(jpeg(photograph(image, 40, 40))[:kept], 1) for image in range(8)]
@@ -65,10 +65,10 @@ def test_what_training_would_refuse(tiny_config: Path, tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-100])
     (tmp_path / "file").write_text("")
     words = ["--config", str(tiny_config), "--data.root", str(root), "--run.dir", str(tmp_path / "file" / "run")]
-    words += ["--data.eval_size", "28", "--batch.global_batch", "28"]
+    words += ["--data.eval_size", "28", "--batch.global_batch", "4"]
     output = run_in_pool(["doctor", *words], tmp_path / "log", ranks=2, status=1)
     for expected in (
-        r"fail  batch +batch.global_batch 28 is not divisible by batch.micro_batch 4 x 2 ranks = 8",
+        r"fail  batch +batch.global_batch 4 is 1 x batch.micro_batch 4, and 2 data-parallel ranks .*micro_batch 2",
         r"fail  model +data.eval_size is 28, but model.name vit_tiny_patch16_224 takes images of 32 pixels",
         r"set data.eval_size 32",
         r"pass  data train",

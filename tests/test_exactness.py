@@ -53,11 +53,11 @@ def test_an_exchange_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp_p
 def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     config = extended(tiny_config, CONVOLUTIONAL)
     train("one", *THREE_STEPS, config=config)
-    train("two", *THREE_STEPS, ranks=2, config=config)
-    one, two = final_weights(tmp_path / "one"), final_weights(tmp_path / "two")
+    train("three", *THREE_STEPS, ranks=3, config=config)
+    one, three = final_weights(tmp_path / "one"), final_weights(tmp_path / "three")
     running = [name for name in one if "running" in name]
     assert running and not torch.equal(one[running[0]], torch.zeros_like(one[running[0]]))
-    differences = relative_differences(one, two)
+    differences = relative_differences(one, three)
     assert max(differences[name] for name in running) < FLOAT64_BOUND
 
 
@@ -110,10 +110,10 @@ def test_the_options_for_speed_resume_with_the_same_bits_and_do_not_depend_on_ra
 ) -> None:
     train("one", *FAST, *OFTEN)
     assert_resumes(train, tmp_path / "one", *FAST, *OFTEN)
-    train("two", *FAST, *OFTEN, ranks=2)
-    assert samples(tmp_path / "one") == samples(tmp_path / "two")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    assert largest_difference(tmp_path / "one", tmp_path / "two") < FLOAT32_BOUND
+    train("three", *FAST, *OFTEN, ranks=3)
+    assert samples(tmp_path / "one") == samples(tmp_path / "three")
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert largest_difference(tmp_path / "one", tmp_path / "three") < FLOAT32_BOUND
 
 
 # Options of the recipe, those that have nothing to do with each other in one run.
@@ -130,6 +130,8 @@ REPEATED = words(
     "--optimizer.layer_decay 0.7 --schedule.name polynomial --schedule.power 2"
 )
 BLOCK_ORDER = words("--data.shuffle block --data.block_images 4 --data.window_blocks 2")
+# With a power of two of ranks: timm resamples position embeddings in float32, which rounds a gradient of another scale
+# otherwise (3e-9 on 3 ranks).
 IN_BLOCKS = (
     *BLOCK_ORDER,
     *words("--data.repeats 2 --data.crop inception --data.augment big-vision --model.kwargs.dynamic_img_size true"),
@@ -138,7 +140,7 @@ IN_BLOCKS = (
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks"), [(AUGMENTED, 2), (REPEATED, 4), (IN_BLOCKS, 2)], ids=["augmented", "repeated", "in-blocks"]
+    ("options", "ranks"), [(AUGMENTED, 7), (REPEATED, 5), (IN_BLOCKS, 2)], ids=["augmented", "repeated", "in-blocks"]
 )
 def test_what_differs_between_ranks_is_rounding(
     train: Train, tmp_path: Path, options: tuple[str, ...], ranks: int
@@ -156,9 +158,9 @@ def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same
 ) -> None:
     options = (*AUGMENTED, *OFTEN, "--data.repeats", "2", "--data.progressive", "2,16", "6,24")
     options += ("--model.kwargs.dynamic_img_size", "true")
-    train("undisturbed", *options, ranks=2)
-    kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=2)
-    assert "resuming from step" in train("killed", *options, ranks=2)
+    train("undisturbed", *options, ranks=3)
+    kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=3)
+    assert "resuming from step" in train("killed", *options, ranks=3)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
 
 

@@ -42,8 +42,8 @@ def cases(count: int) -> list[tuple[int, int, int, int, int]]:
     generator = np.random.default_rng(0)
     drawn = []
     for _ in range(count):
-        micro_batch, world_size, accumulation = (int(n) for n in generator.integers(1, 6, size=3))
-        global_batch = micro_batch * world_size * accumulation
+        micro_batch, num_micro_batches = int(generator.integers(1, 6)), int(generator.integers(1, 26))
+        global_batch, world_size = micro_batch * num_micro_batches, int(generator.integers(1, num_micro_batches + 1))
         num_images = int(generator.integers(1, 3 * global_batch + 2))
         steps = -(-3 * num_images // global_batch)
         drawn.append((num_images, global_batch, micro_batch, world_size, int(generator.integers(0, steps + 1))))

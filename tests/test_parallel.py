@@ -21,7 +21,8 @@ from .helpers import (
 
 FP64 = ("--precision.dtype", "fp64")
 DEEP = ("--model.kwargs.depth", "4")
-WORDS = (*FP64, *DEEP, *words("--batch.micro_batch 8 --ema.decay 0.9 --run.max_steps 5 --run.checkpoint_every_steps 2"))
+FIVE = words("--batch.global_batch 20 --batch.micro_batch 4")  # micro-batches, which several coordinates do not divide
+WORDS = (*FP64, *DEEP, *words("--ema.decay 0.9 --run.max_steps 5 --run.checkpoint_every_steps 2"), *FIVE)
 SHARDED = ("--parallel.shard", "full")
 PIPELINE = ("--parallel.pipeline", "2")
 INTERLEAVED = (*PIPELINE, "--parallel.num_chunks", "2")
@@ -92,9 +93,9 @@ def test_a_sharded_convolutional_net_trains_as_one(train: Train, tiny_config: Pa
     """Any model can be sharded; BatchNorm's statistics are those of all ranks."""
     options, config = (*FP64, "--run.max_steps", "2"), extended(tiny_config, CONVOLUTIONAL)
     train("one", *options, config=config)
-    train("two", *options, *SHARDED, ranks=2, config=config)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
-    assert state_difference(tmp_path / "one", tmp_path / "two") < FLOAT64_BOUND
+    train("three", *options, *SHARDED, ranks=3, config=config)
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert state_difference(tmp_path / "one", tmp_path / "three") < FLOAT64_BOUND
 
 
 def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_path: Path) -> None:
@@ -102,9 +103,9 @@ def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_pa
     layouts: list[tuple[int, tuple[str, ...]]] = [
         (4, (*PIPELINE, *TENSOR)),
         (4, TENSOR),
-        (2, INTERLEAVED),
+        (6, INTERLEAVED),
         (1, ()),
-        (2, ("--parallel.shard", "optimizer")),
+        (3, ("--parallel.shard", "optimizer")),
     ]
     for step, (ranks, options) in enumerate(layouts, 1):
         train("several", *WORDS, *options, "--run.max_steps", f"{step}", ranks=ranks)
@@ -114,11 +115,12 @@ def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_pa
 
 def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
     """A loss scale that overflows for the first steps, wherever a gradient is: at the same scale as with DDP, as a
-    rank's loss is divided by the number of its micro-batches before it is scaled."""
+    loss is divided by the micro-batches per rank before it is scaled. Two of three coordinates have one of a step's
+    four, and compute it twice in a pipeline."""
     common = words("--precision.dtype fp16 --precision.initial_scale 1e6 --run.epochs 5 --run.eval_every_epochs none")
     common += words("--batch.micro_batch 8 --hooks.trace_samples false")
-    train("plain", *common, ranks=2)
-    train("pipeline", *common, *PIPELINE, *SHARDED, ranks=4)
+    train("plain", *common, ranks=3)
+    train("pipeline", *common, *PIPELINE, *SHARDED, ranks=6)
     plain, pipelined = (events(tmp_path / name, "train") for name in ("plain", "pipeline"))
     assert len(plain) == 8 and 2 < plain[-1]["skipped_steps"] < 7
     for name in ("skipped_steps", "loss_scale"):

@@ -18,6 +18,8 @@ from dali_train.config import (
 )
 from dali_train.config.override import config_with
 from dali_train.errors import ConfigError
+from dali_train.parallel.layout import Layout
+from dali_train.runtime.launch import Launch
 
 from .test_config import FILE, config
 
@@ -107,3 +109,11 @@ def test_what_it_does_not_go_together_with(parallel: dict[str, Any], sections: d
     with pytest.raises(ConfigError, match=message):
         config(parallel=ParallelConfig(**parallel), **sections)
     assert isinstance(config(**sections), Config)
+
+
+def test_ranks_that_do_not_divide_a_step() -> None:
+    layouts = [Layout.from_sizes(Launch(rank=rank, world_size=8, port=1), tensor=2) for rank in range(0, 8, 2)]
+    assert [layout.num_own(7) for layout in layouts] == [2, 2, 2, 1]
+    assert layouts[0].describe_idle(8) == "" and layouts[0].describe_idle(7) == ": 12.5% idle; 14 would have none"
+    ranks = Layout.from_sizes(Launch(rank=0, world_size=57, port=1))
+    assert ranks.describe_idle(128) == ": 25.1% idle; 64 would have none"

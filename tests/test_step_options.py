@@ -248,7 +248,8 @@ def test_memory_and_the_largest_micro_batch(tiny_config: Path) -> None:
     one_image = memory.activation_bytes / memory.micro_batch
     room = (3e9 + memory.state_bytes + 100.5 * one_image) / 0.95
     assert memory.largest_micro_batch(room, 8192) == 64 and memory.largest_micro_batch(room, 100) == 100
-    assert memory.largest_micro_batch(1e9, 8192) is None
+    assert memory.largest_micro_batch(room, 100, 4) == 25 and memory.largest_micro_batch(room, 100, 3) == 25
+    assert memory.largest_micro_batch(room, 96, 8) == 12 and memory.largest_micro_batch(1e9, 8192) is None
 
 
 def test_a_plan_says_what_fits_and_what_the_model_refuses(

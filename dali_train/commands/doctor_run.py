@@ -62,13 +62,13 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
     findings, layout = [], None
     try:
         layout = Layout.from_config(launch, config.parallel)
-        grad_accum_steps = config.batch.grad_accum_steps(layout.data_size)
-        check_micro_batches(config.parallel, grad_accum_steps)
-        batch = (
-            f"{config.batch.global_batch:,} images per step: {grad_accum_steps} x {config.batch.micro_batch} on each "
-            "rank"
+        batch = config.batch
+        check_micro_batches(config.parallel, batch.grad_accum_steps(layout.data_size))
+        found = (
+            f"{batch.global_batch:,} images per step: {batch.describe_accumulation(layout.data_size)} x "
+            f"{batch.micro_batch} on each rank{layout.describe_idle(batch.num_micro_batches)}"
         )
-        findings.append(Finding("batch", "pass", batch))
+        findings.append(Finding("batch", "pass", found))
     except ConfigError as error:
         findings.append(Finding("batch", "fail", str(error), "see the message"))
     num_classes = 1000
@@ -90,7 +90,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
     )
     findings.append(Finding("model", "pass", name))
     findings += [Finding("model", "warn", difference, FINE_WHEN_DRAWN) for difference in differences]
-    if device.type == "cuda" and layout is not None and config.batch.global_batch % layout.data_size == 0:
+    if device.type == "cuda" and layout is not None and config.batch.num_micro_batches >= layout.data_size:
         device_bytes = torch.cuda.get_device_properties(device).total_memory
         mine = ranks[layout.pipeline_rank].memory
         fits, words = describe_largest_micro_batch(config, mine, device_bytes, layout.data_size)

@@ -67,8 +67,8 @@ def print_plan(
         ranks_per_node: share a cache of what they read from an object store, which costs `prices`.
 
     Raises:
-        ConfigError: the batch does not divide among the ranks, model or optimizer cannot be built, or the model does
-            not take images of the config's sizes.
+        ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
+            take images of the config's sizes.
     """
     loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before the model is made
     num_images, num_classes, source, image_bytes = _images(config, num_images)
@@ -94,10 +94,11 @@ def print_plan(
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")
-    print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}")
+    idle = layout.describe_idle(batch.num_micro_batches)
+    print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}{idle}")
     print(
-        f"accumulation   {grad_accum_steps} micro-batches of {batch.micro_batch} per rank: {batch.global_batch:,} "
-        "images per step"
+        f"accumulation   {batch.describe_accumulation(layout.data_size)} micro-batches of {batch.micro_batch} per "
+        f"rank: {batch.global_batch:,} images per step"
     )
     if layout.pipeline > 1:
         print_pipeline(model, config, layout, ranks, grad_accum_steps)
@@ -263,7 +264,7 @@ def describe_largest_micro_batch(
 ) -> tuple[bool, str]:
     """Return whether batch.micro_batch fits into a device, by the estimate, and in words the largest that does."""
     ours, gigabytes = config.batch.micro_batch, device_bytes / 1e9
-    largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch // data_size)
+    largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch, data_size)
     if largest is None:
         return (
             False,
@@ -284,7 +285,7 @@ def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
         return "full: any image may follow any other"
     if data.shuffle == "balanced":
         return "balanced: any image may follow any other, and every class comes equally often"
-    lanes = config.batch.global_batch // config.batch.micro_batch
+    lanes = config.batch.num_micro_batches
     pool = min(num_images, lanes * data.window_blocks * data.block_images)
     return (
         f"block: {data.window_blocks} blocks of {data.block_images} images are mixed in each of a step's {lanes} "

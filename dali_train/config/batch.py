@@ -21,22 +21,30 @@ class BatchConfig:
             f"use {max(1, round(self.global_batch / self.micro_batch)) * self.micro_batch}",
         )
 
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step, over all ranks."""
+        return self.global_batch // self.micro_batch
+
     def grad_accum_steps(self, data_parallel_size: int) -> int:
-        """Micro-batches that each of `data_parallel_size` ranks accumulates per step.
+        """Return the micro-batches that each of `data_parallel_size` ranks accumulates per step; where they do not
+        divide, some accumulate one less.
 
         Raises:
-            ConfigError: the global batch does not divide.
+            ConfigError: there are more ranks than micro-batches.
         """
-        images = self.micro_batch * data_parallel_size
-        if self.global_batch % images:
-            nearest = sorted({max(1, self.global_batch // images) * images, -(-self.global_batch // images) * images})
-            num_micro_batches = self.global_batch // self.micro_batch
-            ranks = [n for n in range(1, num_micro_batches + 1) if num_micro_batches % n == 0]
-            fitting = sorted(sorted(ranks, key=lambda n: abs(n - data_parallel_size))[:4])
+        most = self.num_micro_batches
+        if data_parallel_size > most:
+            fitting = range(self.global_batch // data_parallel_size, 0, -1)
+            smaller = next((size for size in fitting if self.global_batch % size == 0), None)
             raise ConfigError(
-                f"batch.global_batch {self.global_batch} is not divisible by batch.micro_batch {self.micro_batch} x "
-                f"{data_parallel_size} ranks = {images}; use a multiple of {images}, such as "
-                f"{' or '.join(map(str, nearest))}, or a number of ranks that fits ({', '.join(map(str, fitting))}), "
-                "or another micro_batch"
+                f"batch.global_batch {self.global_batch} is {most} x batch.micro_batch {self.micro_batch}, and "
+                f"{data_parallel_size} data-parallel ranks need at least one each: start at most {most}"
+                + (f", or set batch.micro_batch {smaller}" if smaller is not None else "")
             )
-        return self.global_batch // images
+        return -(-most // data_parallel_size)
+
+    def describe_accumulation(self, data_parallel_size: int) -> str:
+        """Return `grad_accum_steps` in words: "4", or "4 or 3" where the ranks do not divide the micro-batches."""
+        steps = self.grad_accum_steps(data_parallel_size)
+        return f"{steps} or {steps - 1}" if self.num_micro_batches % data_parallel_size else f"{steps}"

@@ -107,11 +107,12 @@ class Console(Hook):
         ranks = f"{plural(layout.data_size, 'rank')} ({record.launch.launcher})"
         if layout.splits_model:
             ranks = f"{layout.data_size} data-parallel of {layout.describe()} ({record.launch.launcher})"
-        per_step = f"{plural(batch.micro_batch, 'image')} x {record.grad_accum_steps} accumulated x {ranks}"
+        accumulated = f"{batch.describe_accumulation(layout.data_size)} accumulated"
+        idle = layout.describe_idle(batch.num_micro_batches)
         lines = {
             "model": f"{config.model.name}, {config.precision.dtype} on {record.device}",
             "data": f"{config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}",
-            "batch": f"{batch.global_batch} = {per_step}",
+            "batch": f"{batch.global_batch} = {plural(batch.micro_batch, 'image')} x {accumulated} x {ranks}{idle}",
             "steps": f"{record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch",
             "directory": config.run.dir,
         }

@@ -28,7 +28,7 @@ class RunPlan:
     num_images: int
     num_classes: int
     class_names: tuple[str, ...]
-    grad_accum_steps: int  # micro-batches of one rank per step
+    grad_accum_steps: int  # micro-batches of one rank per step; where they do not divide, the most of any rank
     total_steps: int  # at which the run ends
 
 

@@ -100,6 +100,21 @@ class Layout:
         ..."""
         return self.rank // self.tensor % self.data_size
 
+    def num_own(self, num_micro_batches: int) -> int:
+        """Return how many of the `num_micro_batches` of a step this process's data-parallel coordinate computes."""
+        return len(range(self.data_rank, num_micro_batches, self.data_size))
+
+    def describe_idle(self, num_micro_batches: int) -> str:
+        """Return what to append to the number of ranks where they do not divide the `num_micro_batches` of a step, as
+        in "57 ranks: 25.1% idle; 64 would have none": some wait while others compute one more. Elsewhere nothing."""
+        if num_micro_batches % self.data_size == 0:
+            return ""
+        divisors = [size for size in range(1, num_micro_batches + 1) if num_micro_batches % size == 0]
+        nearest = min(divisors, key=lambda size: (abs(size - self.data_size), -size))
+        share = 1 - num_micro_batches / self.data_size / -(-num_micro_batches // self.data_size)
+        fitting = nearest * self.world_size // self.data_size
+        return f": {share:.1%} idle; {fitting} would have none"
+
     @property
     def pipeline_rank(self) -> int:
         return self.rank // (self.tensor * self.data_size)

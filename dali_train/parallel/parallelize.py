@@ -52,6 +52,16 @@ class Parallel:
         if self.level is not None:
             prepare_backward(module, self.level, last=last)
 
+    def num_passes(self, num_micro_batches: int) -> int:
+        """Return how many forward and backward passes this rank makes in a step of `num_micro_batches` on all ranks.
+
+        One for each of its own. Where ranks meet in every pass, because gradients are sharded, and in a pipeline, whose
+        schedule is then the same for all, they make as many as those with the most micro-batches.
+        """
+        if self.stages or self.level in ("gradients", "full"):
+            return -(-num_micro_batches // self.layout.data_size)
+        return self.layout.num_own(num_micro_batches)
+
     def finish_gradients(self) -> None:
         """Complete the gradients after the last backward pass of a step, where DDP or FSDP has not: sum those that
         tensor parallelism left as summands, and take the mean over the data-parallel ranks."""
@@ -191,8 +201,7 @@ def warm_up(
     ]
     with autocast:
         output = model(images)
-    outputs = output if isinstance(output, tuple) else (output,)  # a second one is a distillation token's
-    (sum(output.float().sum() for output in outputs) * 0).backward()
+    without_weight(output).backward()
     _refuse_unused_parameters(model, order)
     model.zero_grad(set_to_none=not keep_gradients)
     for handle in handles:
@@ -202,6 +211,16 @@ def warm_up(
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
     return order
+
+
+def without_weight(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return a loss of a model's `output` whose gradient is zero, and that of every parameter with it.
+
+    Where an activation is not finite it is not a number: for a micro-batch whose own loss has had the same activations
+    that changes nothing.
+    """
+    outputs = output if isinstance(output, tuple) else (output,)  # a second one is a distillation token's
+    return torch.stack([output.float().sum() for output in outputs]).sum() * 0
 
 
 def _refuse_unused_parameters(model: nn.Module, reached: list[nn.Parameter]) -> None:

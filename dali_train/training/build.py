@@ -57,7 +57,7 @@ class Setup:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Micro-batches that this rank accumulates per step."""
+        """Micro-batches that a rank accumulates per step: where they do not divide, the most of any rank."""
         return self.config.batch.grad_accum_steps(self.layout.data_size)
 
 
@@ -183,7 +183,6 @@ def build_trainer(
         class_counts: see `make_objective`.
     """
     model, parallel = state.model, state.parallel
-    grad_accum_steps = config.batch.grad_accum_steps(parallel.layout.data_size)
     parts: dict[str, Any] = {
         **vars(state),
         "objective": make_objective(config, model, num_classes, device, class_counts),
@@ -191,13 +190,13 @@ def build_trainer(
         "metrics": TrainingMetrics(device),
         "clock": PhaseClock(device),
         "ema": Ema(model, config.ema) if config.ema.decay is not None else None,
-        "grad_accum_steps": grad_accum_steps,
+        "num_micro_batches": config.batch.num_micro_batches,
         "clip_grad_norm": config.optimizer.clip_grad_norm,
         "keep_gradients": config.model.cuda_graphs,
     }
     if not parallel.stages:
         return Trainer(**parts)
-    return PipelineTrainer(**parts, pipeline=Pipeline(parallel, config, num_classes, grad_accum_steps))
+    return PipelineTrainer(**parts, pipeline=Pipeline(parallel, config, num_classes))
 
 
 def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:

@@ -86,14 +86,16 @@ class Memory:
     def checkpoint_bytes(self) -> int:
         return self.weight_bytes + self.optimizer_bytes
 
-    def largest_micro_batch(self, device_bytes: float, images_per_rank: int) -> int | None:
-        """Return the largest divisor of `images_per_rank`, a rank's images in a step, with which a step fits into
-        `device_bytes`. None if not even one image does."""
+    def largest_micro_batch(self, device_bytes: float, global_batch: int, data_size: int = 1) -> int | None:
+        """Return the largest micro-batch with which a step of `data_size` data-parallel ranks fits into `device_bytes`,
+        and no rank is idle if that can be. None if not even one image does."""
         room = _USABLE * device_bytes - _UNSEEN_BYTES - self.state_bytes
         if self.keeps_copy and room < self.weight_bytes + self.optimizer_bytes:
             return None
         fitting = int(room * self.micro_batch / self.activation_bytes)
-        return next((size for size in range(min(fitting, images_per_rank), 0, -1) if images_per_rank % size == 0), None)
+        images_per_rank, rest = divmod(global_batch, data_size)
+        multiple = global_batch if rest else images_per_rank
+        return next((size for size in range(min(fitting, images_per_rank), 0, -1) if multiple % size == 0), None)
 
 
 def estimate_memory(config: Config, num_classes: int) -> Memory:

@@ -20,7 +20,7 @@ from dali_train.config import Config
 from dali_train.data.loading.loader import Loader, blank_images, pixel_format
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
-from dali_train.parallel.parallelize import Parallel
+from dali_train.parallel.parallelize import Parallel, without_weight
 from dali_train.parallel.stages import VitStage
 from dali_train.training.dropout import seed_micro_batch
 from dali_train.training.loss import first_target_correct
@@ -35,10 +35,10 @@ _SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}  # torch's names
 class Pipeline:
     """torch's schedule over the stages of this rank."""
 
-    def __init__(self, parallel: Parallel, config: Config, num_classes: int, grad_accum_steps: int) -> None:
+    def __init__(self, parallel: Parallel, config: Config, num_classes: int) -> None:
         assert parallel.mesh is not None and parallel.activations is not None
         self._has_last = any(module.stage.is_last for module in parallel.stages)
-        self._num_micro_batches = grad_accum_steps
+        self._num_passes = parallel.num_passes(config.batch.num_micro_batches)
         self._passes: _Passes | None = None
         self._group = parallel.mesh["pipeline"].get_group()
         # What stages take and give, exactly: torch 2.11 compares it with each micro-batch.
@@ -58,7 +58,7 @@ class Pipeline:
         schedule: Any = get_schedule_class(_SCHEDULES[config.parallel.schedule])
         self._schedule = schedule(
             stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages,
-            grad_accum_steps,
+            self._num_passes,
             loss_fn=self._loss,
             scale_grads=False,
         )
@@ -67,7 +67,7 @@ class Pipeline:
         """All forward and backward passes of a step, on all stages together."""
         self._passes = passes
         # The last stage's targets are the numbers of the micro-batches, by which `_loss` finds their labels.
-        target = torch.arange(self._num_micro_batches) if self._has_last else None
+        target = torch.arange(self._num_passes) if self._has_last else None
         self._schedule.step(target=target, return_outputs=False)
         self._passes = None
 
@@ -141,18 +141,20 @@ class _Passes:
 
     def __init__(self, trainer: PipelineTrainer, step: int, loader: Loader) -> None:
         self._trainer, self._step, self._loader = trainer, step, loader
+        self._num_own = trainer.parallel.layout.num_own(trainer.num_micro_batches)
+        self._num_passes = trainer.parallel.num_passes(trainer.num_micro_batches)
         self.batches: list[Batch] = []
 
     @contextmanager
     def forward(self, number: int) -> Iterator[torch.Tensor]:
         """Wrap the forward pass of micro-batch `number` in one stage; gives its images."""
         trainer = self._trainer
-        if number == len(self.batches):
+        if number == len(self.batches) < self._num_own:
             trainer.clock.enter("data")
             if self.batches:  # images are kept where the backward pass needs them, and the last ones for hooks
                 self.batches[-1] = replace(self.batches[-1], images=self.batches[-1].images[:0].clone())
             self.batches.append(self._loader.next())
-        batch = self.batches[number]
+        batch = self.batches[min(number, self._num_own - 1)]  # the last one once more where other ranks have more
         trainer.clock.enter("forward")
         seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
         with trainer.precision.autocast():
@@ -165,19 +167,21 @@ class _Passes:
         """Wrap its backward pass in the stage `module`."""
         trainer = self._trainer
         trainer.clock.enter("backward")
-        trainer.parallel.prepare_backward(module, last=number == trainer.grad_accum_steps - 1)
+        trainer.parallel.prepare_backward(module, last=number == self._num_passes - 1)
         yield
         trainer.clock.enter("exchange")
 
     def loss(self, output: torch.Tensor, number: int) -> torch.Tensor:
         """Return the loss of micro-batch `number`, scaled for its backward pass."""
+        if number >= self._num_own:
+            return without_weight(output)
         trainer, batch = self._trainer, self.batches[number]
         with trainer.precision.autocast():
             loss, logits = trainer.objective(output, batch.images, batch.targets, batch.lambdas)
         correct = first_target_correct(logits, batch.targets)
         k = batch.micro_batch.k
         trainer.metrics.add_micro_batch(loss, correct, num_images=len(batch.targets), step=self._step, k=k)
-        return trainer.precision.scaler.scale(loss / trainer.grad_accum_steps)
+        return trainer.scaled(loss)
 
 
 class PipelineForward(nn.Module):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dali_train.data.loading.loader import Loader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
-from dali_train.parallel.parallelize import Parallel
+from dali_train.parallel.parallelize import Parallel, without_weight
 from dali_train.training.dropout import DropoutSeeding, seed_micro_batch
 from dali_train.training.ema import Ema
 from dali_train.training.loss import Objective, first_target_correct
@@ -43,7 +43,7 @@ class Trainer(TrainState):
     statistics: RunningStatistics
     metrics: TrainingMetrics
     clock: PhaseClock
-    grad_accum_steps: int  # micro-batches that this rank accumulates per step
+    num_micro_batches: int  # per step, of all ranks
     clip_grad_norm: float | None
     # CUDA graphs replay kernels that write each gradient to a fixed address, so gradients are zeroed in place, not
     # freed.
@@ -63,7 +63,7 @@ class Trainer(TrainState):
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
         self.clock.enter("exchange")
-        self.statistics.finish_step(self.grad_accum_steps * self.parallel.layout.data_size)
+        self.statistics.finish_step(self.num_micro_batches)
         if self.ema is not None:
             self.clock.enter("optimizer")
             self.ema.update(step)
@@ -75,10 +75,13 @@ class Trainer(TrainState):
         """Leave the gradient of the mean loss over the step's micro-batches in the parameters: the seam for pipeline
         schedules."""
         micro_batches = []
-        for number in range(self.grad_accum_steps):
-            last = number == self.grad_accum_steps - 1
-            self.clock.enter("data")
-            batch = loader.next()
+        num_own = self.parallel.layout.num_own(self.num_micro_batches)
+        num_passes = self.parallel.num_passes(self.num_micro_batches)
+        for number in range(num_passes):
+            last, counts = number == num_passes - 1, number < num_own
+            if counts:
+                self.clock.enter("data")
+                batch = loader.next()
             self.clock.enter("forward")
             # Dropout belongs to the micro-batch. Blocks derive their own seeds from it (`seed_each_block`).
             seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
@@ -86,15 +89,22 @@ class Trainer(TrainState):
                 with self.precision.autocast():
                     images = batch.images.to(self.precision.image_dtype)
                     output = self.parallel.model(images)
-                    loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
+                    if counts:
+                        loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
                 self.clock.enter("backward", exchange_follows=last)
-                # DDP takes the mean over ranks, so this is the mean over all micro-batches of the step.
-                self.precision.scaler.scale(loss / self.grad_accum_steps).backward()
+                (self.scaled(loss) if counts else without_weight(output)).backward()
+            if not counts:  # the last micro-batch once more, since other ranks wait in each pass: it leaves nothing
+                break
             self.statistics.add_micro_batch()
             correct = first_target_correct(logits, batch.targets)
             self.metrics.add_micro_batch(loss, correct, num_images=len(batch.images), step=step, k=batch.micro_batch.k)
             micro_batches.append(batch.micro_batch)
         return tuple(micro_batches), batch
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the mean `loss` of one micro-batch for its backward pass: with its weight in the step, in float16's
+        scale. DDP and FSDP take the mean over ranks, so what they leave is the mean over all micro-batches."""
+        return self.precision.scaler.scale(loss / (self.num_micro_batches / self.parallel.layout.data_size))
 
     def forward_model(self) -> nn.Module:
         """Return the complete model for evaluation: a function of images, called by all ranks together where it is

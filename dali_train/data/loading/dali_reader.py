@@ -30,6 +30,7 @@ class DaliReaderPipeline(TrainingPipeline):
 
     Args:
         micro_batches: asked for ahead of ``run()``.
+        num_per_step: micro-batches of all coordinates.
 
     Raises:
         ConfigError, DatasetError: raw records, fewer records than ranks, or a text index that does not fit its shard.
@@ -43,6 +44,7 @@ class DaliReaderPipeline(TrainingPipeline):
         pixels: PixelFormat,
         *,
         size: int,
+        num_per_step: int,
         start_step: int,
         shard: tuple[int, int],
     ) -> None:
@@ -54,11 +56,17 @@ class DaliReaderPipeline(TrainingPipeline):
             )
         for number in range(len(split.shards)):
             split.record_offsets(number)  # DALI reads a text index as far as it is one, without a word
+        self.warnings = []
         if start_step > 0:
-            self.warnings = [
+            self.warnings.append(
                 f"data.reader is dali, which keeps no position: a new pass over the data begins at step {start_step}, "
                 "so images of the last one may come twice and others not at all"
-            ]
+            )
+        if num_per_step % dp_size:
+            self.warnings.append(
+                f"data.reader is dali, and {dp_size} ranks do not divide the {num_per_step} micro-batches of a step: "
+                "some read more of their part of the data than others, so images come unequally often"
+            )
         self._root, self._pixels = split.root, pixels
         inputs, unknown = {name: INPUTS[name] for name in ("mirror", "lambdas", "partners")}, np.full(size, -1)
         self._feed = Feed(inputs, lambda: replace(next(micro_batches), images=unknown, labels=unknown))

@@ -120,7 +120,14 @@ def make_loader(
         if config.data.reader == "dali":
             micro_batches = assigned_micro_batches(split, None, config, **place)
             return DaliReaderPipeline(
-                split, micro_batches, config.data, pixels, size=size, start_step=step, shard=(dp_rank, dp_size)
+                split,
+                micro_batches,
+                config.data,
+                pixels,
+                size=size,
+                num_per_step=config.batch.num_micro_batches,
+                start_step=step,
+                shard=(dp_rank, dp_size),
             )
         storage = open_storage(split, config.data, node) if decodes and config.data.reader == "index" else None
         micro_batches = assigned_micro_batches(split, storage, config, **place, node=node)
@@ -130,8 +137,7 @@ def make_loader(
         kind = CpuPipeline if pixels.device_id is None else DaliPipeline
         return kind(split, storage, lambda: next(micro_batches), config.data, pixels, size=size)
 
-    num_per_step = config.batch.global_batch // config.batch.micro_batch
-    places = assigned_places(num_per_step, start_step, dp_rank, dp_size)
+    places = assigned_places(config.batch.num_micro_batches, start_step, dp_rank, dp_size)
     return Loader(pipeline_from, config.by_step(len(split)), places, device)
 
 
@@ -164,6 +170,9 @@ def assigned_micro_batches(
         chosen = chosen if eviction is None else eviction.follow(chosen)
     if storage is None or config.data.read_ahead_mb == 0:
         return chosen
+    # As many steps ahead where this coordinate has a micro-batch less in each than others.
+    num_own = len(range(dp_rank, micro_batches.num_per_step, dp_size))
+    num_ahead = max(1, num_ahead * num_own // config.batch.grad_accum_steps(dp_size))
     return ReadAhead(split, storage, micro_batches, chosen, places(), num_ahead)
 
 

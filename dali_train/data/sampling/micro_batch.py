@@ -63,7 +63,7 @@ class MicroBatches:
     """
 
     def __init__(self, rows: NDArray[np.void], config: Config) -> None:
-        self.num_per_step = config.batch.global_batch // config.batch.micro_batch
+        self.num_per_step = config.batch.num_micro_batches
         self._rows = rows
         self._config = config
         self._config_at = config.by_step(len(rows))

@@ -21,7 +21,8 @@ within W ln(1 / (1 - c)) epochs fills a cache of the share c of the dataset, so 
 class NextUse:
     """When the data-parallel coordinates of one node use each image next.
 
-    Time is counted in micro-batches of one coordinate: the n-th of every coordinate is computed at time n.
+    Time is counted in micro-batches of coordinate 0, which has as many in a step as any: the others compute theirs of
+    the same step at the same time.
 
     Args:
         labels: of all images of the split, (N,).
@@ -35,7 +36,7 @@ class NextUse:
     ) -> None:
         self._order = SampleOrder.of(config, labels)  # of its own: it is asked about other epochs than training
         batch = config.batch
-        mine = np.array([k for k in range(batch.global_batch // batch.micro_batch) if k % dp_size in coordinates])
+        mine = np.array([k for k in range(batch.num_micro_batches) if k % dp_size in coordinates])
         self._within = (mine[:, None] * batch.micro_batch + np.arange(batch.micro_batch)).ravel()  # a step's positions
         self._turns = np.repeat(mine // dp_size, batch.micro_batch).astype(np.int32)
         self._per_step = batch.grad_accum_steps(dp_size)
