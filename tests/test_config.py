@@ -90,6 +90,7 @@ WRONG = [
     ("run.epochs", 0, "from 0.0001"),
     ("run.max_steps", 0, "from 1 to .*, or None"),
     ("run.eval_every_epochs", 0, "over 0"),
+    ("run.mirror", "https://host/run", "the URL of a bucket that can be written"),
     ("hooks.log_every_steps", True, "a whole number from 1"),
     ("hooks.log_every_steps", 10.0, "a whole number from 1"),
     ("hooks.trace_samples", 1, "true or false"),
@@ -102,6 +103,13 @@ def test_a_wrong_value_is_named_with_its_remedy(name: str, value: Any, remedy: s
     with pytest.raises(ConfigError, match=f"(?s)^{name} is .*: .*{remedy}") as error:
         PLAIN.replace({name: value})
     assert str(value)[:20] in str(error.value) or value == ""
+
+
+@pytest.mark.parametrize("name", ["data.root", "run.mirror"])
+def test_a_password_is_refused_and_not_shown(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} is a URL with a user or a password: leave them out") as error:
+        PLAIN.replace({name: "s3://user:secret@bucket/prefix"})
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +335,7 @@ def test_lists_and_paths_are_understood(tmp_path: Path) -> None:
 
 
 def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SETTINGS) <= 113
+    assert len(SETTINGS) <= 114
     values = json.loads(PLAIN.to_json())
     for name in SETTINGS:
         value = functools.reduce(operator.getitem, name.split("."), values)

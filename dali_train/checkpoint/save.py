@@ -44,6 +44,7 @@ class CheckpointWriter:
         self._group = group
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
         self._num_stages = num_stages
+        self.held: set[str] = set()  # names of checkpoints that are being read, and stay as long
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -173,6 +174,8 @@ class CheckpointWriter:
         if best:
             point_link(self._directory / "best", best[0])
         for path in set(paths[: -self._keep]) - set(best[:1]):
+            if path.name in self.held:
+                continue
             doomed = path.with_name(f".{path.name}.removed")
             path.rename(doomed)  # at once, so that a kill leaves no half checkpoint
             shutil.rmtree(doomed)

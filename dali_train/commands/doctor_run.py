@@ -31,6 +31,7 @@ from dali_train.errors import ConfigError, DatasetError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.launch import Launch
+from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
     build_model,
@@ -248,6 +249,8 @@ def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iter
         if shared:
             yield from _files(directory, mark[0])
             yield _space(run, directory, checkpoint_bytes)
+            if run.mirror is not None:
+                yield _mirror(run.mirror)
     except OSError as error:
         yield _unusable(error)
     finally:
@@ -296,9 +299,9 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
 
 
 def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
-    """Check the space for checkpoints: run.keep_checkpoints, the best one, and one that is written before the oldest
-    is removed."""
-    count = run.keep_checkpoints + 2
+    """Check the space for checkpoints: run.keep_checkpoints, the best one, one that is written before the oldest is
+    removed, and one that is being uploaded."""
+    count = run.keep_checkpoints + 2 + (run.mirror is not None)
     needed, free = count * checkpoint_bytes, shutil.disk_usage(directory).free
     found = f"{free / 1e9:,.1f} GB free, {count} checkpoints take {needed / 1e9:,.2f} GB"
     if free < needed:
@@ -306,3 +309,13 @@ def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
             "free space", "fail", found, "free some, set run.dir to another disk, or lower run.keep_checkpoints"
         )
     return Finding("free space", "pass", found)
+
+
+def _mirror(url: str) -> Finding:
+    bucket, name = Bucket(url), f".doctor-{uuid.uuid4().hex}"
+    try:
+        bucket.write(name, b"")
+        bucket.delete(name)
+    except ObjectStoreError as error:
+        return Finding("mirror", "fail", str(error), "see the message")
+    return Finding("mirror", "pass", f"{url} can be written")

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from dali_train.checkpoint.mirror import mirrored
 from dali_train.checkpoint.model import write_model
 from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
@@ -99,15 +100,24 @@ def train(
 ) -> RunResult:
     """Train on all ranks together, inside the process group."""
     directory, group = Path(config.run.dir), host_group(launch, config)
-    with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog, locked(directory, group) as holder:
+    with (
+        Watchdog(launch, directory, config.parallel.timeout_s) as watchdog,
+        locked(directory, group) as holder,
+        mirrored(config, launch) as mirror,
+    ):
         run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
         watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
+        if mirror is not None:
+            mirror.start(run.saver.held)
         try:
             loop(run, StopAgreement(stop_requests, group))
         except BaseException as error:
             end_failed(run, watchdog, error)
             raise
         end(run)
+        run.trainer.clock.enter("checkpoint")  # a phase that may take long: all ranks wait for the last upload
+        if mirror is not None:
+            mirror.grace_s = run.stopping.grace_s
     return run.result()
 
 

@@ -100,6 +100,14 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+def refuse_credentials(name: str, url: str) -> None:
+    """Raise ConfigError, without showing them, if a URL has a user or a password."""
+    require(
+        "@" not in url.partition("://")[2].partition("/")[0],
+        f"{name} is a URL with a user or a password: leave them out, credentials belong into the environment",
+    )
+
+
 def default_of(field: Any) -> Any:
     """Return a dataclass field's default; MISSING if it has none."""
     return field.default_factory() if field.default_factory is not MISSING else field.default

@@ -6,7 +6,18 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from dali_train.config.augment import parse_augment
-from dali_train.config.check import OVER_0, Directory, NotInRecipe, Pixels, Positive, Rule, refuse, require, section
+from dali_train.config.check import (
+    OVER_0,
+    Directory,
+    NotInRecipe,
+    Pixels,
+    Positive,
+    Rule,
+    refuse,
+    refuse_credentials,
+    require,
+    section,
+)
 
 Triple = tuple[float, float, float]
 """One number each for red, green and blue, in units of the pixel values 0 to 255."""
@@ -150,10 +161,7 @@ class DataConfig:
                 self.reader != "dali",
                 f"data.reader is dali, which reads files, and data.root is {self.root}: use data.reader index",
             )
-            require(
-                "@" not in self.root.partition("://")[2].partition("/")[0],
-                "data.root is a URL with a user or a password: leave them out, credentials belong into the environment",
-            )
+            refuse_credentials("data.root", self.root)
         else:
             require(
                 self.cache is None,

@@ -3,7 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, Count, Directory, Fraction, NotInRecipe, Positive, Rule, section
+from dali_train.config.check import (
+    OVER_0,
+    Count,
+    Directory,
+    Fraction,
+    NotInRecipe,
+    Positive,
+    Rule,
+    refuse_credentials,
+    require,
+    section,
+)
 
 
 @section("run")
@@ -21,6 +32,9 @@ class RunConfig:
     """Save every this many steps, before each evaluation, and at the end. None: after each epoch."""
     keep_checkpoints: NotInRecipe[Count] = 2
     """Newest checkpoints that are kept, besides the one with the best top-1, which is always saved."""
+    mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None
+    """URL (s3://, gs://, az://) where checkpoints, metrics, status, accuracies and report are copied to in the
+    background. An empty run.dir resumes from there."""
     max_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
     """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's
     end."""
@@ -35,3 +49,14 @@ class RunConfig:
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
     published_top1: NotInRecipe[Fraction | None] = None
     """Accuracy that the recipe's source published, a fraction: a line in the report to compare with."""
+
+    def __post_init__(self) -> None:
+        if self.mirror is None:
+            return
+        refuse_credentials("run.mirror", self.mirror)
+        scheme, separator, place = self.mirror.partition("://")
+        require(
+            scheme in ("s3", "gs", "az") and separator != "" and place != "",
+            f"run.mirror is {self.mirror}: use the URL of a bucket that can be written, such as s3://BUCKET/PREFIX, "
+            "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX",
+        )

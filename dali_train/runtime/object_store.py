@@ -11,15 +11,17 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from dali_train.errors import RunError
+from dali_train.files import open_regular
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dali_train")
 T = TypeVar("T")
 Item = TypeVar("Item")
+Version = Mapping[str, Any]
+"""Which version of an object: its ETag and, in stores that count them, its number."""
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 RETRY_S = 300.0
@@ -38,6 +42,7 @@ _CONNECT_S, _REQUEST_S = 5, 30
 _NUM_THREADS = 64  # requests of one process under way: at 50 ms each, 1,280 per second
 _END_S = 5.0  # a program that ends waits so long for requests under way
 _PIECE_BYTES = 8 << 20  # of a whole object: it has obstore's limit of time per request
+_NUM_UPLOADED_PIECES = 4  # under way: at 1 MB/s they stay within that limit
 _ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
 _JITTER = random.Random()  # nothing that a run computes depends on it
 _METADATA_SERVICES = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")  # AWS, Google Cloud, Azure
@@ -69,14 +74,15 @@ class Bucket:
             ``https://host/prefix``.
 
     Raises:
-        ObjectStoreError: by any method: the store refuses, or does not answer for `RETRY_S`.
+        ObjectStoreError: by any method: the store refuses, or does not answer for `retry_s`.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._opening = threading.Lock()
         self._opened: ObjectStore | None = None
-        self._answered = False
+        self.retry_s = RETRY_S
+        self._answered: set[str] = set()  # the kinds of requests that were
         self._warned = 0.0  # no warning before this, in monotonic seconds, and a few more
 
     def read(self, name: str, start: int, stop: int, etag: str | None = None) -> tuple[memoryview, str | None, int]:
@@ -112,6 +118,36 @@ class Bucket:
             pieces.append(piece)
         return b"".join(pieces)
 
+    def read_version(self, name: str) -> tuple[bytes, Version]:
+        """Return a small object and which version of it this is. Raises MissingObjectError."""
+
+        def request(store: "ObjectStore") -> tuple[bytes, Version]:
+            found = store.get(name)
+            return bytes(found.bytes()), _version(found.meta)
+
+        return self._ask(f"{self.url}/{name}", request)
+
+    def download(self, name: str, path: Path, size: int, report: Callable[[int], None]) -> None:
+        """Write an object of `size` bytes to a new file, in pieces side by side; `report` gets the size of each.
+
+        Raises:
+            MissingObjectError, ChangedObjectError: it is not there, or shorter.
+            OSError: the file cannot be written.
+        """
+        path.touch(exist_ok=False)
+
+        def fetch(start: int) -> None:
+            content, _, _ = self.read(name, start, min(start + _PIECE_BYTES, size))
+            with path.open("r+b") as file:
+                file.seek(start)
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            report(len(content))
+
+        for _ in self.map(fetch, range(0, size, _PIECE_BYTES)):
+            pass
+
     def size(self, name: str) -> int:
         """Return an object's size in bytes. Raises MissingObjectError."""
         return int(self._ask(f"{self.url}/{name}", lambda store: store.head(name))["size"])
@@ -124,26 +160,55 @@ class Bucket:
 
         return self._ask(f"{self.url}/{prefix}", request)
 
-    def write(self, name: str, content: Any, *, new: bool = False) -> None:
-        """Write an object: bytes, a path's content, or an open file.
+    def write(self, name: str, content: Any, *, new: bool = False, replaced: Version | None = None) -> Version:
+        """Write an object: bytes, a path's content, or an open file. Return its version.
 
         Args:
             new: there must be none yet.
+            replaced: it must be this version that is replaced.
 
         Raises:
-            ChangedObjectError: with `new`, there is one.
+            ChangedObjectError: with `new`, there is one; with `replaced`, it is another version.
         """
-        mode = "create" if new else "overwrite"
-        self._ask(f"{self.url}/{name}", lambda store: store.put(name, content, mode=mode))  # type: ignore[arg-type]
+        mode: Any = "create" if new else replaced or "overwrite"
+        return _version(self._ask(f"{self.url}/{name}", lambda store: store.put(name, content, mode=mode), "write"))
+
+    def upload(self, name: str, path: Path, report: Callable[[int], None]) -> None:
+        """Write a file's content as an object, with few pieces of it in memory.
+
+        Args:
+            report: called with the size of each piece that is sent, or sent again; what it raises ends the upload.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with open_regular(path) as file:
+
+            def pieces() -> Iterator[bytes]:
+                file.seek(0)
+                while piece := file.read(_PIECE_BYTES):
+                    report(len(piece))
+                    yield piece
+
+            def request(store: "ObjectStore") -> object:
+                if os.fstat(file.fileno()).st_size <= _PIECE_BYTES:
+                    return store.put(name, b"".join(pieces()))
+                return store.put(name, pieces(), chunk_size=_PIECE_BYTES, max_concurrency=_NUM_UPLOADED_PIECES)
+
+            self._ask(f"{self.url}/{name}", request, "write")
 
     def delete(self, names: str | list[str]) -> None:
         """Delete these objects; those that are missing are no error."""
-        self._ask(self.url, lambda store: store.delete(names))
+        self._ask(self.url, lambda store: store.delete(names), "write")
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Call `task` on one of the threads that all buckets share."""
+        self._store()  # refuses a forked process, which has no threads
+        return _THREADS.submit(task)
 
     def map(self, function: Callable[[Item], T], items: Iterable[Item]) -> Iterator[T]:
-        """Return ``function(item)`` of each item, in order. Calls run side by side, on threads all buckets share."""
-        self._store()  # refuses a forked process, which has no threads
-        futures = [_THREADS.submit(partial(function, item)) for item in items]
+        """Return ``function(item)`` of each item, in order. Calls run side by side, as `submit` calls them."""
+        futures = [self.submit(partial(function, item)) for item in items]
         return (future.result() for future in futures)
 
     def _store(self) -> "ObjectStore":
@@ -159,13 +224,14 @@ class Bucket:
                 self._opened = _open(self.url)
             return self._opened
 
-    def _ask(self, what: str, request: Callable[["ObjectStore"], T]) -> T:
+    def _ask(self, what: str, request: Callable[["ObjectStore"], T], kind: Literal["read", "write"] = "read") -> T:
         """Return what `request` returns, repeating it with growing, random pauses as long as that may help."""
         from obstore import exceptions
 
         store, began = self._store(), time.monotonic()
         for pause in _pauses():
-            seconds_left = began + (RETRY_S if self._answered else _FIRST_ANSWER_S) - time.monotonic()
+            limit_s = self.retry_s if kind in self._answered else min(self.retry_s, _FIRST_ANSWER_S)
+            seconds_left = began + limit_s - time.monotonic()
             try:
                 answer = request(store)
             except FileNotFoundError as error:
@@ -178,18 +244,18 @@ class Bucket:
                 raise ChangedObjectError(f"{what} exists already") from error
             except (exceptions.UnauthenticatedError, exceptions.PermissionDeniedError) as error:
                 # Credentials that worked may be renewed.
-                if not self._answered or seconds_left < 0:
+                if kind not in self._answered or seconds_left < 0:
                     raise ObjectStoreError(f"{what} is refused: {_reason(error)}; {_credentials(self.url)}") from error
                 cause: Exception = error
             except (exceptions.BaseError, OSError, ValueError) as error:
-                if not self._answered and any(service in str(error) for service in _METADATA_SERVICES):
+                if kind not in self._answered and any(service in str(error) for service in _METADATA_SERVICES):
                     raise ObjectStoreError(f"{what}: no credentials were found; {_credentials(self.url)}") from error
                 hint = _hopeless(error, what)
                 if hint or seconds_left < 0:
                     raise ObjectStoreError(f"{what}: {_reason(error)}{hint}") from error
                 cause = error
             else:
-                self._answered = True
+                self._answered.add(kind)
                 return answer
             if time.monotonic() - max(began, self._warned) > _WARN_AFTER_S:
                 self._warned = time.monotonic() + _WARN_EVERY_S
@@ -281,6 +347,10 @@ def _open(url: str) -> "ObjectStore":
         return from_url(url, **options)
     except Exception as error:  # of obstore, boto3 or their parsers
         raise ObjectStoreError(f"{url} cannot be opened: {_reason(error)}; {_credentials(url)}") from error
+
+
+def _version(answer: Mapping[str, Any]) -> Version:
+    return {name: answer[name] for name in ("e_tag", "version") if answer[name] is not None}
 
 
 def _reason(error: Exception) -> str:

@@ -36,9 +36,17 @@ class StopReason(IntEnum):
         )
         return words[self]
 
+    @property
+    def grace_s(self) -> float | None:
+        """Seconds that may be spent once the run is saved: launchers kill 30 s after TERM. None: nothing presses."""
+        if self == StopReason.NONE:
+            return None
+        return _AFTER_TERM_S if self == StopReason.TERM else _LARGEST_MARGIN_S / 2
+
 
 # Time in which a job must save and end: a tenth of its limit, at most this.
 _LARGEST_MARGIN_S = 120.0
+_AFTER_TERM_S = 20.0
 _LAST_WORDS_S = 5.0
 
 

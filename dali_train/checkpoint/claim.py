@@ -1,0 +1,133 @@
+"""One mirror, one run at a time: ``mirror.json`` names the process that writes there, and what it has completed.
+
+The object is only ever replaced on condition that it is still what its writer last knew, which the store decides. So
+one of several contenders gets it, and a process that was frozen and lost it can complete nothing more. A writer gives a
+sign of life every `BEAT_S`. Where its process cannot be looked up, it counts as dead when the object has not changed
+for `STALE_S` by the observer's clock.
+"""
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from dali_train.errors import ConfigError
+from dali_train.runtime.lock import Holder
+from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, Version
+
+logger = logging.getLogger("dali_train")
+
+BEAT_S, STALE_S = 10.0, 60.0
+FILE = "mirror.json"
+FOLDER = re.compile(r"step-(\d{8,18})-[0-9a-f]{16}")
+_FORMAT = 1
+_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of JSON that is not what it should be
+
+
+class Claim:
+    """Held from construction to `release`, or until another process takes it over.
+
+    Args:
+        say: called with the reason why construction takes long.
+
+    Raises:
+        ConfigError: another run has it, or something else is there.
+        ObjectStoreError: by any method: the store refuses, or does not answer.
+    """
+
+    def __init__(self, bucket: Bucket, say: Callable[[str], None]) -> None:
+        self.checkpoints: dict[str, float | None] = {}  # folders of complete ones, with their top-1 as a fraction
+        self.is_lost = False
+        self._bucket, self._holder = bucket, Holder.this_process()
+        self._version: Version | None = None  # of the object, as this process knows it; None: there is none
+        self._count = 0
+        self._changing = threading.Lock()
+        self._take(say)
+
+    def renew(self, checkpoints: dict[str, float | None] | None = None) -> bool:
+        """Give a sign of life, and say that these `checkpoints` are complete. False: another process has taken over."""
+        with self._changing:
+            complete = self.checkpoints if checkpoints is None else checkpoints
+            if not self.is_lost and not self._replace(self._holder, complete):
+                self.is_lost = True
+                found = self._find()
+                holder = None if found is None else self._parse(found[0])[0]
+                who = "gone" if found is None else f"that of {holder.describe() if holder is not None else 'nobody'}"
+                logger.warning("run.mirror: %s/%s is now %s: nothing more is uploaded", self._bucket.url, FILE, who)
+            return not self.is_lost
+
+    def release(self) -> None:
+        """Say that nobody writes here any more."""
+        with self._changing:
+            if not self.is_lost:
+                self.is_lost = True
+                self._replace(None, self.checkpoints)
+
+    def _take(self, say: Callable[[str], None]) -> None:
+        began, first = time.monotonic(), None
+        while True:
+            found = self._find()
+            if found is None:
+                self._version, holder = None, None
+                if names := self._bucket.sizes(""):
+                    raise ConfigError(
+                        f"run.mirror {self._bucket.url} has no {FILE} but other objects, such as {min(names)}: choose "
+                        "another prefix, or remove them"
+                    )
+            else:
+                first = first or found
+                self._version = found[1]
+                holder, self.checkpoints = self._parse(found[0])
+            gone = holder is None or holder.is_gone(self._holder)
+            if holder is not None and (gone is False or found != first):
+                raise ConfigError(
+                    f"run.mirror {self._bucket.url} is in use: {holder.describe()} writes there. Wait for it, end it, "
+                    "or choose another prefix"
+                )
+            if holder is None or gone or time.monotonic() - began >= STALE_S:
+                if self._replace(self._holder, self.checkpoints):
+                    return
+                continue
+            if found is first:
+                who = holder.describe()
+                say(f"run.mirror was last used by {who}: waiting up to {STALE_S:.0f} s for a sign of life")
+            time.sleep(BEAT_S / 3)
+
+    def _find(self) -> tuple[bytes, Version] | None:
+        try:
+            return self._bucket.read_version(FILE)
+        except MissingObjectError:
+            return None
+
+    def _parse(self, content: bytes) -> tuple[Holder | None, dict[str, float | None]]:
+        try:
+            values = json.loads(content)
+            holder, checkpoints = values["holder"], values["checkpoints"]
+            if values["format"] != _FORMAT or not all(
+                FOLDER.fullmatch(name) and isinstance(top1, float | int | None) for name, top1 in checkpoints.items()
+            ):
+                raise ValueError
+            return None if holder is None else Holder(**holder), checkpoints
+        except _ERRORS:
+            raise ConfigError(
+                f"{self._bucket.url}/{FILE} is not what this version writes: choose another prefix as run.mirror"
+            ) from None
+
+    def _replace(self, holder: Holder | None, checkpoints: dict[str, float | None]) -> bool:
+        """Replace the object if it is still the version that this process knows; False: it is not."""
+        self._count += 1  # so that no two contents are equal, of which S3's ETags are made
+        values = {"format": _FORMAT, "holder": asdict(holder) if holder is not None else None, "count": self._count}
+        content = (json.dumps(values | {"checkpoints": checkpoints}, indent=1) + "\n").encode()
+        try:
+            new = self._version is None
+            self._version = self._bucket.write(FILE, content, new=new, replaced=self._version)
+        except ChangedObjectError:
+            found = self._find()
+            if found is None or found[0] != content:  # equal: it was done, and the answer did not come through
+                return False
+            self._version = found[1]
+        self.checkpoints = checkpoints
+        return True

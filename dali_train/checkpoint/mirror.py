@@ -1,0 +1,341 @@
+"""A run in an object store: complete checkpoints, metrics and the like, put there by rank 0 in the background.
+
+A checkpoint's files are in a folder named after its step and its manifest's SHA-256, which decides the content of them
+all. It is complete once ``mirror.json`` names it (claim.py). Folders that it does not name are leftovers of a kill, or
+checkpoints that the run has removed from its directory, and are removed.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from dali_train.checkpoint.claim import BEAT_S, FOLDER, STALE_S, Claim
+from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
+from dali_train.checkpoint.recipe import changes_between
+from dali_train.checkpoint.storage import MANIFEST, MANIFEST_DIGEST, CheckpointError, CheckpointManifest
+from dali_train.config import Config
+from dali_train.config.run import RunConfig
+from dali_train.data.progress import LINE_INTERVAL_S, Progress
+from dali_train.errors import ConfigError
+from dali_train.files import sha256, sync_directory
+from dali_train.runtime.launch import Launch
+from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
+from dali_train.runtime.process_group import host_group, on_rank_0
+
+logger = logging.getLogger("dali_train")
+
+METRICS = "metrics.jsonl"
+_FILES = (
+    *("config.json", "environment.json", METRICS, "status.json", "epoch_accuracies.json"),
+    *("model.safetensors", "report/index.html"),
+)
+_CHECKPOINTS = "checkpoints"
+_LOOK_S = 5.0  # between two looks for new checkpoints
+_IMPATIENT_S = 5.0  # in the background: what fails is tried again with the next look
+_FIRST_WARNING_S, _LONGEST_WARNING_S = 30.0, 600.0  # pauses between warnings about a store that is away
+_FAILED_S, _STALLED_S = 20.0, 60.0  # what a run that has failed waits for an upload; one that has finished, without any
+_NO_LIMIT = timedelta(days=30)  # ranks wait for rank 0's transfers as long as those take
+
+
+class Mirror:
+    """The mirror of one run.
+
+    Raises:
+        ConfigError: another run writes there.
+        ObjectStoreError: the store refuses, or does not answer.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        assert run.mirror is not None
+        self.grace_s: float | None = _FAILED_S
+        """Seconds that `finish` may take; None: as long as anything is sent."""
+        self._directory = Path(run.dir)
+        self._bucket = Bucket(run.mirror)
+        self._claim = Claim(self._bucket, say=partial(print, file=sys.stderr, flush=True))
+        self._held: set[str] = set()
+        self._sent: dict[str, tuple[int, int]] = {}  # object -> size and time of change of the file that it is
+        self._num_sent = 0  # bytes
+        self._next_warning, self._pause = 0.0, _FIRST_WARNING_S
+        self._finishing, self._closing = threading.Event(), threading.Event()
+        self._tasks: list[Future[None]] = [self._bucket.submit(self._renew_always)]
+
+    def start(self, held: set[str]) -> None:
+        """Begin to upload. `held`: where to put the names of checkpoints that must not be removed meanwhile."""
+        self._held = held
+        self._bucket.retry_s = _IMPATIENT_S
+        self._tasks.append(self._bucket.submit(self._upload_always))
+
+    def finish(self) -> None:
+        """Upload what is new, and wait for that."""
+        self._finishing.set()
+        began = said = time.monotonic()
+        sent, limit_s = self._num_sent, _STALLED_S if self.grace_s is None else self.grace_s
+        while wait(self._tasks[1:], timeout=0.1).not_done:
+            now = time.monotonic()
+            if self.grace_s is None and self._num_sent != sent:
+                sent, began = self._num_sent, now
+            if now - began > limit_s:
+                logger.warning(
+                    "run.mirror: %s may lack the newest of %s, whose upload took longer than %.0f s: start the same "
+                    "command again to complete it",
+                    self._bucket.url,
+                    self._directory,
+                    limit_s,
+                )
+                return
+            if now - said > LINE_INTERVAL_S:
+                said = now
+                print(f"uploading to {self._bucket.url}: {self._num_sent / 1e6:,.0f} MB so far", file=sys.stderr)
+
+    def close(self) -> None:
+        """End the uploads, and let other runs write. Does not raise, so that it never hides why the run ended."""
+        self._finishing.set()
+        self._closing.set()
+        wait(self._tasks, timeout=_IMPATIENT_S)
+        try:
+            self._claim.release()
+        except ObjectStoreError as error:
+            logger.warning("run.mirror: %s; the next start on another host waits %.0f s for it", error, STALE_S)
+
+    # Download
+
+    def restore(self, run: RunConfig) -> None:
+        """Download the newest complete checkpoint, the best one and the metrics, if that is ahead of run.dir.
+
+        Raises:
+            ConfigError: run.resume says never, or it is another run's mirror.
+            CheckpointError: there are checkpoints, and all of them are damaged.
+        """
+        folders = sorted(self._claim.checkpoints, key=_step, reverse=True)
+        local = checkpoint_paths(self._directory / _CHECKPOINTS)
+        if not folders:
+            return
+        if run.resume == "never":
+            raise ConfigError(
+                f"run.resume is never, but run.mirror {self._bucket.url} has checkpoints: choose another prefix, or "
+                "set run.resume auto"
+            )
+        if local and not run.accept_changed_recipe:
+            self._check_recipe(folders[0], local[-1])
+        newest = step_of(local[-1]) if local else -1
+        ahead = [folder for folder in folders if _step(folder) > newest]
+        if not ahead or (local and run.resume != "auto"):
+            return
+        if local:
+            logger.warning(
+                "run.mirror: %s is at step %d and %s at step %d: resuming from the mirror's checkpoint",
+                *(self._bucket.url, _step(ahead[0]), self._directory, newest),
+            )
+        fetched = next(filter(self._fetch, ahead), None)
+        if fetched is None and not local:
+            raise CheckpointError(
+                f"no checkpoint in {self._bucket.url} is complete: choose another prefix as run.mirror to start at "
+                "step 0"
+            )
+        if fetched is None:
+            return
+        point_link(self._directory / _CHECKPOINTS / "newest", self._path(fetched))
+        scores = {folder: top1 for folder, top1 in self._claim.checkpoints.items() if top1 is not None}
+        best = max(scores, key=lambda folder: (scores[folder], folder), default=fetched)
+        if best in scores and (best == fetched or self._path(best).exists() or self._fetch(best)):
+            point_link(self._directory / _CHECKPOINTS / "best", self._path(best))
+        with suppress(MissingObjectError):
+            size = self._bucket.size(METRICS)
+            if (self._directory / METRICS).exists():
+                set_aside(self._directory / METRICS)
+            self._bucket.download(METRICS, self._directory / METRICS, size, report=lambda size: None)
+
+    def _check_recipe(self, folder: str, path: Path) -> None:
+        """Refuse the mirror of another run, whose checkpoints this run would remove."""
+        try:
+            theirs = json.loads(self._bucket.read_all(f"{_CHECKPOINTS}/{folder}/{MANIFEST}"))["values"]["recipe"]
+            changes = changes_between(theirs, CheckpointManifest.read(path).values["recipe"])
+        except (MissingObjectError, CheckpointError, OSError, ValueError, TypeError, KeyError):
+            return  # damaged: whoever resumes from it says so
+        if changes:
+            raise ConfigError(
+                f"run.mirror {self._bucket.url} holds a run of another recipe than run.dir {self._directory}: "
+                f"{'; '.join(changes)}. Choose another prefix, or set run.accept_changed_recipe true"
+            )
+
+    def _fetch(self, folder: str) -> bool:
+        """Download a checkpoint; False, with a warning, if it is not what was uploaded."""
+        path = self._path(folder)
+        partial = path.with_name(f".{path.name}.partial")  # which the next start removes
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            prefix = f"{_CHECKPOINTS}/{folder}"
+            sizes = self._bucket.sizes(f"{prefix}/")
+            with Progress(f"downloading {self._bucket.url}/{prefix}", total=sum(sizes.values()), unit="B") as progress:
+
+                def download(name: str) -> None:
+                    if f"{prefix}/{name}" not in sizes:
+                        raise CheckpointError(f"{name} is missing")
+                    size = sizes[f"{prefix}/{name}"]
+                    self._bucket.download(f"{prefix}/{name}", partial / name, size, progress.update)
+
+                download(MANIFEST)
+                download(MANIFEST_DIGEST)
+                manifest = CheckpointManifest.read(partial)
+                for name in manifest.files:
+                    download(name)
+            manifest.verify(partial)
+            if _folder(partial, _step(folder)) != folder:
+                raise CheckpointError(f"{MANIFEST} is another checkpoint's")
+        except (CheckpointError, MissingObjectError, ChangedObjectError) as error:
+            logger.warning("run.mirror: %s/%s is damaged, it is passed over: %s", self._bucket.url, folder, error)
+            shutil.rmtree(partial)
+            return False
+        top1 = self._claim.checkpoints[folder]
+        if top1 is not None:
+            record_top1(partial, top1)
+        if os.path.lexists(path):
+            set_aside(path)
+        partial.rename(path)
+        sync_directory(path.parent)
+        return True
+
+    def _path(self, folder: str) -> Path:
+        return self._directory / _CHECKPOINTS / f"step-{_step(folder):08d}"
+
+    # Upload
+
+    def _renew_always(self) -> None:
+        while not self._closing.wait(BEAT_S) and not self._claim.is_lost:
+            try:
+                self._claim.renew()
+            except Exception as error:
+                self._warn(error)
+
+    def _upload_always(self) -> None:
+        while not self._finishing.wait(_LOOK_S):
+            self._attempt(last=False)
+        while not self._attempt(last=True) and not self._closing.wait(1.0):
+            pass
+
+    def _attempt(self, *, last: bool) -> bool:
+        """Upload what is new; False: it did not succeed, and is to be tried again."""
+        try:
+            self._upload_new(last)
+            self._pause = _FIRST_WARNING_S
+            return True
+        except FileNotFoundError:  # removed by the run, which has a newer one
+            return False
+        except Exception as error:
+            if not self._claim.is_lost:
+                self._warn(error)
+            return self._claim.is_lost
+
+    def _warn(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now >= self._next_warning and not self._closing.is_set():
+            self._next_warning, self._pause = now + self._pause, min(2 * self._pause, _LONGEST_WARNING_S)
+            logger.warning("run.mirror: %s; the run goes on, and the upload is tried again", error)
+
+    def _upload_new(self, last: bool) -> None:
+        """Upload the newest checkpoint and the best one, then the small files, and only then say that they are there;
+        remove what the run directory has no longer."""
+        local = {}
+        for path in checkpoint_paths(self._directory / _CHECKPOINTS):
+            with suppress(FileNotFoundError):  # removed just now
+                local[_folder(path, step_of(path))] = path
+        known = self._claim.checkpoints
+        scores = {folder: saved_top1(path) for folder, path in local.items()}
+        best = max((folder for folder in local if scores[folder] is not None), key=lambda f: (scores[f], f), default="")
+        wanted = {*list(local)[-1:], best} - {""}
+        for folder in sorted(wanted - known.keys(), reverse=True):
+            self._upload_checkpoint(folder, local[folder])
+        complete = {folder: top1 for folder, top1 in scores.items() if folder in wanted or folder in known}
+        complete = complete or known  # a run directory that lost its checkpoints costs the mirror none
+        if (complete == known and not last and self._sent) or not self._claim.renew():
+            return
+        for name in _FILES:
+            if (self._directory / name).is_file():
+                self._upload(name, self._directory / name)
+        if self._claim.renew(complete):
+            self._remove_leftovers()
+
+    def _upload_checkpoint(self, folder: str, path: Path) -> None:
+        self._held.add(path.name)
+        try:
+            for name in (*CheckpointManifest.read(path).files, MANIFEST, MANIFEST_DIGEST):
+                self._upload(f"{_CHECKPOINTS}/{folder}/{name}", path / name)
+        finally:
+            self._held.discard(path.name)
+
+    def _upload(self, name: str, path: Path) -> None:
+        """Upload a file, unless it is there as it is."""
+        status = path.stat()
+        if self._sent.get(name) != (status.st_size, status.st_mtime_ns):
+            self._bucket.upload(name, path, self._count)
+            self._sent[name] = status.st_size, status.st_mtime_ns
+
+    def _count(self, num_bytes: int) -> None:
+        if self._closing.is_set() or self._claim.is_lost:
+            raise ObjectStoreError(f"{self._bucket.url}: the upload was given up")
+        self._num_sent += num_bytes
+
+    def _remove_leftovers(self) -> None:
+        names = self._bucket.sizes(f"{_CHECKPOINTS}/")
+        doomed = [name for name in names if name.split("/")[1] not in self._claim.checkpoints]
+        if doomed:
+            self._bucket.delete(doomed)
+        for name in doomed:
+            self._sent.pop(name, None)
+
+
+def _folder(path: Path, step: int) -> str:
+    """Return the name of a checkpoint's folder. Raises OSError: it cannot be read."""
+    return f"step-{step:08d}-{sha256(path / MANIFEST)[:16]}"
+
+
+def _step(folder: str) -> int:
+    name = FOLDER.fullmatch(folder)
+    assert name is not None  # as `Claim` has checked
+    return int(name[1])
+
+
+@contextmanager
+def mirrored(config: Config, launch: Launch) -> Iterator[Mirror | None]:
+    """Within, rank 0 has the mirror that run.mirror asks for, and run.dir has its checkpoint if it had none as new.
+
+    All ranks call this together, and wait for rank 0's download and for its last upload.
+
+    Raises:
+        ConfigError: on all ranks, if the mirror cannot be used.
+        CheckpointError: on all ranks, if all its checkpoints are damaged.
+    """
+    if config.run.mirror is None:
+        yield None
+        return
+    group, mirrors = host_group(launch, config, timeout=_NO_LIMIT), list[Mirror]()
+
+    def begin() -> None:
+        try:
+            mirrors.append(Mirror(config.run))
+            mirrors[0].restore(config.run)
+        except ObjectStoreError as error:
+            raise ConfigError(f"run.mirror: {error}") from error
+
+    try:
+        on_rank_0(begin, group)
+        yield mirrors[0] if mirrors else None
+        on_rank_0(lambda: mirrors[0].finish(), group)
+    except Exception:
+        for mirror in mirrors:
+            mirror.finish()
+        raise
+    finally:
+        for mirror in mirrors:
+            mirror.close()

@@ -1,0 +1,343 @@
+"""run.mirror: a run that goes on from a bucket is the undisturbed one, whatever is killed, damaged or away."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dali_train.checkpoint import claim, mirror
+from dali_train.checkpoint.claim import Claim
+from dali_train.checkpoint.directory import checkpoint_paths, record_top1
+from dali_train.checkpoint.load import load_checkpoint
+from dali_train.checkpoint.mirror import Mirror, mirrored
+from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest
+from dali_train.commands.doctor_run import run_directory
+from dali_train.config import load_config
+from dali_train.config.run import RunConfig
+from dali_train.errors import ConfigError
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.lock import Holder
+from dali_train.runtime.object_store import Bucket
+
+from .conftest import TINY_CONFIG, StartTraining, Train, run_in_pool
+from .helpers import OFTEN, events, extended, state_difference
+from .s3_server import S3Server
+
+URL = "s3://bucket/run"
+
+# No rank past step 8, and checkpoints are uploaded at once.
+PAUSE = """
+import time
+from dataclasses import replace
+from dali_train.checkpoint import mirror
+from dali_train.hooks import Hook
+
+mirror._LOOK_S = 0.05
+
+class Pause(Hook):
+    def step(self, record):
+        while record.step == 8:
+            time.sleep(1)
+
+config = replace(config, hooks=replace(config.hooks, user=(Pause,)))
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield
+    server.fault = None
+
+
+@pytest.fixture
+def in_bucket(tiny_config: Path, server: S3Server) -> Path:
+    """`tiny_config`, for ranks: those of the pool were started with another environment."""
+    path = tiny_config.with_name("in-bucket.py")
+    path.write_text(f"{tiny_config.read_text()}\nimport os\nos.environ.update({server.environment!r})\n")
+    return path
+
+
+def steps(url: str) -> list[int]:
+    """The steps of the complete checkpoints."""
+    content = json.loads(Bucket(url).read_all("mirror.json"))
+    return [int(folder.split("-")[1]) for folder in content["checkpoints"]]
+
+
+def folders(url: str) -> set[str]:
+    return {name.split("/")[1] for name in Bucket(url).sizes("checkpoints/")}
+
+
+def run(directory: Path, url: str = URL, **changes: object) -> RunConfig:
+    return RunConfig(dir=str(directory), epochs=1.0, mirror=url, **changes)  # type: ignore[arg-type]
+
+
+def upload(directory: Path, url: str, grace_s: float | None = None) -> None:
+    mirror = Mirror(run(directory, url))
+    mirror.grace_s = grace_s
+    mirror.start(set())
+    mirror.finish()
+    mirror.close()
+
+
+def restore(config: RunConfig) -> list[int]:
+    """The steps that `run.dir` has after it."""
+    mirror = Mirror(config)
+    try:
+        mirror.restore(config)
+    finally:
+        mirror.close()
+    return [int(path.name.removeprefix("step-")) for path in checkpoint_paths(Path(config.dir) / "checkpoints")]
+
+
+def test_a_run_goes_on_from_its_mirror(
+    train: Train, start_training: StartTraining, in_bucket: Path, server: S3Server, tmp_path: Path
+) -> None:
+    """Four steps with a store that refuses at times; two more on an empty disk, killed in the middle of an upload; the
+    rest on another empty disk and on two ranks: the bits of a run that was only resumed."""
+    options = (*OFTEN, "--run.keep_checkpoints", "1", "--run.eval_every_epochs", "None")
+    refusals = iter(["503 Slow Down"] * 4)
+    server.fault = lambda method, path: next(refusals, None) if "checkpoints/" in path else None
+    train("run", *options, "--run.mirror", URL, "--run.max_steps", "4", config=in_bucket)
+    directory = tmp_path / "run"
+    shutil.copytree(directory, tmp_path / "kept", symlinks=True)
+    names = set(Bucket(URL).sizes(""))
+    assert names > {"mirror.json", "metrics.jsonl", "status.json", "config.json", "epoch_accuracies.json"}
+    assert names > {"report/index.html", "model.safetensors"}
+    assert json.loads(Bucket(URL).read_all("status.json"))["state"] == "finished"
+
+    shutil.rmtree(directory)
+    uploaded = threading.Event()
+
+    def stuck(method: str, path: str) -> str | None:
+        if method == "PUT" and "step-00000006" in path and path.endswith("manifest.json"):
+            uploaded.set()
+            time.sleep(60)
+        return None
+
+    server.fault = stuck
+    doomed = start_training("run", *options, "--run.mirror", URL, config=extended(in_bucket, PAUSE))
+    while not uploaded.wait(0.1):
+        assert doomed.running(), doomed.log.read_text()
+    doomed.kill()
+    server.fault = None
+    assert 6 not in steps(URL) and any("step-00000006" in folder for folder in folders(URL))
+
+    shutil.rmtree(directory)
+    output = train("run", *options, "--run.mirror", URL, config=in_bucket, ranks=2)
+    assert output.count("resuming from step 4") == 2
+    train("kept", *options, ranks=2)
+    assert state_difference(directory, tmp_path / "kept") == 0
+    assert [event["step"] for event in events(directory, "train")] == list(range(1, 12))
+    local = {path.name for path in checkpoint_paths(directory / "checkpoints")}
+    assert {folder[:13] for folder in folders(URL)} <= local and steps(URL)[-1] == 11
+    assert json.loads(Bucket(URL).read_all("mirror.json"))["holder"] is None
+
+
+@pytest.fixture(scope="module")
+def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with the checkpoints of steps 3 to 6, of which that of step 5 is the best. It is only read."""
+    directory = tmp_path_factory.mktemp("finished")
+    (directory / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
+    settings = ("--run.checkpoint_every_steps", "1", "--run.max_steps", "6", "--run.eval_every_epochs", "None")
+    words = ["train", "--config", str(directory / "config.py"), "--run.dir", str(directory / "run"), *settings]
+    run_in_pool(words, directory / "log")
+    for step, top1 in ((5, 0.5), (6, 0.25)):
+        record_top1(directory / "run" / "checkpoints" / f"step-{step:08d}", top1)
+    for step in (1, 2):
+        shutil.rmtree(directory / "run" / "checkpoints" / f"step-{step:08d}")
+    return directory / "run"
+
+
+@pytest.fixture
+def url(finished: Path) -> str:
+    """A mirror of `finished`, of its newest and its best checkpoint."""
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    upload(finished, url)
+    assert steps(url) == [5, 6]
+    return url
+
+
+def test_damaged_checkpoints_are_passed_over(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert restore(run(tmp_path / "whole", url)) == [5, 6]
+    links = {name: (tmp_path / "whole" / "checkpoints" / name).readlink().name for name in ("newest", "best")}
+    assert links == {"newest": "step-00000006", "best": "step-00000005"}
+    (folder,) = (name for name in folders(url) if name.startswith("step-00000006"))
+    name = next(name for name in Bucket(url).sizes(f"checkpoints/{folder}/") if name.endswith(".safetensors"))
+    content = bytearray(Bucket(url).read_all(name))
+    content[-5] ^= 1
+    Bucket(url).write(name, bytes(content))
+    assert restore(run(tmp_path / "before", url)) == [5]
+    assert f"{url}/{folder} is damaged, it is passed over" in caplog.text
+    assert load_checkpoint(tmp_path / "before" / "checkpoints" / "newest").step == 5
+    Bucket(url).delete([name for name in Bucket(url).sizes("checkpoints/") if name.endswith("manifest.json")])
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {url} is complete: choose another prefix"):
+        restore(run(tmp_path / "none", url))
+
+
+def test_the_further_one_of_directory_and_mirror_is_taken(
+    url: str, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    behind = tmp_path / "behind"
+    shutil.copytree(finished, behind, symlinks=True)
+    shutil.rmtree(behind / "checkpoints" / "step-00000005")
+    assert restore(run(behind, url, resume="auto")) == [3, 4, 6] and "is ahead" not in caplog.text
+    shutil.rmtree(behind / "checkpoints" / "step-00000006")
+    chosen = str(behind / "checkpoints" / "step-00000003")
+    assert restore(run(behind, url, resume=chosen)) == [3, 4]
+    assert restore(run(behind, url)) == [3, 4, 5, 6]
+    assert f"{url} is at step 6 and {behind} at step 4: resuming from the mirror" in caplog.text
+    assert events(behind, "train") and (behind / "set-aside-1-metrics.jsonl").exists()
+    # What the directory has no longer, the mirror need not have.
+    shutil.rmtree(behind / "checkpoints" / "step-00000006")
+    upload(behind, url)
+    assert steps(url) == [5] and len(folders(url)) == 1
+
+
+def test_other_runs_are_refused(url: str, finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"run.resume is never, but run.mirror {url} has checkpoints"):
+        restore(run(tmp_path, url, resume="never"))
+    other = tmp_path / "other"
+    shutil.copytree(finished, other, symlinks=True)
+    path = checkpoint_paths(other / "checkpoints")[-1]
+    manifest = CheckpointManifest.read(path)
+    manifest.values["recipe"]["data.seed"] = 7
+    manifest.write(path)
+    with pytest.raises(ConfigError, match=r"holds a run of another recipe than run.dir .*: data.seed 0 -> 7"):
+        restore(run(other, url))
+    assert restore(run(other, url, accept_changed_recipe=True))[-1] == 6
+    Bucket(f"{url}/x").write("photo.jpg", b"")
+    with pytest.raises(ConfigError, match=f"run.mirror {url}/x has no mirror.json but other objects, such as photo"):
+        restore(run(tmp_path, f"{url}/x"))
+
+
+# Who writes there
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process is one of another machine."""
+    host = uuid.uuid4().hex
+    holder = replace(Holder.this_process(), host=host, machine=host)
+    monkeypatch.setattr(Holder, "this_process", lambda: replace(holder, token=uuid.uuid4().hex))
+
+
+def test_a_mirror_in_use_is_refused(url: str, train: Train, in_bucket: Path) -> None:
+    claimed = Claim(Bucket(url), say=print)
+    said = f"run.mirror {url} is in use: pid {os.getpid()} on {platform.node()}, since .* writes there"
+    assert re.search(said, train("other", "--run.mirror", url, config=in_bucket, ranks=2, status=2))
+    claimed.release()
+
+
+def test_one_of_several_takes_over_and_a_frozen_writer_completes_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(claim, "BEAT_S", 0.1)
+    monkeypatch.setattr(claim, "STALE_S", 0.5)
+    frozen = Claim(Bucket(url), say=print)
+    elsewhere(monkeypatch)
+    # It gives signs of life.
+    timer = threading.Timer(0.2, frozen.renew)
+    timer.start()
+    with pytest.raises(ConfigError, match=f"{url} is in use: pid {os.getpid()} on"):
+        Claim(Bucket(url), say=print)
+    timer.join()
+    # Now it is frozen.
+    taken: list[Claim] = []
+    refused: list[str] = []
+
+    def contend() -> None:
+        try:
+            taken.append(Claim(Bucket(url), say=print))
+        except ConfigError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=contend) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 1 and len(refused) == 3 and all("is in use" in text for text in refused)
+    before = Bucket(url).read_all("mirror.json")
+    assert not frozen.renew({}) and Bucket(url).read_all("mirror.json") == before
+    assert f"{url}/mirror.json is now that of pid" in caplog.text
+    frozen.release()
+    assert Bucket(url).read_all("mirror.json") == before
+    assert taken[0].renew()
+
+
+def test_a_run_whose_mirror_was_taken_over_uploads_no_more(
+    url: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    frozen = Mirror(run(tmp_path / "run", url))
+    content = json.loads(Bucket(url).read_all("mirror.json"))
+    Bucket(url).write("mirror.json", json.dumps(content | {"holder": None}).encode())
+    taken = Claim(Bucket(url), say=print)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    frozen.start(set())
+    frozen.finish()
+    frozen.close()
+    assert Bucket(url).size("metrics.jsonl") > 0 and taken.renew()
+
+
+def test_an_answer_that_is_lost_loses_no_claim(url: str, server: S3Server) -> None:
+    """The store has replaced mirror.json, and says so when it is too late: the request made again is refused."""
+    claimed = Claim(Bucket(url), say=print)
+    statuses = iter(["done, 500 Internal Server Error"])
+    server.fault = lambda method, path: next(statuses, None) if method == "PUT" else None
+    assert claimed.renew({})
+    assert claimed.renew() and steps(url) == []
+
+
+# A store that is away
+
+
+def test_a_store_that_is_away_ends_nothing(
+    finished: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+    monkeypatch.setattr(mirror, "_IMPATIENT_S", 0.2)
+    monkeypatch.setattr(claim, "STALE_S", 0.2)
+    monkeypatch.setattr(claim, "BEAT_S", 0.1)
+    mirror_ = Mirror(run(finished, url))
+    server.fault = lambda method, path: "503 Slow Down"
+    mirror_.start(set())
+    mirror_.grace_s = 1.0
+    mirror_.finish()
+    mirror_.close()
+    assert "the run goes on, and the upload is tried again" in caplog.text
+    assert "start the same command again to complete it" in caplog.text
+    server.fault = None
+    assert steps(url) == []
+    elsewhere(monkeypatch)
+    upload(finished, url)
+    assert steps(url) == [5, 6]
+
+
+def test_what_cannot_be_written_is_told_before_training(server: S3Server, tiny_config: Path, tmp_path: Path) -> None:
+    config = load_config(tiny_config).replace({"run.mirror": URL, "run.dir": str(tmp_path)})
+    server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
+    with (
+        pytest.raises(ConfigError, match=f"run.mirror: {URL}/mirror.json is refused: .*set AWS_ACCESS_KEY_ID"),
+        mirrored(config, discover(LaunchOptions())),
+    ):
+        pass
+    findings = {finding.check: finding for finding in run_directory(config.run, discover(LaunchOptions()), 0)}
+    assert findings["mirror"].verdict == "fail" and "is refused" in findings["mirror"].found
