@@ -40,6 +40,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def span(least: int, most: int) -> str:
+    """Return ``33 to 37``, ``120`` where both are."""
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
 def duration(seconds: float) -> str:
     """Return the two largest units: ``85 ms``, ``2.22 s``, ``3 min 5 s``, ``78 h 35 min``."""
     if seconds == 0:

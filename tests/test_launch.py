@@ -161,7 +161,7 @@ FIRST_PAUSES = PAUSE.replace("== 6", "== 6 and os.environ['TORCHELASTIC_RESTART_
 
 def test_elastic_torchrun_brings_the_ranks_back(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """A rank that dies costs the steps since the last checkpoint and nothing else. torch.distributed.launch is torchrun
-    with one more word, --local-rank; test_quickstart.py starts torchrun itself."""
+    with one more word, --local-rank."""
     run, log = tmp_path / "run", tmp_path / "log"
     options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
@@ -182,6 +182,7 @@ def test_elastic_torchrun_brings_the_ranks_back(train: Train, tiny_config: Path,
         agent.kill()
     assert "resuming from step 4" in log.read_text(), log.read_text()
     assert "frame #" not in log.read_text(), "C++ stacks"
+    assert "leaked" not in log.read_text(), "what an extension sees at the end of Python"
     status = read_status(run)
     assert status is not None and (status.state, status.step) == ("finished", 8)
     train("undisturbed", *length, ranks=2)

@@ -1,5 +1,6 @@
 """How torch is imported: in less time."""
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -18,4 +19,5 @@ def importing_torch() -> Iterator[None]:
     finally:
         if fresh:
             gc.freeze()
+            atexit.register(gc.unfreeze)  # at the end Triton's extension names everything that was not collected
             gc.enable()

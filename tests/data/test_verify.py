@@ -74,7 +74,7 @@ def test_a_sound_dataset(check: Callable[..., tuple[int, str]]) -> None:
     status, printed = check()
     assert status == 0
     assert printed == (
-        "train: 27 images in 3 classes, 9 to 9 per class\nvalidation: 9 images in 3 classes, 3 to 3 per class\n"
+        "train: 27 images in 3 classes, 9 per class\nvalidation: 9 images in 3 classes, 3 per class\n"
     )
     assert check("--sample", "5")[0] == 0
 

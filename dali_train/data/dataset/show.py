@@ -10,6 +10,7 @@ from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.pictures import PAPER, contact_sheet, picture
 from dali_train.data.sampling.rng import shuffled
+from dali_train.text import span
 
 _BAR_WIDTH = 40  # characters
 _TILE, _HEADER, _LEAST_WIDTH, _DPI = 144, 180, 640, 100  # pixels, and pixels per inch
@@ -78,7 +79,7 @@ def _header(split: Split, width: int) -> Image.Image:
         "stored image, bytes": split.rows["size"],
     }
     figure = Figure(figsize=(width / _DPI, _HEADER / _DPI), dpi=_DPI, facecolor=PAPER, layout="constrained")
-    text = f"{len(split):,} images in {split.num_classes:,} classes, {counts.min():,} to {counts.max():,} per class"
+    text = f"{len(split):,} images in {split.num_classes:,} classes, {span(counts.min(), counts.max())} per class"
     figure.suptitle(f"{split.root.resolve().name}: {split.name}, {text}", fontsize=10, parse_math=False)
     for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         axes.hist(values, bins=24)

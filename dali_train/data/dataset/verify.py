@@ -18,6 +18,7 @@ from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
+from dali_train.text import span
 
 _MOST_LISTED = 10  # of one kind
 _SAMPLE_STREAM = 0x5645_5249_4659  # "VERIFY", apart from what else is drawn
@@ -34,7 +35,7 @@ class Findings:
     def summary(self) -> list[str]:
         """Return lines for people: counts, then notes, then problems."""
         counts = [
-            f"{split}: {counts.sum():,} images in {len(counts)} classes, {counts.min():,} to {counts.max():,} per class"
+            f"{split}: {counts.sum():,} images in {len(counts)} classes, {span(counts.min(), counts.max())} per class"
             for split, counts in self.images_per_class.items()
         ]
         return [*counts, *(f"note: {note}" for note in self.notes), *(f"fault: {problem}" for problem in self.problems)]
