@@ -66,10 +66,11 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def try_lock(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed or the process ends, however it ends. False: another process has it."""
+def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
+    """Lock an open file until it is closed or the process ends, however it ends; `shared` with others that share it.
+    False: another process has it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

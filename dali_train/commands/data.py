@@ -90,7 +90,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     text = "Convert an image dataset into shuffled, verified, indexed TFRecords."
     details = (
         "The result is the same, bit for bit, for any number of workers. A run that was stopped, killed or out of disk "
-        "space resumes when the same command is started again."
+        "space resumes when the same command is started again. Machines that share a disk convert together: the same "
+        "command with --plan once, then --part 1/N to N/N in any order, again where one failed, then --finish."
     )
     _add_convert(add("convert", text, _convert, details))
     text = "Index TFRecords that someone else wrote, so that training can read them."
@@ -179,6 +180,13 @@ def _conversion_options() -> argparse.ArgumentParser:
         "(default: fail)"
     )
     group.add_argument("--on-bad", choices=("fail", "skip"), default="fail", help=text)
+    group = parser.add_mutually_exclusive_group()
+    text = "of many machines: claim DATASET for this conversion, and say how many shards it has"
+    group.add_argument("--plan", dest="phase", action="store_const", const="plan", default="all", help=text)
+    text = "of many machines: make every N-th shard from the I-th on, beside the others"
+    group.add_argument("--part", dest="phase", metavar="I/N", help=text)
+    text = "of many machines, when all shards are there: list bad images, write the index, read all that was written"
+    group.add_argument("--finish", dest="phase", action="store_const", const="finish", help=text)
     return parser
 
 
@@ -236,7 +244,7 @@ def _write(
         workers=options.workers,
         on_bad="skip" if skip_bad else "fail",
     )
-    for line in convert(conversion):
+    for line in convert(conversion, getattr(options, "phase", "all")):
         print(line)
     return 0
 

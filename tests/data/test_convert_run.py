@@ -121,6 +121,33 @@ def end_of(process: multiprocessing.process.BaseProcess) -> int | None:
     return process.exitcode
 
 
+def test_parts_have_the_bytes_of_one_process(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four, one killed and started again, one run twice at once, and one forgotten."""
+    (folder / "ant" / "bad.jpg").write_bytes(small_photograph(7)[:-50])
+    options = ["--train-shards", "12", "--validation-fraction", "0.2", "--validation-shards", "2", "--on-bad", "skip"]
+    assert convert_folder(folder, tmp_path / "one", *options) == 0
+    out = tmp_path / "out"
+    arguments = ["folder", "--train", str(folder), "--out", str(out), *options]
+    assert convert_folder(folder, out, *options, "--part", "1/4") == 2
+    assert f"{out} is not planned yet: start the same command with --plan once" in capsys.readouterr().err
+    assert convert_folder(folder, out, *options, "--plan") == 0
+    planned = capsys.readouterr().out
+    assert "train: 31 images in 12 shards\nvalidation: 7 images in 2 shards\n" in planned
+    assert end_of(start_convert([*arguments, "--part", "2/4"], prepare=kill_at_third_shard)) == -signal.SIGKILL
+    twins = [start_convert([*arguments, "--part", "3/4"]) for _ in range(2)]
+    assert [end_of(twin) for twin in twins] == [0, 0]
+    for part in ("4/4", "2/4"):
+        assert convert_folder(folder, out, *options, "--part", part) == 0
+    assert convert_folder(folder, out, *options, "--finish") == 2
+    forgotten = "4 shards not there or damaged, train-00000-of-00012 the first of them. Start --part 1/4, then --finish"
+    assert forgotten in capsys.readouterr().err
+    assert convert_folder(folder, out, *options, "--part", "1/4") == 0
+    assert convert_folder(folder, out, *options, "--finish") == 0
+    assert files_of(out) == files_of(tmp_path / "one") and "quarantine.jsonl" in files_of(out)
+    assert convert_folder(folder, out, *options, "--part", "1/4") == 0
+    assert "is complete already: nothing to do" in capsys.readouterr().out
+
+
 def kill_at_third_shard() -> None:
     publish, published = shards.publish, list[Path]()
 
@@ -322,6 +349,8 @@ def test_a_spoilt_note_costs_only_its_shard(folder: Path, tmp_path: Path, monkey
     [
         (["--train-shards", "38"], "--train-shards is 38: use 1 to 37, the split has 37 images"),
         (["--workers", "0"], "--workers is 0: use at least 1"),
+        (["--part", "5/4"], "--part is 5/4: use I/N with I from 1 to N, such as 3/16"),
+        (["--part", "16"], "--part is 16: use I/N"),
         (["--seed", "-1"], "--seed is -1: use 0 to 2**63 - 1"),
         (["--seed", str(1 << 63)], "--seed is 9223372036854775808: use 0 to 2**63 - 1"),
         (["--quality", "0"], "--quality is 0: use 1 to 100"),

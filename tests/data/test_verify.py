@@ -73,9 +73,7 @@ def change_index(dataset: Path, column: str, row: int, value: int) -> None:
 def test_a_sound_dataset(check: Callable[..., tuple[int, str]]) -> None:
     status, printed = check()
     assert status == 0
-    assert printed == (
-        "train: 27 images in 3 classes, 9 per class\nvalidation: 9 images in 3 classes, 3 per class\n"
-    )
+    assert printed == ("train: 27 images in 3 classes, 9 per class\nvalidation: 9 images in 3 classes, 3 per class\n")
     assert check("--sample", "5")[0] == 0
 
 

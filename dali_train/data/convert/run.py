@@ -1,5 +1,8 @@
 """A conversion from beginning to end: plan, write, resume, refuse, and hand over to the index.
 
+One process does all of it, or several machines the parts between `--plan` and `--finish`: each shard is a function of
+the options and the source, so it does not matter who writes it, when, or how often.
+
 While it runs, ``DATASET/.conversion`` holds the options and a note per finished shard; the directory is removed when
 all that was written has been read again. ``dataset.json`` appears last. Nothing that can be read as a finished shard or
 dataset is ever half done, so a run may be killed at any moment and started again.
@@ -29,11 +32,29 @@ from dali_train.data.dataset.verify import verify
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, RunError
 from dali_train.files import NO_SPACE, sync_directory, try_lock, write_atomically
+from dali_train.text import plural
 
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
 OnBad = Literal["fail", "skip"]
 _MOST_LISTED = 20
+_PARTS = "parts-"  # and their number: the name of an empty file in the state directory
 _M_MMAP_THRESHOLD = -3  # from malloc.h
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of `total` machines converts: shards `number` (from 1), `number` + `total`, ... of every split."""
+
+    number: int
+    total: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """Return the part that "3/16" names. Raises ConversionError: it names none."""
+        numbers = [int(number) for number in text.split("/") if number.isdecimal()]
+        if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+            raise ConversionError(f"--part is {text}: use I/N with I from 1 to N, such as 3/16")
+        return cls(*numbers)
 
 
 class ConversionError(DatasetError):
@@ -91,16 +112,22 @@ class Conversion:
         }
 
 
-def convert(conversion: Conversion) -> list[str]:
+def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     """Make what is missing of the dataset, and read all that was written; return what to say to the user.
 
+    Args:
+        phase: plan: only claim `out`. 3/16 or the like: only make the shards of this part, beside other processes.
+            finish: do what remains when all shards are there.
+
     Raises:
-        ConversionError: `out` holds another conversion or other files.
+        ConversionError: `out` holds another conversion or other files, or no plan for a part, or to finish not all
+            shards.
         ConversionFailedError: bad images and ``on_bad`` is fail, the disk is full, or the disk gives back something
             else than what was written.
         SourceError: the source changed meanwhile.
     """
     out = conversion.out
+    part = Part.parse(phase) if phase not in ("all", "plan", "finish") else None
     out.mkdir(parents=True, exist_ok=True)
     state, finished = out / ".conversion", out / ".conversion.finished"
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
@@ -108,9 +135,22 @@ def convert(conversion: Conversion) -> list[str]:
         _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
         return [f"{out} is complete already: nothing to do. `dali-train data verify {out}` checks it"]
     _return_large_blocks()
-    with _locked(state), _clear_when_full(out):
-        _claim(conversion, state)
-        done = {split: _convert_split(conversion, split, state) for split in conversion.sources}
+    with _locked(state, shared=part is not None), _clear_when_full(out):
+        _claim(conversion, state, plans=phase in ("all", "plan"), part=part)
+        if phase == "plan":
+            counts = [
+                f"{split}: {plural(len(source.labels), 'image')} in {plural(conversion.shards_of(split), 'shard')}"
+                for split, source in conversion.sources.items()
+            ]
+            return [*counts, f"{out} is planned. Next: --part 1/N to --part N/N for any N, then --finish"]
+        asked = Part(1, 1) if phase == "all" else part
+        found = {split: _convert_split(conversion, split, state, asked) for split in conversion.sources}
+        if part is not None:
+            num_bad = sum(len(shard.bad) for shards in found.values() for shard in shards.values())
+            bad = f"; {plural(num_bad, 'image')} in it cannot be decoded, see --finish" if num_bad else ""
+            return [f"part {phase} is in {out}{bad}"]
+        _refuse_missing(conversion, state, found)
+        done = {split: [shards[number] for number in sorted(shards)] for split, shards in found.items()}
         _report_bad_images(conversion, done)
         report = {
             split: {
@@ -133,8 +173,8 @@ def convert(conversion: Conversion) -> list[str]:
             (out / "dataset.json").unlink()
             faults = "\n  ".join(findings.problems)
             raise ConversionFailedError(
-                f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew. Check "
-                "the disk"
+                f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew, or "
+                "names their part. Check the disk"
             )
         # Renamed first: half a state directory would look like somebody else's files.
         shutil.rmtree(state.rename(finished))
@@ -169,35 +209,52 @@ def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence
         )
 
 
-def _convert_split(conversion: Conversion, split: SplitName, state: Path) -> list[WrittenShard]:
-    """Return every shard of the split, as converted now or by an earlier run."""
+def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: Part | None) -> dict[int, WrittenShard]:
+    """Return the shards of `part` of the split by their numbers, as converted now or before; without one, those that
+    are there already."""
     num_shards, directory = conversion.shards_of(split), conversion.out / split
-    paths = [directory / f"{split}-{number:05d}-of-{num_shards:05d}" for number in range(num_shards)]
     layout = shuffled_layout(len(conversion.sources[split].labels), num_shards, seed=conversion.seed)
-    done: dict[Path, WrittenShard] = {}
+    wanted = range(num_shards) if part is None else range(part.number - 1, num_shards, part.total)
+    numbers = {directory / f"{split}-{number:05d}-of-{num_shards:05d}": number for number in wanted}
+    done: dict[int, WrittenShard] = {}
 
     def note(path: Path) -> Path:
         return state / f"{path.name}.npz"
 
     def finish(path: Path, shard: WrittenShard) -> None:
         shard.save(note(path))
-        done[path] = shard
+        done[numbers[path]] = shard
 
-    for path, shard in map_shards(paths, lambda path: _finished(path, note(path)), workers=conversion.workers):
+    for path, shard in map_shards([*numbers], lambda path: _finished(path, note(path)), workers=conversion.workers):
         if shard is not None:
-            done[path] = shard
-    jobs = [(path, images) for path, images in zip(paths, layout, strict=True) if path not in done]
-    if jobs:
+            done[numbers[path]] = shard
+    jobs = [(path, layout[number]) for path, number in numbers.items() if number not in done]
+    if jobs and part is not None:
         directory.mkdir(exist_ok=True)
         num_images = sum(len(images) for _, images in jobs)
         with Progress(f"{split} ({len(jobs)} of {num_shards} shards)", total=num_images, unit="images") as progress:
             writer = ShardWriter(conversion.sources[split], conversion.encoding, conversion.class_names, progress)
             write_shards(jobs, writer, finish=finish, workers=conversion.workers)
         sync_directory(directory)
-    empty = [path.name for path in paths if not done[path].indexed.shard.num_records]
-    if empty and conversion.on_bad == "skip":
-        raise ConversionFailedError(f"{split}: {empty[0]} has no good image: start with fewer --{split}-shards")
-    return [done[path] for path in paths]
+    return done
+
+
+def _refuse_missing(conversion: Conversion, state: Path, found: Mapping[SplitName, Mapping[int, WrittenShard]]) -> None:
+    """Raises ConversionError: there are shards that no part has made. ConversionFailedError: one has no good image."""
+    missing = [(s, number) for s in found for number in range(conversion.shards_of(s)) if number not in found[s]]
+    if missing:
+        total = max((int(path.name.removeprefix(_PARTS)) for path in state.glob(f"{_PARTS}*")), default=1)
+        parts = sorted({number % total + 1 for _, number in missing})
+        first = "{}-{:05d}-of-{:05d}".format(*missing[0], conversion.shards_of(missing[0][0]))
+        raise ConversionError(
+            f"{conversion.out}: {plural(len(missing), 'shard')} not there or damaged, {first} the first of them. Start "
+            f"{', '.join(f'--part {part}/{total}' for part in parts[:_MOST_LISTED])}"
+            f"{' and others' if len(parts) > _MOST_LISTED else ''}, then --finish again"
+        )
+    for split, shards in found.items():
+        empty = [shard.indexed.shard.name for shard in shards.values() if not shard.indexed.shard.num_records]
+        if empty and conversion.on_bad == "skip":
+            raise ConversionFailedError(f"{split}: {min(empty)} has no good image: start with fewer --{split}-shards")
 
 
 def _finished(path: Path, note: Path) -> WrittenShard | None:
@@ -220,11 +277,12 @@ def _return_large_blocks() -> None:
 
 
 @contextmanager
-def _locked(state: Path) -> Iterator[None]:
-    """Only one process converts into a directory. The lock dies with the process, however it dies."""
+def _locked(state: Path, *, shared: bool) -> Iterator[None]:
+    """Only one process converts into a directory, or several that write parts. The lock dies with its process, however
+    that dies."""
     state.mkdir(exist_ok=True)
-    with (state / "lock").open("w") as lock:
-        if not try_lock(lock):
+    with (state / "lock").open("a+") as lock:  # some network file systems want the right to write, others to read
+        if not try_lock(lock, shared=shared):
             raise ConversionError(f"{state.parent}: another process is converting into this directory; wait for it")
         yield
 
@@ -242,8 +300,8 @@ def _clear_when_full(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _claim(conversion: Conversion, state: Path) -> None:
-    """Make `out` ours, or see that it is; then sweep up what a killed run left half done."""
+def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | None) -> None:
+    """Make `out` ours, or see that it is; then sweep up what a killed run left half done, unless others are writing."""
     out, options = conversion.out, state / "options.json"
     if options.exists():
         try:
@@ -258,7 +316,12 @@ def _claim(conversion: Conversion, state: Path) -> None:
                 f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion to "
                 "resume: use an empty directory for --out"
             )
+        if not plans:
+            raise ConversionError(f"{out} is not planned yet: start the same command with --plan once before any part")
         write_atomically(options, (json.dumps(conversion.identity(), indent=1) + "\n").encode())
+    if part is not None:
+        (state / f"{_PARTS}{part.total}").touch()
+        return
     for partial in out.rglob(".*.partial"):
         partial.unlink()
 

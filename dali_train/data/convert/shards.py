@@ -7,6 +7,7 @@ release the interpreter, and a thread costs no memory of its own. What remains u
 
 import json
 import os
+import platform
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -207,8 +208,8 @@ class ShardWriter:
 
 
 def partial_path(path: Path) -> Path:
-    """Return where a shard is while it is written."""
-    return path.with_name(f".{path.name}.partial")
+    """Return where this process writes a file that is to become `path`: another one may be writing the same."""
+    return path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.partial")
 
 
 def publish(path: Path) -> None:
