@@ -383,7 +383,7 @@ def test_predictions_are_those_of_the_evaluation(users: Shared) -> None:
         assert len(table) == 10
         for row in table:
             scores = [float(row[f"score {name}"]) for name in names]
-            assert sum(scores) == pytest.approx(1, abs=1e-4) and names[scores.index(max(scores))] == row["guess"]
+            assert sum(scores) == pytest.approx(1, abs=1e-4) and names[scores.index(max(scores))] == row["prediction"]
             assert row["truth"] == names[int(row["image"]) % 5]
             assert (users.directory / "predictions" / "images" / f"{row['image']}.png").exists()
 

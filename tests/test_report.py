@@ -266,10 +266,10 @@ def test_nothing_in_a_page_is_markup_of_its_own(tmp_path: Path) -> None:
     tables = run / "predictions" / "step-00000001"
     tables.mkdir(parents=True)
     quoted = '"' + bad.replace('"', '""') + '"'
-    (tables / "predictions.csv").write_text(f"image,truth,guess,score,score of truth\n3,{quoted},other,0.5,0.1\n")
+    (tables / "predictions.csv").write_text(f"image,truth,prediction,score,score of truth\n3,{quoted},other,0.5,0.1\n")
     (tables / "classes.csv").write_text(f"class,images,accuracy\n{quoted},4,0.5\n")
     (tables / "confusion.csv").write_text(f"truth,{quoted}\n{quoted},4\n")
-    (tables / "confused_pairs.csv").write_text(f"truth,guess,images\n{quoted},{quoted},4\n")
+    (tables / "confused_pairs.csv").write_text(f"truth,prediction,images\n{quoted},{quoted},4\n")
     (run / "environment.json").write_text('{"device": "<script>"}')
     assert main(["report", str(run)]) == 0
     page = (run / "report" / "index.html").read_text()

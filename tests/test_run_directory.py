@@ -87,13 +87,13 @@ CRAFTED = [
     ("checkpoints/newest", _link),
     ("checkpoints/newest/manifest.json", _text(b"{}")),
     ("checkpoints/step-99999999999999999999", _text(b"")),
-    (f"{TABLES}/predictions.csv", _text(b"image,truth,guess,score,score of truth\n../../x,a,b,1,1\n")),
+    (f"{TABLES}/predictions.csv", _text(b"image,truth,prediction,score,score of truth\n../../x,a,b,1,1\n")),
     (f"{TABLES}/predictions.csv", _text(b"image,truth\n1\n")),
     (f"{TABLES}/classes.csv", _text(b"class,images,accuracy\na,\xff,1\n")),
     (f"{TABLES}/classes.csv", _text(b"class,images,accuracy\n%s,1,1\n" % (b"a" * 200_000))),
     (f"{TABLES}/confusion.csv", _text(b"truth,a,b\na,1,2\n")),
     (f"{TABLES}/confusion.csv", _text(b"truth,a\na,%s\n" % HUGE)),
-    (f"{TABLES}/confused_pairs.csv", _text(b'truth,guess,images\n"a\n')),
+    (f"{TABLES}/confused_pairs.csv", _text(b'truth,prediction,images\n"a\n')),
 ]
 COMMANDS = [["status"], ["report"], ["diff"], ["eval"], ["predict"], ["export"]]
 

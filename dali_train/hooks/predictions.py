@@ -34,7 +34,7 @@ def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[
     columns = [
         "image",
         "truth",
-        "guess",
+        "prediction",
         *([f"score {name}" for name in names] if all_scores else ["score", "score of truth"]),
     ]
     rows = [
@@ -86,9 +86,10 @@ class PredictionFiles(Hook):
             write_table(directory / "confusion.csv", ["truth", *self._names], named)
         else:
             pairs = (
-                (self._names[truth], self._names[guess], images) for truth, guess, images in tables.most_confused()
+                (self._names[truth], self._names[predicted], images)
+                for truth, predicted, images in tables.most_confused()
             )
-            write_table(directory / "confused_pairs.csv", ["truth", "guess", "images"], pairs)
+            write_table(directory / "confused_pairs.csv", ["truth", "prediction", "images"], pairs)
 
     def _save_images(self, shown: NDArray[np.int64]) -> None:
         directory = self._directory / "images"

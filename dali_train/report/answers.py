@@ -48,8 +48,8 @@ def _confusion(run: ReportedRun) -> str:
         for name, row, row_shares in zip(names, counts, shares, strict=True)
     )
     return (
-        f'<div class="scroll"><table class="confusion"><thead><tr><th>truth, and the guesses</th>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
+        f'<div class="scroll"><table class="confusion"><thead><tr><th>truth, and the predictions</th>{heads}</tr>'
+        f"</thead><tbody>{rows}</tbody></table></div>"
     )
 
 
@@ -60,19 +60,22 @@ def _cell(count: int, share: float) -> str:
 
 def _pairs(run: ReportedRun) -> str:
     pairs = run.tables.pairs[:NUM_PAIRS]
-    return table(("most confused", "taken for", "images"), ((pair.truth, pair.guess, pair.images) for pair in pairs))
+    rows = ((pair.truth, pair.predicted, pair.images) for pair in pairs)
+    return table(("most confused", "taken for", "images"), rows)
 
 
 def _wrong(run: ReportedRun) -> str:
     rows = run.tables.predictions
-    wrong = [row for row in rows if row.truth != row.guess]
+    wrong = [row for row in rows if row.truth != row.predicted]
     if not wrong:
         return ""
     tiles = []
     for row in wrong[:NUM_WRONG]:
         path = run.directory / "predictions" / "images" / f"{row.image}.png"
         image = f'<img src="{inline(path.read_bytes())}" alt="validation image {row.image}">' if path.is_file() else ""
-        tiles.append(f"<div>{image}<b>{escape(row.truth)}</b>, guessed {escape(row.guess)} ({row.score:.0%})</div>")
+        tiles.append(
+            f"<div>{image}<b>{escape(row.truth)}</b>, taken for {escape(row.predicted)} ({row.score:.0%})</div>"
+        )
     small = " pixels" if run.is_small() else ""
     return (
         f"<p>{len(wrong)} of {plural(len(rows), 'image')} in the table of predictions.</p>"

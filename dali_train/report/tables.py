@@ -16,8 +16,8 @@ Row = TypeVar("Row")
 class Prediction(NamedTuple):
     image: int  # its number in the validation split
     truth: str
-    guess: str
-    score: float  # of the guess, a probability
+    predicted: str
+    score: float  # of the predicted class, a probability
 
 
 class ClassAccuracy(NamedTuple):
@@ -28,7 +28,7 @@ class ClassAccuracy(NamedTuple):
 
 class ConfusedPair(NamedTuple):
     truth: str
-    guess: str
+    predicted: str
     images: int
 
 
@@ -52,7 +52,7 @@ class PredictionTables:
         self.confusion_classes = [name for name, _ in confusion]
         self.confusion: NDArray[np.int64] = np.array(
             [counts for _, counts in confusion], dtype=np.int64
-        )  # (truth, guess)
+        )  # (truth, predicted)
         if confusion and self.confusion.shape != (len(confusion), len(confusion)):
             raise ConfigError(f"{newest / 'confusion.csv'} is not square, as a run writes it: move it away")
 

@@ -152,8 +152,8 @@ class ClassTables:
         lowest = sorted(np.flatnonzero(counts).tolist(), key=lambda number: accuracies[number])[:5]
         words = [f"{printable(names[number])} ({accuracies[number]:.1%} of {counts[number]})" for number in lowest]
         confused = [
-            f"{printable(names[truth])} taken for {printable(names[guess])} ({images})"
-            for truth, guess, images in self.most_confused()[:5]
+            f"{printable(names[truth])} taken for {printable(names[predicted])} ({images})"
+            for truth, predicted, images in self.most_confused()[:5]
         ]
         lines = [f"mean over classes {np.nanmean(accuracies):.2%}", f"lowest: {', '.join(words)}"]
         return lines + ([f"most confused: {', '.join(confused)}"] if confused else [])

@@ -40,12 +40,12 @@ class WandB(Tracker):
         data = self.run.config.data
         shown = thumbnails(Split(data.root, "validation"), data, details.shown)
         columns, rows = prediction_table(details, names)
-        table = self._wandb.Table(columns=["id", "image", "guess", "truth", *columns[3:]])
-        for image, (number, truth, guess, *scores) in zip(shown, rows, strict=True):
-            table.add_data(number, self._wandb.Image(image), guess, truth, *scores)
-        pairs = self._wandb.Table(columns=["truth", "guess", "images"])
-        for truth, guess, images in ClassTables(details.labels, details.predictions, len(names)).most_confused():
-            pairs.add_data(names[truth], names[guess], images)
+        table = self._wandb.Table(columns=["id", "image", "prediction", "truth", *columns[3:]])
+        for image, (number, truth, predicted, *scores) in zip(shown, rows, strict=True):
+            table.add_data(number, self._wandb.Image(image), predicted, truth, *scores)
+        pairs = self._wandb.Table(columns=["truth", "prediction", "images"])
+        for truth, predicted, images in ClassTables(details.labels, details.predictions, len(names)).most_confused():
+            pairs.add_data(names[truth], names[predicted], images)
         self._run.log({"predictions": table, "confused_pairs": pairs}, step=record.step)
 
     def end(self, record: RunEnd) -> None:
