@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dali_train.data.convert.datasets import DATASETS
+from dali_train.data.convert.datasets import DATASETS, load_sources
 from dali_train.errors import DatasetError, RunError
+from dali_train.runtime.object_store import is_remote
 from dali_train.text import printable
 
 if TYPE_CHECKING:
@@ -123,10 +124,12 @@ def _positive(text: str) -> int:
 
 def _directory(text: str) -> Path:
     if "://" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text}: use a directory; datasets are made and checked on a disk and then copied to a bucket as they are"
-        )
+        raise argparse.ArgumentTypeError(f"{text}: use a directory; a dataset is indexed before it goes to a bucket")
     return Path(text)
+
+
+def _dataset(text: str) -> Path | str:
+    return text if is_remote(text) else _directory(text)
 
 
 def _add_workers(parser: argparse._ActionsContainer) -> None:
@@ -163,7 +166,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 def _conversion_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--out", type=_directory, required=True, metavar="DATASET", help="directory of the new dataset")
+    parser.add_argument(
+        "--out", type=_dataset, required=True, metavar="DATASET", help="directory or URL of the new one"
+    )
     _add_shards(parser.add_argument_group("shards"))
     group = parser.add_argument_group("images")
     text = "raw: RGB pixels that need no decoder, for images of a few thousand pixels (default: jpeg)"
@@ -192,7 +197,9 @@ def _conversion_options() -> argparse.ArgumentParser:
 
 def _convert(options: argparse.Namespace) -> int:
     from dali_train.data.convert.image import EncodingOptions
+    from dali_train.data.convert.upload import destination
 
+    options.out, options.upload = destination(options.out, options.phase)
     encoding = EncodingOptions(
         format=options.format,
         max_side=options.max_side,
@@ -200,31 +207,7 @@ def _convert(options: argparse.Namespace) -> int:
         quality=options.quality,
         decode_check=options.decode_check,
     )
-    return _write(options.source_kind, _load(options), options, encoding, skip_bad=options.on_bad == "skip")
-
-
-def _load(options: argparse.Namespace) -> "Sources":
-    """Call the converter's function, after a download if there is one.
-
-    Raises:
-        DatasetError: no files were named.
-        SourceError: the function's, or an entry that it looked up is not there.
-    """
-    from dali_train.data.convert.archive import SourceError
-    from dali_train.data.convert.download import download
-    from dali_train.data.convert.run import DOWNLOAD_DIRECTORY
-
-    converter = DATASETS[options.source_kind]
-    if converter.download is not None:
-        if options.download:
-            options.source = options.source or options.out / DOWNLOAD_DIRECTORY
-            download(converter.download, options.source, mirror=options.mirror)
-        if options.source is None:
-            raise DatasetError("name the published files with --source, or let --download fetch them")
-    try:
-        return converter.load(options)
-    except LookupError as error:
-        raise SourceError(f"{error!r}: what the source should hold is not there, or the converter is faulty") from error
+    return _write(options.source_kind, load_sources(options), options, encoding, skip_bad=options.on_bad == "skip")
 
 
 def _write(
@@ -238,6 +221,7 @@ def _write(
         sources=splits,
         class_names=class_names,
         out=options.out,
+        upload=options.upload,
         encoding=encoding,
         num_shards={"train": options.train_shards, "validation": options.validation_shards},
         seed=options.seed,
@@ -314,8 +298,8 @@ def _index(options: argparse.Namespace) -> int:
 
 
 def _add_subset(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=_directory, metavar="DATASET", help="directory of the large dataset")
-    parser.add_argument("--out", type=_directory, required=True, metavar="SUBSET", help="directory of the new dataset")
+    parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL of the large dataset")
+    parser.add_argument("--out", type=_dataset, required=True, metavar="SUBSET", help="directory or URL of the new one")
     classes = parser.add_mutually_exclusive_group()
     classes.add_argument("--classes", type=int, metavar="N", help="number of classes, chosen by --seed")
     classes.add_argument("--class-list", type=Path, metavar="FILE", help="these classes: one name per line")
@@ -328,7 +312,9 @@ def _add_subset(parser: argparse.ArgumentParser) -> None:
 def _subset(options: argparse.Namespace) -> int:
     from dali_train.data.convert.image import EncodingOptions
     from dali_train.data.convert.subset import subset
+    from dali_train.data.convert.upload import destination
 
+    options.out, options.upload = destination(options.out)
     sources = subset(
         options.dataset,
         classes=options.classes,
@@ -344,7 +330,7 @@ def _subset(options: argparse.Namespace) -> int:
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=_directory, metavar="DATASET")
+    parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL")
     parser.add_argument("--sample", type=_positive, metavar="N", help="check N records per split instead of all")
     parser.add_argument(
         "--no-decode", dest="decode", action="store_false", help="do not decode the images, which takes longest"
@@ -368,10 +354,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=_directory, metavar="DATASET")
-    parser.add_argument(
-        "--out", type=_directory, metavar="DIR", help="directory for SPLIT.png (default: DATASET/contact_sheets)"
-    )
+    parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL")
+    text = "directory for SPLIT.png (default: DATASET/contact_sheets, of one in a bucket ./contact_sheets)"
+    parser.add_argument("--out", type=_directory, metavar="DIR", help=text)
     parser.add_argument(
         "--rows", type=_positive, default=5, metavar="N", help="rows of images per sheet (default: %(default)s)"
     )
@@ -390,7 +375,7 @@ def _show(options: argparse.Namespace) -> int:
     splits = [Split(options.dataset, name) for name in SPLITS if name in manifest.splits]
     for line in describe(manifest, splits):
         print(printable(line))
-    directory = options.out or options.dataset / "contact_sheets"
+    directory = options.out or (Path() if is_remote(str(options.dataset)) else options.dataset) / "contact_sheets"
     directory.mkdir(parents=True, exist_ok=True)
     for split in splits:
         path = directory / f"{split.name}.png"

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dali_train.data.convert.download import Download
+from dali_train.data.convert.download import Download, download
 from dali_train.data.dataset import found
+from dali_train.errors import DatasetError
 
 if TYPE_CHECKING:
     from dali_train.data.convert.sources import Sources
@@ -46,6 +47,29 @@ class Converter:
     def unattended(self) -> list[str] | None:
         """The options that make it without files from the user, None where there are no such."""
         return ["--download"] if self.download else None if self.arguments else []
+
+
+def load_sources(options: Namespace) -> "Sources":
+    """Call the function of the converter that `options` name, after a download if there is one.
+
+    Raises:
+        DatasetError: no files were named.
+        SourceError: the function's, or an entry that it looked up is not there.
+    """
+    from dali_train.data.convert.archive import SourceError
+    from dali_train.data.convert.run import DOWNLOAD_DIRECTORY
+
+    converter = DATASETS[options.source_kind]
+    if converter.download is not None:
+        if options.download:
+            options.source = options.source or options.out / DOWNLOAD_DIRECTORY
+            download(converter.download, options.source, mirror=options.mirror)
+        if options.source is None:
+            raise DatasetError("name the published files with --source, or let --download fetch them")
+    try:
+        return converter.load(options)
+    except LookupError as error:
+        raise SourceError(f"{error!r}: what the source should hold is not there, or the converter is faulty") from error
 
 
 def _imagenet(options: Namespace) -> "Sources":

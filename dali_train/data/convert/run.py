@@ -25,6 +25,7 @@ from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.plan import default_num_shards, shuffled_layout
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Source
+from dali_train.data.convert.upload import Upload
 from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
 from dali_train.data.dataset.manifest import Manifest, SplitName
@@ -73,6 +74,7 @@ class Conversion:
     sources: Mapping[SplitName, Source]
     class_names: Sequence[str]
     out: Path
+    upload: Upload | None = None  # whose `directory` `out` is; the files go to its URL
     encoding: EncodingOptions
     num_shards: Mapping[SplitName, int | None]  # None: by the amount of data
     seed: int
@@ -93,6 +95,11 @@ class Conversion:
                     f"--{split}-shards is {num_shards}: use 1 to {min(num_images, 99_999)}, the split has "
                     f"{num_images} images"
                 )
+
+    @property
+    def place(self) -> str:
+        """Where the dataset is in the end."""
+        return str(self.out) if self.upload is None else self.upload.url
 
     def shards_of(self, split: SplitName) -> int:
         source = self.sources[split]
@@ -131,9 +138,9 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     state, finished = out / ".conversion", out / ".conversion.finished"
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
-    if (out / "dataset.json").exists() and not state.exists():
-        _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
-        return [f"{out} is complete already: nothing to do. `dali-train data verify {out}` checks it"]
+    if _is_complete(conversion, state):
+        place = conversion.place
+        return [f"{place} is complete already: nothing to do. `dali-train data verify {place}` checks it"]
     _return_large_blocks()
     with _locked(state, shared=part is not None), _clear_when_full(out):
         _claim(conversion, state, plans=phase in ("all", "plan"), part=part)
@@ -143,6 +150,8 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
                 for split, source in conversion.sources.items()
             ]
             return [*counts, f"{out} is planned. Next: --part 1/N to --part N/N for any N, then --finish"]
+        if conversion.upload is not None:
+            conversion.upload.claim(conversion.identity())
         asked = Part(1, 1) if phase == "all" else part
         found = {split: _convert_split(conversion, split, state, asked) for split in conversion.sources}
         if part is not None:
@@ -166,25 +175,56 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             class_names=conversion.class_names,
             conversion={"options": conversion.identity(), "report": report},
         )
-        # What is stored was decoded before.
-        findings = verify(out, decode=False, other_reader=False, workers=conversion.workers)
-        if findings.problems:
-            # Nothing trains on it then, and the next start compares each shard with its checksum.
-            (out / "dataset.json").unlink()
-            faults = "\n  ".join(findings.problems)
-            raise ConversionFailedError(
-                f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew, or "
-                "names their part. Check the disk"
-            )
+        lines = _upload_or_verify(conversion)
         # Renamed first: half a state directory would look like somebody else's files.
         shutil.rmtree(state.rename(finished))
+    if conversion.upload is not None:
+        shutil.rmtree(out)
     counted = [
         f"{split}: {count:,} images: {kind}"
         for split, kinds in report.items()
         for kind, count in kinds.items()
         if count
     ]
-    return [*counted, *findings.summary(), f"{out} is ready"]
+    return [*counted, *lines, f"{conversion.place} is ready"]
+
+
+def _upload_or_verify(conversion: Conversion) -> list[str]:
+    """Upload what is left, or read all that was written; return what to say about it.
+
+    Raises:
+        ConversionFailedError: the disk gave back something else than what was written.
+    """
+    if conversion.upload is not None:
+        conversion.upload.complete()
+        return []
+    out = conversion.out
+    # What is stored was decoded before.
+    findings = verify(out, decode=False, other_reader=False, workers=conversion.workers)
+    if findings.problems:
+        # Nothing trains on it then, and the next start compares each shard with its checksum.
+        (out / "dataset.json").unlink()
+        faults = "\n  ".join(findings.problems)
+        raise ConversionFailedError(
+            f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew, or "
+            "names their part. Check the disk"
+        )
+    return findings.summary()
+
+
+def _is_complete(conversion: Conversion, state: Path) -> bool:
+    """Return whether `conversion` was carried out before. Raises ConversionError: another one was, or is under way."""
+    out, upload = conversion.out, conversion.upload
+    if upload is None:
+        complete = (out / "dataset.json").exists() and not state.exists()
+        if complete:
+            _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
+        return complete
+    if found := upload.find():
+        _refuse_other(conversion, found[1], found[0])
+    elif foreign := upload.foreign():
+        raise ConversionError(f"{upload.url} holds {foreign[0]} but no conversion to resume: use an empty prefix")
+    return upload.is_complete
 
 
 def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence[WrittenShard]]) -> None:
@@ -222,10 +262,16 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: 
         return state / f"{path.name}.npz"
 
     def finish(path: Path, shard: WrittenShard) -> None:
+        if conversion.upload is not None:
+            conversion.upload.send(path)
         shard.save(note(path))
         done[numbers[path]] = shard
+        if conversion.upload is not None:
+            path.unlink()
 
-    for path, shard in map_shards([*numbers], lambda path: _finished(path, note(path)), workers=conversion.workers):
+    for path, shard in map_shards(
+        [*numbers], lambda path: _finished(conversion, path, note(path)), workers=conversion.workers
+    ):
         if shard is not None:
             done[numbers[path]] = shard
     jobs = [(path, layout[number]) for path, number in numbers.items() if number not in done]
@@ -257,10 +303,12 @@ def _refuse_missing(conversion: Conversion, state: Path, found: Mapping[SplitNam
             raise ConversionFailedError(f"{split}: {min(empty)} has no good image: start with fewer --{split}-shards")
 
 
-def _finished(path: Path, note: Path) -> WrittenShard | None:
+def _finished(conversion: Conversion, path: Path, note: Path) -> WrittenShard | None:
     """Return a shard of an earlier run. All of it is read: a bit may have flipped while the conversion was stopped."""
     try:
         shard = WrittenShard.load(note)
+        if conversion.upload is not None:
+            return shard if conversion.upload.has(path, shard.indexed.shard.num_bytes) else None
         return shard if f"{crc32c(map_file(path)):08x}" == shard.indexed.shard.crc32c else None
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # there is none, or a power failure has spoilt it
         return None
@@ -326,7 +374,7 @@ def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | Non
         partial.unlink()
 
 
-def _refuse_other(conversion: Conversion, theirs: Mapping[str, Any], path: Path) -> None:
+def _refuse_other(conversion: Conversion, theirs: Mapping[str, Any], path: Path | str) -> None:
     ours = json.loads(json.dumps(conversion.identity()))  # as JSON gives it back
     differences = [
         f"{name} was {theirs.get(name)!r}, now {ours.get(name)!r}"
@@ -335,6 +383,6 @@ def _refuse_other(conversion: Conversion, theirs: Mapping[str, Any], path: Path)
     ]
     if differences:
         raise ConversionError(
-            f"{conversion.out} holds a conversion with other options or another source ({path}): "
+            f"{conversion.place} holds a conversion with other options or another source ({path}): "
             f"{'; '.join(differences)}. Repeat those, or use another --out, or delete the directory"
         )

@@ -9,7 +9,10 @@ import mmap
 import os
 import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,10 +29,11 @@ from dali_train.data.dataset.manifest import (
     metadata_directory,
     text_index_path,
 )
+from dali_train.data.dataset.remote import RemoteShards
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular, read_limited
-from dali_train.runtime.object_store import is_remote
+from dali_train.runtime.object_store import Bucket, ObjectStoreError, is_remote
 
 # One row per image. `offset` and `size` are bytes of the encoded image within its shard; `label` counts from 0.
 INDEX_DTYPE = np.dtype(
@@ -57,6 +61,7 @@ class Split:
 
     def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
         self.root = metadata_directory(root)
+        self.dataset_name = Path(root).resolve().name
         self.url = f"{str(root).rstrip('/')}/{name}" if is_remote(str(root)) else None
         local = local and "://" not in str(root)
         self.name = name
@@ -93,9 +98,42 @@ class Split:
     def describe(self, image: int) -> str:
         """Return where image number `image` lies, for error messages."""
         row = self.rows[image]
-        shard = self.shards[int(row["shard"])].name
-        place = self.paths[int(row["shard"])] if self.url is None else f"{self.url}/{shard}"
-        return f"image {image} ({place}, {row['size']} bytes at byte {row['offset']})"
+        return f"image {image} ({self.place(int(row['shard']))}, {row['size']} bytes at byte {row['offset']})"
+
+    def place(self, shard: int) -> str:
+        """Return where a shard lies: its path, or its URL."""
+        return str(self.paths[shard]) if self.url is None else f"{self.url}/{self.shards[shard].name}"
+
+    @contextmanager
+    def shard_file(self, shard: int) -> Iterator[Path]:
+        """Within, have a shard as a file: its own, or a temporary one that is fetched from the object store.
+
+        Raises:
+            DatasetError: it cannot be fetched, or has another size than dataset.json says.
+        """
+        if self.url is None:
+            yield self.paths[shard]
+            return
+        expected = self.shards[shard]
+        with TemporaryDirectory(prefix="dali-train-") as directory:
+            path, bucket = Path(directory) / expected.name, Bucket(self.url)
+            try:
+                num_bytes = bucket.size(expected.name)
+                bucket.download(expected.name, path, num_bytes, report=lambda size: None)
+            except ObjectStoreError as error:
+                raise DatasetError(str(error)) from error
+            if num_bytes != expected.num_bytes:
+                raise DatasetError(
+                    f"{self.place(shard)}: has {num_bytes} bytes, dataset.json says {expected.num_bytes}"
+                )
+            yield path
+
+    def text_index(self, shard: int) -> bytes:
+        """Return DALI's text index of a shard. Raises OSError, ObjectStoreError: it cannot be read."""
+        path = text_index_path(self.root, self.name, self.shards[shard].name)
+        if self.url is None:
+            return read_limited(path, _MAX_TEXT_INDEX_BYTES)
+        return Bucket(self.url.rpartition("/")[0]).read_all(str(path.relative_to(self.root)))
 
     def record_offsets(self, shard: int) -> NDArray[np.int64]:
         """Return where the records of a shard begin, (num_records,), from DALI's text index.
@@ -105,8 +143,8 @@ class Split:
         """
         path = text_index_path(self.root, self.name, self.shards[shard].name)
         try:
-            numbers = np.array(read_limited(path, _MAX_TEXT_INDEX_BYTES).split(), dtype=np.int64)
-        except (OSError, ValueError, OverflowError) as error:
+            numbers = np.array(self.text_index(shard).split(), dtype=np.int64)
+        except (OSError, ObjectStoreError, ValueError, OverflowError) as error:
             raise DatasetError(f"{path} is missing or cannot be read ({error}): {self._remedy}") from error
         expected = self.shards[shard].num_records
         if len(numbers) != 2 * expected or (numbers < 0).any():
@@ -241,6 +279,15 @@ class MappedShards:
         if content is None:
             content = self._maps[shard] = np.frombuffer(map_file(self._paths[shard]), dtype=np.uint8)
         return content
+
+
+def open_shards(split: Split) -> "MappedShards | RemoteShards":
+    """Return the images of a split, wherever they are. Raises DatasetError: see `MappedShards`."""
+    if split.url is None:
+        return MappedShards(split)
+    return RemoteShards(
+        split.url, split.rows, [(shard.name, shard.num_bytes) for shard in split.shards], split.checksums
+    )
 
 
 def allow_open_files(needed: int) -> str:

@@ -44,7 +44,7 @@ def _fetch_metadata(url: str) -> Path:
         raise DatasetError(
             f"{url} has no dataset.json: name the URL that a converted or indexed dataset's directory was copied to"
         ) from None
-    directory = _cache_directory() / hashlib.sha256(manifest).hexdigest()[:16]
+    directory = cache_directory() / "datasets" / hashlib.sha256(manifest).hexdigest()[:16]
     try:
         splits = json.loads(manifest)["splits"]
         files = {
@@ -71,8 +71,9 @@ def _fetch_metadata(url: str) -> Path:
     return directory
 
 
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train" / "datasets"
+def cache_directory() -> Path:
+    """Return where things that can be had again are kept on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train"
 
 
 class RemoteShards:
@@ -98,6 +99,15 @@ class RemoteShards:
         self._rows, self._shards, self._checksums = rows, shards, checksums
         self._etags: dict[int, str | None] = {}
         self.num_requests = self.num_bytes = 0  # so far; for measurements, not exact when threads race
+
+    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        """Return what is stored of each of `images`, read-only, (size,) each. Raises DatasetError: as `fetch`."""
+        found = dict(self.fetch(np.unique(images)))
+        return [found[image] for image in images.tolist()]
+
+    def image(self, number: int) -> NDArray[np.uint8]:
+        """Return what is stored of one image."""
+        return self.read(np.array([number]))[0]
 
     def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """Yield (image, what is stored of it, read-only, (size,)) of each of `images`, which are ascending."""

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split, open_shards
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.pictures import PAPER, contact_sheet, picture
 from dali_train.data.sampling.rng import shuffled
@@ -57,8 +57,11 @@ def overview(split: Split, *, rows: int, columns: int, seed: int) -> Image.Image
         DatasetError: an image that cannot be decoded.
     """
     chosen = shuffled(np.random.Philox(key=[seed, _SHEET_STREAM]), len(split))[: rows * columns].tolist()
-    names, shards = split.manifest.class_names, MappedShards(split)
-    pictures = [(picture(split, n, shards.image(n)), names[int(split.rows[n]["label"])]) for n in chosen]
+    names, stored = split.manifest.class_names, open_shards(split).read(np.array(chosen))
+    pictures = [
+        (picture(split, n, content), names[int(split.rows[n]["label"])])
+        for n, content in zip(chosen, stored, strict=True)
+    ]
     sheet = contact_sheet(pictures, columns=columns, side=_TILE)
     header = _header(split, max(sheet.width, _LEAST_WIDTH))
     page = Image.new("RGB", (header.width, header.height + sheet.height), PAPER)
@@ -80,7 +83,7 @@ def _header(split: Split, width: int) -> Image.Image:
     }
     figure = Figure(figsize=(width / _DPI, _HEADER / _DPI), dpi=_DPI, facecolor=PAPER, layout="constrained")
     text = f"{len(split):,} images in {split.num_classes:,} classes, {span(counts.min(), counts.max())} per class"
-    figure.suptitle(f"{split.root.resolve().name}: {split.name}, {text}", fontsize=10, parse_math=False)
+    figure.suptitle(f"{split.dataset_name}: {split.name}, {text}", fontsize=10, parse_math=False)
     for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         axes.hist(values, bins=24)
         axes.set_title(title, fontsize=8)

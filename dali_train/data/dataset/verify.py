@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards
 from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
-from dali_train.data.dataset.index import INDEX_DTYPE, MappedShards, Split, map_file
+from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file, open_shards
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitManifest, SplitName, checksums_path, text_index_path
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
+from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.text import span
 
 _MOST_LISTED = 10  # of one kind
@@ -42,7 +43,7 @@ class Findings:
 
 
 def verify(
-    root: Path, *, sample: int | None = None, decode: bool = True, other_reader: bool = True, workers: int = 1
+    root: Path | str, *, sample: int | None = None, decode: bool = True, other_reader: bool = True, workers: int = 1
 ) -> Findings:
     """Compare everything with everything: all of it, or the records of `sample` images per split.
 
@@ -64,7 +65,8 @@ def verify(
         except DatasetError as error:
             # It stops at the first fault. The shards can still be looked at, one by one.
             findings.problems.append(str(error))
-            findings.problems += _check_files(root / name, manifest, manifest.splits[name], workers)
+            if isinstance(root, Path):
+                findings.problems += _check_files(root / name, manifest, manifest.splits[name], workers)
             continue
         problem = split.index_problem()
         if problem is not None:
@@ -78,11 +80,10 @@ def verify(
             del splits[name]
         else:
             _check_classes(split, findings)
-        known = {path.name for path in split.paths}
-        unexpected = sorted(path.name for path in (root / name).iterdir() if path.name not in known)
+        unexpected = sorted(_names(root, name) - {path.name for path in split.paths})
         if unexpected:
             findings.problems.append(
-                f"{root / name}: {len(unexpected)} files that dataset.json does not name: {_some(unexpected)}"
+                f"{root}/{name}: {len(unexpected)} files that dataset.json does not name: {_some(unexpected)}"
             )
     if sample is None:
         checksums = {name: _check_all(split, decode, workers, findings) for name, split in splits.items()}
@@ -96,21 +97,37 @@ def verify(
     return findings
 
 
+def _names(root: Path | str, split: SplitName) -> set[str]:
+    """Return the names of the files of a split; of an HTTP server, which lists nothing, none."""
+    if isinstance(root, Path):
+        return {path.name for path in (root / split).iterdir()}
+    if root.startswith("http"):
+        return set()
+    try:
+        return {name.removeprefix(f"{split}/") for name in Bucket(root).sizes(f"{split}/")}
+    except ObjectStoreError as error:
+        raise DatasetError(str(error)) from error
+
+
 def _compare_readers(split: Split) -> list[str]:
     """Compare the first records of some shards with what a reader finds in them that is not ours."""
     from tfrecord.reader import tfrecord_loader
 
     manifest, problems = split.manifest, []
     for shard in range(0, len(split.paths), -(-len(split.paths) // _MOST_LISTED)):
-        path, (first, end) = split.paths[shard], split.first_images[shard : shard + 2].tolist()
-        content = memoryview(map_file(path))
-        records = tfrecord_loader(str(path), None, [manifest.image_key, manifest.label_key])
-        for record, (row, theirs) in enumerate(zip(split.rows[first : min(end, first + 4)], records, strict=False)):
-            ours = content[int(row["offset"]) : int(row["offset"]) + int(row["size"])]
-            if theirs[manifest.image_key] != ours or theirs[manifest.label_key].tolist() != [
-                row["label"] + manifest.label_base
-            ]:
-                problems.append(f"{path}: record {record} has another image or label as the package tfrecord reads it")
+        first, end = split.first_images[shard : shard + 2].tolist()
+        with split.shard_file(shard) as path:
+            content = memoryview(map_file(path))
+            records = tfrecord_loader(str(path), None, [manifest.image_key, manifest.label_key])
+            for record, (row, theirs) in enumerate(zip(split.rows[first : min(end, first + 4)], records, strict=False)):
+                ours = content[int(row["offset"]) : int(row["offset"]) + int(row["size"])]
+                if theirs[manifest.image_key] != ours or theirs[manifest.label_key].tolist() != [
+                    row["label"] + manifest.label_base
+                ]:
+                    problems.append(
+                        f"{split.place(shard)}: record {record} has another image or label as the package tfrecord "
+                        "reads it"
+                    )
     return problems
 
 
@@ -171,6 +188,15 @@ def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> 
 def _check_shard(split: Split, decode: bool, path: Path) -> tuple[list[str], NDArray[np.uint32]]:
     """Return what is wrong with one shard, and the checksums of its images."""
     number = split.paths.index(path)
+    try:
+        with split.shard_file(number) as file:
+            problems, checksums = _compare_shard(split, decode, number, file)
+    except DatasetError as error:
+        return [str(error)], np.empty(0, dtype=np.uint32)
+    return [problem.replace(str(file), split.place(number)) for problem in problems], checksums
+
+
+def _compare_shard(split: Split, decode: bool, number: int, path: Path) -> tuple[list[str], NDArray[np.uint32]]:
     expected, place = split.shards[number], slice(*split.first_images[number : number + 2])
     rows = split.rows[place]
     try:
@@ -182,9 +208,12 @@ def _check_shard(split: Split, decode: bool, path: Path) -> tuple[list[str], NDA
         problems.append(f"{path}: has CRC32C {found.shard.crc32c}, dataset.json says {expected.crc32c}")
     if found.encoding != split.manifest.encoding:
         problems.append(f"{path}: holds {found.encoding} records, dataset.json says {split.manifest.encoding}")
-    text_index = text_index_path(split.root, split.name, path.name)
-    if not text_index.is_file() or text_index.read_text() != found.text_index():
-        problems.append(f"{text_index}: is missing or does not fit its shard")
+    try:
+        fits = split.text_index(number) == found.text_index().encode()
+    except (OSError, ObjectStoreError):
+        fits = False
+    if not fits:
+        problems.append(f"{text_index_path(split.root, split.name, path.name)}: is missing or does not fit its shard")
     content, decode = memoryview(map_file(path)), decode and found.encoding == "image"
     if len(rows) == len(found.rows):
         records, labels = np.arange(len(rows)), found.labels - split.manifest.label_base
@@ -249,11 +278,19 @@ def _check_sample(split: Split, sample: int, decode: bool, findings: Findings) -
 
 
 def _check_records(split: Split, shard: int, records: NDArray[np.int64], decode: bool) -> list[str]:
-    path, manifest = split.paths[shard], split.manifest
     try:
         offsets = split.record_offsets(shard)[records].tolist()
+        with split.shard_file(shard) as path:
+            problems = _compare_records(split, shard, path, records, offsets, decode)
     except DatasetError as error:
         return [str(error)]
+    return [problem.replace(str(path), split.place(shard)) for problem in problems]
+
+
+def _compare_records(
+    split: Split, shard: int, path: Path, records: NDArray[np.int64], offsets: list[int], decode: bool
+) -> list[str]:
+    manifest = split.manifest
     content = memoryview(map_file(path))
     problems, sound, rows, labels = [], [], [], []
     for record, offset in zip(records.tolist(), offsets, strict=True):
@@ -279,7 +316,7 @@ def _find_duplicates(
     names = [name for name in splits if name in findings.images_per_class]  # the others' labels name no class
     if not names:
         return
-    shards = {name: MappedShards(splits[name]) for name in names}
+    shards = {name: open_shards(splits[name]) for name in names}
     starts = np.cumsum([0, *(len(splits[name]) for name in names)])
     sizes = np.concatenate([splits[name].rows["size"] for name in names])
     keys = np.concatenate([checksums[name] for name in names]).astype(np.uint64) << np.uint64(32) | sizes
