@@ -43,7 +43,7 @@ _CHECKPOINTS = "checkpoints"
 _LOOK_S = 5.0  # between two looks for new checkpoints
 _IMPATIENT_S = 5.0  # in the background: what fails is tried again with the next look
 _FIRST_WARNING_S, _LONGEST_WARNING_S = 30.0, 600.0  # pauses between warnings about a store that is away
-_FAILED_S, _STALLED_S = 20.0, 60.0  # what a run that has failed waits for an upload; one that has finished, without any
+_FAILED_S, _STALLED_S = 15.0, 60.0  # what a run that has failed waits for an upload; one that has finished, without any
 _NO_LIMIT = timedelta(days=30)  # ranks wait for rank 0's transfers as long as those take
 
 
@@ -58,7 +58,7 @@ class Mirror:
     def __init__(self, run: RunConfig) -> None:
         assert run.mirror is not None
         self.grace_s: float | None = _FAILED_S
-        """Seconds that `finish` may take; None: as long as anything is sent."""
+        """Seconds that `finish` may take, before the few of `close`; None: as long as anything is sent."""
         self._directory = Path(run.dir)
         self._bucket = Bucket(run.mirror)
         self._claim = Claim(self._bucket, say=partial(print, file=sys.stderr, flush=True))
@@ -101,11 +101,13 @@ class Mirror:
         """End the uploads, and let other runs write. Does not raise, so that it never hides why the run ended."""
         self._finishing.set()
         self._closing.set()
-        wait(self._tasks, timeout=_IMPATIENT_S)
-        try:
-            self._claim.release()
-        except ObjectStoreError as error:
-            logger.warning("run.mirror: %s; the next start on another host waits %.0f s for it", error, STALE_S)
+        releasing = self._bucket.submit(self._claim.release)
+        wait([*self._tasks, releasing], timeout=_IMPATIENT_S)
+        if not releasing.done() or releasing.exception() is not None:
+            logger.warning(
+                "run.mirror: %s could not be released: the next start on another host waits %.0f s for it",
+                *(self._bucket.url, STALE_S),
+            )
 
     # Download
 

@@ -46,7 +46,7 @@ class StopReason(IntEnum):
 
 # Time in which a job must save and end: a tenth of its limit, at most this.
 _LARGEST_MARGIN_S = 120.0
-_AFTER_TERM_S = 20.0
+_AFTER_TERM_S = 15.0
 _LAST_WORDS_S = 5.0
 
 
