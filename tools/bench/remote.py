@@ -1,39 +1,51 @@
-"""Training images from an object store, with and without a cache, against the same from a disk.
+"""Training images from an object store: this project with and without a cache, against its own speed from a disk and
+against LitData, Streaming and WebDataset, each with a cache of the same size.
 
-    python -m tools.bench.remote DATASET --delay 0.02 --cached 0.5 --epochs 4
+    python -m tools.bench.remote DATASET --delay 0.02 --cached 0.5 --epochs 3
 
-Starts a server of DATASET on this machine, a process of its own, that answers each request after a delay. Printed is a
-line per epoch of each way: images/s of the data path (decoded, cropped, resized), CPU time per image of this process,
-bytes fetched per byte of the dataset, and the share that the cache served, beside the best possible.
+A server of this machine answers each request after a delay. Every way is a process of its own with two threads or
+workers, which prepares images as ImageNet's recipes do (a random crop of 224 pixels, a flip, float32). Printed is a
+line per epoch: images/s, CPU time per image, memory of all its processes, requests, and what it fetched in units of the
+dataset; of our cache also the least that any cache of its size could fetch. Peers that are not installed are left out:
+pip install litdata mosaicml-streaming webdataset.
 """
 
 import argparse
 import gc
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
+from PIL import Image
 
 from dali_train.config import Config, DataConfig
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.loading.cache import join_node
 from dali_train.data.loading.loader import make_loader
-from dali_train.data.loading.remote import RemoteImages
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.next_use import simulate_cache
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
-from tools.bench.turns import describe_machine, loading_config
+from tests.object_server import ObjectServer
+from tools.bench.turns import cpu_seconds, describe_machine, family, loading_config
 
-REPOSITORY = Path(__file__).parents[2]
 MICRO_BATCH = 20
+NUM_WORKERS = 2
+SHARD_BYTES = 8 << 20  # of the peers' formats: a cache of a small dataset must hold several
+
+Epochs = Iterator[Iterable[Any]]
+"""Of each epoch, its micro-batches."""
 
 
 def main() -> None:
@@ -41,35 +53,102 @@ def main() -> None:
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--delay", type=float, default=0.02, metavar="S", help="of each answer (default: %(default)s)")
     parser.add_argument("--cached", type=float, default=0.5, metavar="SHARE", help="of the dataset (default: 0.5)")
-    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
+    parser.add_argument("--only", nargs=3, metavar=("WAY", "URL", "CACHE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    split = Split(options.dataset, "train")
+    num_bytes = int(split.rows["size"].sum())
+    if options.only:
+        way, url, cache = options.only
+        measure(WAYS[way](split, url, Path(cache), int(options.cached * num_bytes), options.epochs), len(split))
+        return
     print(describe_machine())
-    command = [sys.executable, str(REPOSITORY / "tests" / "object_server.py"), str(options.dataset), str(options.delay)]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
-        tempfile.TemporaryDirectory() as directory,
-    ):
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
-        num_bytes = sum(shard.num_bytes for shard in Split(options.dataset, "train").shards)
-        cache = {"cache": directory, "cache_gb": options.cached * num_bytes / 1e9}
-        for name, data in (
-            ("disk", {"root": str(options.dataset)}),
-            ("store", {"root": url}),
-            ("cache", {"root": url, **cache}),
-        ):
-            for line in measure(name, data, options.epochs, options.threads):
-                print(json.dumps(line), flush=True)
-        server.kill()
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        (place / "ours").symlink_to(options.dataset.resolve())
+        with ObjectServer(place, options.delay) as server:
+            for way in options.ways:
+                package, write = FORMATS.get(way, (None, None))
+                if package is not None and importlib.util.find_spec(package) is None:
+                    print(f"{way}: not installed", file=sys.stderr)
+                    continue
+                if write is not None:
+                    write(split, place / way)
+                arguments = ["--only", way, server.url, str(place / f"cache-{way}")]
+                for line in lines_of([*sys.argv[1:], *arguments], place, server, num_bytes):
+                    print(json.dumps({"way": way, **line}), flush=True)
 
 
-def measure(name: str, data: dict[str, Any], num_epochs: int, num_threads: int) -> list[dict[str, float | str | int]]:
-    config = loading_config(DataConfig(read_ahead_mb=16, **data), micro_batch=MICRO_BATCH)
-    config = config.replace({"run.epochs": num_epochs})
-    launch = Launch()
+def lines_of(
+    arguments: list[str], place: Path, server: ObjectServer, num_bytes: int
+) -> Iterator[dict[str, float | int]]:
+    """Run one way, and yield what it says of each epoch with what the server says of it."""
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(place / "metadata"),
+        "OMP_NUM_THREADS": "1",
+        "S3_ENDPOINT_URL": server.url,
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }
+    command = [sys.executable, "-m", "tools.bench.remote", *arguments]
+    requests, fetched = server.num_requests, server.num_bytes
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if not text.startswith('{"epoch"'):
+                continue
+            yield json.loads(text) | {
+                "requests": server.num_requests - requests,
+                "fetched": round((server.num_bytes - fetched) / num_bytes, 3),
+            }
+            requests, fetched = server.num_requests, server.num_bytes
+    if process.returncode:
+        print(f"ended with status {process.returncode}", file=sys.stderr)
+
+
+def measure(epochs: Epochs, num_images: int) -> None:
+    """Print a line for each epoch; `num_images` is what one has, less the last part of a micro-batch."""
+    me = psutil.Process()
+    cpu, start = cpu_seconds(me), time.perf_counter()
+    for number, micro_batches in enumerate(epochs, 1):
+        count = sum(1 for _ in micro_batches) * MICRO_BATCH
+        assert count > num_images - NUM_WORKERS * MICRO_BATCH, f"{count} of {num_images} images"
+        now, end = cpu_seconds(me), time.perf_counter()
+        line = {
+            "epoch": number,
+            "images_per_second": round(count / (end - start), 1),
+            "cpu_ms_per_image": round(1000 * (now - cpu) / count, 2),
+            "memory_mb": round(sum(process.memory_full_info().uss for process in family(me)) / 1e6),
+        }
+        print(json.dumps(line), flush=True)
+        cpu, start = now, end
+
+
+# This project
+
+
+def from_disk(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+    return ours(DataConfig(root=str(split.root)), epochs)
+
+
+def from_store(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+    return ours(DataConfig(root=f"{url}/ours", read_ahead_mb=16), epochs)
+
+
+def with_cache(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+    data = DataConfig(root=f"{url}/ours", read_ahead_mb=16, cache=str(cache), cache_gb=cached / 1e9)
+    least = [round(1 - share, 3) for share in best_shares(split, data, epochs)]
+    print(f"with a cache: at least {least} can be fetched in each epoch", file=sys.stderr)
+    return ours(data, epochs)
+
+
+def ours(data: DataConfig, epochs: int) -> Epochs:
+    config, launch = config_of(data, epochs), Launch()
     split = Split(config.data.root, "train")
-    node = join_node(config, launch, Layout.from_config(launch, config.parallel))
     loader = make_loader(
         split,
         config,
@@ -77,50 +156,159 @@ def measure(name: str, data: dict[str, Any], num_epochs: int, num_threads: int) 
         start_step=0,
         dp_rank=0,
         dp_size=1,
-        num_threads=num_threads,
-        node=node,
+        num_threads=NUM_WORKERS,
+        node=join_node(config, launch, Layout.from_config(launch, config.parallel)),
     )
-    pipeline: Any = loader._pipeline
-    storage = pipeline._storage
-    steps = len(split) // MICRO_BATCH
-    best = best_shares(split, config, num_epochs) if node is not None else []
-    lines: list[dict[str, float | str | int]] = []
-    for epoch in range(num_epochs):
-        start, cpu, before = time.perf_counter(), time.process_time(), _fetched(storage)
-        for _ in range(steps):
-            loader.next()
-        images = steps * MICRO_BATCH
-        requests, num_bytes = (now - then for now, then in zip(_fetched(storage), before, strict=True))
-        lines.append(
-            {
-                "way": name,
-                "epoch": epoch + 1,
-                "images_per_second": round(images / (time.perf_counter() - start), 1),
-                "cpu_ms_per_image": round(1000 * (time.process_time() - cpu) / images, 3),
-                "requests": requests,
-                "fetched": round(num_bytes / int(split.rows["size"].sum()), 3),
-                **({"least": round(1 - best[epoch], 3)} if best else {}),
-            }
-        )
-    del loader, pipeline, storage
-    gc.collect()  # its threads read ahead, and would go on when the server is gone
-    return lines
+    for _ in range(epochs):
+        yield (loader.next() for _ in range(len(split) // MICRO_BATCH))
+    del loader
+    gc.collect()  # ends the threads that read ahead
 
 
-def _fetched(storage: Any) -> tuple[int, int]:
-    """Return (requests, bytes) so far; a disk counts none."""
-    return (storage.num_requests, storage.num_bytes) if isinstance(storage, RemoteImages) else (0, 0)
+def config_of(data: DataConfig, epochs: int) -> Config:
+    return loading_config(data, micro_batch=MICRO_BATCH).replace({"run.epochs": epochs})
 
 
-def best_shares(split: Split, config: Config, num_epochs: int) -> list[float]:
+def best_shares(split: Split, data: DataConfig, epochs: int) -> list[float]:
     """Return the share of each epoch's bytes that no cache of this size could serve more of."""
+    config = config_of(data, epochs)
     micro_batches = MicroBatches(split.rows, config)
-    images = np.concatenate([micro_batches(step, 0).images for step in range(config.steps(num_epochs, len(split)))])
+    images = np.concatenate([micro_batches(step, 0).images for step in range(config.steps(epochs, len(split)))])
     sizes = split.rows["size"].astype(np.int64)
-    served = simulate_cache(images.astype(np.int32), sizes, int((config.data.cache_gb or 0) * 1e9))
-    each = np.array_split(served * sizes[images], num_epochs)
+    served = simulate_cache(images.astype(np.int32), sizes, int((data.cache_gb or 0) * 1e9))
+    each = np.array_split(served * sizes[images], epochs)
     return [float(part.sum() / sizes.sum()) for part in each]
 
+
+# The others, as their documentation has them used
+
+
+def prepared(content: bytes) -> torch.Tensor:
+    from torchvision import transforms
+
+    steps = (
+        transforms.RandomResizedCrop(224, antialias=True),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+    )
+    image: torch.Tensor = transforms.Compose(steps)(Image.open(BytesIO(content)).convert("RGB"))
+    return image
+
+
+def images_of(split: Split) -> Iterator[tuple[bytes, int]]:
+    storage = MappedShards(split)
+    for number, label in enumerate(split.rows["label"].tolist()):
+        yield storage.image(number).tobytes(), label
+
+
+def write_litdata(split: Split, place: Path) -> None:
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(place), chunk_bytes=SHARD_BYTES)
+    for number, (content, label) in enumerate(images_of(split)):
+        writer.add_item(number, {"image": content, "label": label})
+    writer.done()
+    writer.merge()
+
+
+def litdata(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+    from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming import downloader
+    from litdata.streaming.resolver import Dir
+
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # it refuses servers without encryption
+
+    class Photos(StreamingDataset):
+        def __getitem__(self, index: Any) -> tuple[torch.Tensor, int]:
+            sample = super().__getitem__(index)
+            return prepared(sample["image"]), sample["label"]
+
+    dataset = Photos(
+        Dir(path=str(cache), url="s3://litdata"),
+        shuffle=True,
+        drop_last=True,
+        max_cache_size=cached,
+        storage_options={"endpoint_url": url},
+    )
+    loader = StreamingDataLoader(dataset, batch_size=MICRO_BATCH, num_workers=NUM_WORKERS, drop_last=True)
+    for _ in range(epochs):
+        yield loader
+
+
+def write_streaming(split: Split, place: Path) -> None:
+    from streaming import MDSWriter
+
+    columns = {"image": "bytes", "label": "int"}
+    with MDSWriter(out=str(place), columns=columns, size_limit=SHARD_BYTES) as writer:
+        for content, label in images_of(split):
+            writer.write({"image": content, "label": label})
+
+
+def streaming(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+    from streaming import StreamingDataset
+
+    class Photos(StreamingDataset):
+        def __getitem__(self, index: Any) -> tuple[torch.Tensor, int]:
+            sample = super().__getitem__(index)
+            return prepared(sample["image"]), sample["label"]
+
+    dataset = Photos(
+        remote="s3://streaming",
+        local=str(cache),
+        shuffle=True,
+        shuffle_block_size=len(split) // 5,  # the default is larger than this dataset, and would not fit the cache
+        cache_limit=cached,
+        batch_size=MICRO_BATCH,
+    )
+    loader: Iterable[Any] = torch.utils.data.DataLoader(dataset, MICRO_BATCH, num_workers=NUM_WORKERS, drop_last=True)
+    for _ in range(epochs):
+        yield loader
+
+
+def write_webdataset(split: Split, place: Path) -> None:
+    from webdataset import ShardWriter
+
+    place.mkdir()
+    with ShardWriter(f"{place}/%06d.tar", maxsize=SHARD_BYTES, verbose=0) as writer:
+        for number, (content, label) in enumerate(images_of(split)):
+            writer.write({"__key__": f"{number:06}", "jpg": content, "cls": label})
+
+
+def webdataset(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+    import webdataset as wds
+
+    cache.mkdir()
+    num_shards = len(list((cache.parent / "webdataset").glob("*.tar")))
+    dataset = (
+        wds.WebDataset(
+            f"{url}/webdataset/{{000000..{num_shards - 1:06}}}.tar",
+            shardshuffle=num_shards,
+            cache_dir=str(cache),
+            cache_size=cached,
+        )
+        .shuffle(1000)
+        .to_tuple("jpg", "cls")
+        .map_tuple(prepared, int)
+        .batched(MICRO_BATCH, partial=False)
+    )
+    loader: Iterable[Any] = torch.utils.data.DataLoader(dataset, None, num_workers=NUM_WORKERS)
+    for _ in range(epochs):
+        yield loader
+
+
+WAYS: dict[str, Callable[[Split, str, Path, int, int], Epochs]] = {
+    "disk": from_disk,
+    "store": from_store,
+    "cache": with_cache,
+    "litdata": litdata,
+    "streaming": streaming,
+    "webdataset": webdataset,
+}
+FORMATS: dict[str, tuple[str, Callable[[Split, Path], None]]] = {
+    "litdata": ("litdata", write_litdata),
+    "streaming": ("streaming", write_streaming),
+    "webdataset": ("webdataset", write_webdataset),
+}
 
 if __name__ == "__main__":
     main()

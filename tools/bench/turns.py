@@ -144,10 +144,11 @@ def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
+    """Return what it and its children have used, those included that have ended and were waited for."""
     total = 0.0
     for member in family(process):
         with suppress(psutil.NoSuchProcess):  # a compiler's worker that has just ended
-            total += sum(member.cpu_times()[:2])
+            total += sum(member.cpu_times()[:4])
     return total
 
 
