@@ -79,7 +79,7 @@ def test_a_slow_source_is_waited_for_in_data(train: Train, tiny_config: Path, tm
     lines = events(tmp_path / "run", "train")[1:]
     assert len(lines) == 6
     delay, waited = (sum(line[name] for line in lines) for name in ("slept_s", "data_wait_s"))
-    assert delay >= 6 * 32 * 0.01
+    assert delay >= 5 * 32 * 0.01  # it reads ahead, so the last step's images may have been counted before
     # The source sleeps in a thread of its own: what the rest of the step does not hide is waited for, nine tenths when
     # nothing else runs here.
     assert delay / 3 < waited
