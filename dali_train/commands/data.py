@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from dali_train.text import printable
 if TYPE_CHECKING:
     from dali_train.data.convert.image import EncodingOptions
     from dali_train.data.convert.sources import Sources
+    from dali_train.data.dataset.index_bucket import Fetch
 
 
 def add_data_command(commands: Any) -> None:
@@ -98,7 +100,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     text = "Index TFRecords that someone else wrote, so that training can read them."
     details = (
         "They lie in DATASET/train and DATASET/validation (or val), or as train-* and validation-* (or val-*) in "
-        "DATASET. Shards that lie elsewhere than in OUT/train and OUT/validation are linked there."
+        "DATASET; in a bucket in DATASET/train and DATASET/validation. Those that lie elsewhere than in OUT/train and "
+        "OUT/validation are linked there."
     )
     _add_index(add("index", text, _index, details))
     text = "Make a smaller dataset of some classes and images of another one, renumbered in their old order."
@@ -124,7 +127,7 @@ def _positive(text: str) -> int:
 
 def _directory(text: str) -> Path:
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text}: use a directory; a dataset is indexed before it goes to a bucket")
+        raise argparse.ArgumentTypeError(f"{text}: use a directory")
     return Path(text)
 
 
@@ -237,7 +240,7 @@ def _write(
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=_directory, metavar="DATASET", help="directory with the TFRecords")
+    parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL with the TFRecords")
     parser.add_argument(
         "--out",
         type=_directory,
@@ -262,14 +265,25 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(options: argparse.Namespace) -> int:
+    from dali_train.data.dataset.index_bucket import bucket_as_directory
+
+    if isinstance(options.dataset, Path):
+        return _index_directory(options, options.dataset, options.out or options.dataset, nullcontext)
+    if options.out is not None:
+        raise DatasetError(f"--out {options.out} with {options.dataset}: the index of a bucket lies in the bucket")
+    with bucket_as_directory(options.dataset) as (directory, fetch):
+        return _index_directory(options, directory, directory, fetch)
+
+
+def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetch: "Fetch") -> int:
     from dali_train.data.dataset.build_index import DEFAULT_FEATURES, Features, build_index, unused_classes
 
-    out, num_classes = options.out or options.dataset, options.num_classes
+    num_classes = options.num_classes
     names = options.class_names.read_text().splitlines() if options.class_names is not None else ()
     if options.class_names is not None and len({name for name in names if name.strip()}) < max(1, len(names)):
         raise DatasetError(f"--class-names {options.class_names}: use one name per line, each class another")
     manifest = build_index(
-        options.dataset,
+        dataset,
         out=out,
         label_base=options.label_base,
         num_classes=len(names) or num_classes,
@@ -279,6 +293,7 @@ def _index(options: argparse.Namespace) -> int:
         ),
         check_crc=options.check_crc,
         workers=options.workers,
+        fetch=fetch,
     )
     if names:
         manifest = replace(manifest, class_names=tuple(names))

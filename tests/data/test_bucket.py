@@ -1,5 +1,6 @@
 """Datasets in a bucket: made there, shown, checked and cut down, with the bytes that they have on a disk."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,7 +99,6 @@ def test_a_dataset_in_a_bucket_is_read(folder: Path, tmp_path: Path, capsys: pyt
     data("subset", url, "--classes", 2, "--images-per-class", 3, "--out", f"{URL}-read/subset")
     assert objects(f"{URL}-read/subset") == files_of(tmp_path / "a")
     capsys.readouterr()
-    data("verify", url)
     data("verify", url, "--sample", 3)
     assert capsys.readouterr().out.startswith("train: ")
 
@@ -107,8 +107,30 @@ def test_a_dataset_in_a_bucket_is_read(folder: Path, tmp_path: Path, capsys: pyt
     content[len(content) // 2] ^= 4
     Bucket(url).write(name, bytes(content))
     Bucket(url).write("train/stranger", b"")
-    for words in ((), ("--sample", 1000)):
+    for words in (("--no-decode",), ("--no-decode", "--sample", 1000)):
         data("verify", url, *words, status=1)
         printed = capsys.readouterr().out
         assert f"fault: {url}/{name}: at byte" in printed and "CRC mismatch" in printed
         assert f"fault: {url}/train: 1 files that dataset.json does not name: stranger" in printed
+
+
+def test_records_in_a_bucket_are_indexed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url, local = "s3://bucket/foreign", tmp_path / "foreign"
+    data("convert", "folder", "--train", folder, *OPTIONS, "--out", tmp_path / "out")
+    for split in ("train", "validation"):
+        shutil.copytree(tmp_path / "out" / split, local / split)
+    data("index", url, status=2)
+    assert f"{url} has no objects in train/ or validation/" in capsys.readouterr().err
+    for name, content in files_of(local).items():
+        Bucket(url).write(name, content)
+    names = tmp_path / "names"
+    names.write_text("ant\nbee\ncat\n")
+    data("index", local, "--class-names", names)
+    data("index", url, "--class-names", names)
+    assert objects(url) == files_of(local)
+    Bucket(url).write("train/train-00001-of-00003", b"no record at all")
+    data("index", url, status=1)
+    assert f"{url}/train/train-00001-of-00003: at byte 0" in capsys.readouterr().err
+    data("index", "https://host/foreign", status=2)
+    data("index", url, "--out", tmp_path, status=2)
+    assert f"--out {tmp_path} with {url}: the index of a bucket lies in the bucket" in capsys.readouterr().err

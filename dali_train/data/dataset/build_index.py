@@ -7,8 +7,8 @@ A walk over every shard locates the images and checks labels, framing and image 
 import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -191,6 +191,7 @@ def build_index(
     features: Features = DEFAULT_FEATURES,
     check_crc: bool = True,
     workers: int = 1,
+    fetch: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
 ) -> Manifest:
     """Index every split found below `root`: the columnar index, DALI's text index and ``dataset.json``.
 
@@ -204,6 +205,7 @@ def build_index(
         features: the names of the features to read.
         check_crc: check every record's CRC, which reads all bytes. Without it only the framing is checked.
         workers: threads; each indexes one shard at a time.
+        fetch: called with each shard's path; the file is read within.
 
     Raises:
         DatasetError, TFRecordError: the first fault found, with file and place.
@@ -214,7 +216,12 @@ def build_index(
         raise DatasetError(f"--label-base is {label_base}: use the smallest label of the records, usually 0 or 1")
     out = root if out is None else out
     shards = find_splits(root)
-    indexed = _index_all(shards, check_crc=check_crc, workers=workers, features=features)
+
+    def index(path: Path) -> IndexedShard:
+        with fetch(path):
+            return index_shard(path, check_crc=check_crc, features=features)
+
+    indexed = _index_all(shards, index, workers=workers)
     if num_classes is None:
         num_classes = _count_classes(shards, indexed, label_base)
     for split, parts in indexed.items():
@@ -305,15 +312,13 @@ def _common_encoding(root: Path, indexed: dict[SplitName, list[IndexedShard]]) -
 
 
 def _index_all(
-    shards: dict[SplitName, list[Path]], *, check_crc: bool, workers: int, features: Features
+    shards: dict[SplitName, list[Path]], index: Callable[[Path], IndexedShard], *, workers: int
 ) -> dict[SplitName, list[IndexedShard]]:
     paths = [path for split in shards.values() for path in split]
     total = sum(path.stat().st_size for path in paths)
     results: dict[Path, IndexedShard] = {}
     with Progress("indexing", total=total, unit="B") as progress:
-        for path, part in map_shards(
-            paths, partial(index_shard, check_crc=check_crc, features=features), workers=workers
-        ):
+        for path, part in map_shards(paths, index, workers=workers):
             results[path] = part
             progress.update(part.shard.num_bytes)
     return {split: [results[path] for path in split_paths] for split, split_paths in shards.items()}
