@@ -116,6 +116,13 @@ def print_plan(
         epoch = config.run.epochs * quarter / 4
         step = math.ceil(epoch * num_images / batch.global_batch - 1e-9)
         print(f"  epoch {epoch:>6g}  step {step:>7,}  {learning_rate(config, step, num_images):.6g}")
+    print_settings(config)
+    if picture is not None:
+        draw_plan(config, num_images, fullest, picture)
+        print(f"picture        {picture}")
+
+
+def print_settings(config: Config) -> None:
     print("settings       that differ from their defaults")
     for section, values in changed_settings(config).items():
         print(
@@ -127,9 +134,6 @@ def print_plan(
                 break_long_words=False,
             )
         )
-    if picture is not None:
-        draw_plan(config, num_images, fullest, picture)
-        print(f"picture        {picture}")
 
 
 def changed_settings(config: Config) -> dict[str, str]:
