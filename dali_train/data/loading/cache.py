@@ -41,7 +41,7 @@ _FILES_PER_DIRECTORY = 1 << 12
 _BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
 _RESERVE = 0.05  # of the disk stays free
 _FILLED = 0.98  # a round of removal goes down to this share of the capacity
-_LEAST_WAIT_S, _WAIT_RATIO = 0.02, 20.0  # between two rounds, and in durations of a round: 5 % of a core
+_LEAST_WAIT_S, _WAIT_RATIO = 0.02, 20.0  # between two rounds, and times what choosing took: 5 % of a core
 _WAIT_S = 10.0  # for the directory's last user, which may be about to end
 
 
@@ -249,6 +249,7 @@ class Eviction:
         cache.directory.mkdir(parents=True, exist_ok=True)
         self._present = cache.present()
         self._seen = self._now = next_use.time(start_step, 0)
+        self._choosing_s = 0.0
         self._stopped = threading.Event()
         threading.Thread(target=self._work, name="cache-eviction", daemon=True).start()
 
@@ -263,6 +264,7 @@ class Eviction:
 
     def remove_latest(self) -> None:
         """Remove images until the cache is within its capacity, those that are needed latest first."""
+        began = time.thread_time()
         sizes, now = self._cache.file_sizes, self._now
         end = now + self._num_ahead + 1
         self._next_use.forget(now)  # other ranks of the node are as far: they meet in every step
@@ -277,7 +279,9 @@ class Eviction:
             return
         first_use = self._next_use.first_use(sizes, capacity)
         present = np.flatnonzero(self._present)
-        for image in present[np.argsort(-first_use[present], kind="stable")].tolist():
+        latest = present[np.argsort(-first_use[present], kind="stable")]
+        self._choosing_s = time.thread_time() - began  # without removal, which takes longer the longer it has waited
+        for image in latest.tolist():
             if total <= _FILLED * capacity or self._stopped.is_set():
                 break
             self._cache.remove(image)
@@ -285,13 +289,11 @@ class Eviction:
             total -= int(sizes[image])
 
     def _work(self) -> None:
-        warned, round_s = False, 0.0
-        while not self._stopped.wait(max(_LEAST_WAIT_S, _WAIT_RATIO * round_s)):
-            began = time.monotonic()
+        warned = False
+        while not self._stopped.wait(max(_LEAST_WAIT_S, _WAIT_RATIO * self._choosing_s)):
             try:
                 self.remove_latest()
             except OSError as error:
                 if not warned:
                     logger.warning("data.cache %s is not kept within its limit: %s", self._cache.directory, error)
                 warned = True
-            round_s = time.monotonic() - began
