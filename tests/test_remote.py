@@ -193,6 +193,12 @@ def test_a_prefix_without_a_dataset_is_named(server: ObjectServer) -> None:
         Split(server.url, "train")
 
 
+def test_a_store_that_never_answers_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_FIRST_ANSWER_S", 0.1)
+    with pytest.raises(ObjectStoreError, match=r"localhost:1/x/y: .*no answer in 0 s, check the URL, the endpoint"):
+        Bucket("http://localhost:1/x").size("y")
+
+
 def test_metadata_are_fetched_once(server: ObjectServer) -> None:
     Split(server.url, "train")
     fetched_metadata.cache_clear()

@@ -252,6 +252,8 @@ class Bucket:
                     raise ObjectStoreError(f"{what}: no credentials were found; {_credentials(self.url)}") from error
                 hint = _hopeless(error, what)
                 if hint or seconds_left < 0:
+                    if not hint and kind not in self._answered:
+                        hint = f": no answer in {limit_s:.0f} s, check the URL, the endpoint and the network"
                     raise ObjectStoreError(f"{what}: {_reason(error)}{hint}") from error
                 cause = error
             else:
