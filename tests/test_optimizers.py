@@ -123,7 +123,8 @@ def step_on_shards(rank: int) -> None:
             for _ in range(3):
                 for entire, shard in zip(whole, sharded, strict=True):
                     entire.grad = torch.randn(entire.shape, generator=generator, dtype=torch.float64)
-                    shard.grad = distribute_tensor(entire.grad, mesh, shard.placements, src_data_rank=None)
+                    grad = entire.grad.clone()  # some optimizers change it in place
+                    shard.grad = distribute_tensor(grad, mesh, shard.placements, src_data_rank=None)
                 theirs.step()
                 with Shardwise():
                     ours.step()
