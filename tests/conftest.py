@@ -3,9 +3,9 @@
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,9 @@ from dali_train.data.dataset.tfrecord import write_records
 from dali_train.runtime import local_launch
 
 from .ranks import POOL, Ranks, command
+
+if TYPE_CHECKING:
+    from .s3_server import S3Server
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -147,6 +150,24 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
             write_shard(root / split / f"{split}-{shard:05d}-of-{shards:05d}", records[shard::shards])
     build_index(root)
     return root
+
+
+@pytest.fixture(scope="module")
+def s3_of_module() -> Iterator["S3Server"]:
+    from .s3_server import S3Server  # with it comes moto, which few tests need
+
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3_server(s3_of_module: "S3Server", monkeypatch: pytest.MonkeyPatch) -> Iterator["S3Server"]:
+    """The store of the module's tests, which the environment of this process names; without a fault."""
+    for name, value in s3_of_module.environment.items():
+        monkeypatch.setenv(name, value)
+    yield s3_of_module
+    s3_of_module.fault = None
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,26 +51,14 @@ config = replace(config, hooks=replace(config.hooks, user=(Pause,)))
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.close()
-
-
-@pytest.fixture(autouse=True)
-def environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield
-    server.fault = None
+pytestmark = pytest.mark.usefixtures("s3_server")
 
 
 @pytest.fixture
-def in_bucket(tiny_config: Path, server: S3Server) -> Path:
+def in_bucket(tiny_config: Path, s3_server: S3Server) -> Path:
     """`tiny_config`, for ranks: those of the pool were started with another environment."""
     path = tiny_config.with_name("in-bucket.py")
-    path.write_text(f"{tiny_config.read_text()}\nimport os\nos.environ.update({server.environment!r})\n")
+    path.write_text(f"{tiny_config.read_text()}\nimport os\nos.environ.update({s3_server.environment!r})\n")
     return path
 
 
@@ -108,13 +95,13 @@ def restore(config: RunConfig) -> list[int]:
 
 
 def test_a_run_goes_on_from_its_mirror(
-    train: Train, start_training: StartTraining, in_bucket: Path, server: S3Server, tmp_path: Path
+    train: Train, start_training: StartTraining, in_bucket: Path, s3_server: S3Server, tmp_path: Path
 ) -> None:
     """Four steps with a store that refuses at times; two more on an empty disk, killed in the middle of an upload; the
     rest on another empty disk and on two ranks: the bits of a run that was only resumed."""
     options = (*OFTEN, "--run.keep_checkpoints", "1", "--run.eval_every_epochs", "None")
     refusals = iter(["503 Slow Down"] * 4)
-    server.fault = lambda method, path: next(refusals, None) if "checkpoints/" in path else None
+    s3_server.fault = lambda method, path: next(refusals, None) if "checkpoints/" in path else None
     train("run", *options, "--run.mirror", URL, "--run.max_steps", "4", config=in_bucket)
     directory = tmp_path / "run"
     shutil.copytree(directory, tmp_path / "kept", symlinks=True)
@@ -132,12 +119,12 @@ def test_a_run_goes_on_from_its_mirror(
             time.sleep(60)
         return None
 
-    server.fault = stuck
+    s3_server.fault = stuck
     doomed = start_training("run", *options, "--run.mirror", URL, config=extended(in_bucket, PAUSE))
     while not uploaded.wait(0.1):
         assert doomed.running(), doomed.log.read_text()
     doomed.kill()
-    server.fault = None
+    s3_server.fault = None
     assert 6 not in steps(URL) and any("step-00000006" in folder for folder in folders(URL))
 
     shutil.rmtree(directory)
@@ -297,11 +284,11 @@ def test_a_run_whose_mirror_was_taken_over_uploads_no_more(
     assert Bucket(url).size("metrics.jsonl") > 0 and taken.renew()
 
 
-def test_an_answer_that_is_lost_loses_no_claim(url: str, server: S3Server) -> None:
+def test_an_answer_that_is_lost_loses_no_claim(url: str, s3_server: S3Server) -> None:
     """The store has replaced mirror.json, and says so when it is too late: the request made again is refused."""
     claimed = Claim(Bucket(url), say=print)
     statuses = iter(["done, 500 Internal Server Error"])
-    server.fault = lambda method, path: next(statuses, None) if method == "PUT" else None
+    s3_server.fault = lambda method, path: next(statuses, None) if method == "PUT" else None
     assert claimed.renew({})
     assert claimed.renew() and steps(url) == []
 
@@ -310,30 +297,30 @@ def test_an_answer_that_is_lost_loses_no_claim(url: str, server: S3Server) -> No
 
 
 def test_a_store_that_is_away_ends_nothing(
-    finished: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    finished: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     monkeypatch.setattr(mirror, "_IMPATIENT_S", 0.2)
     monkeypatch.setattr(claim, "STALE_S", 0.2)
     monkeypatch.setattr(claim, "BEAT_S", 0.1)
     mirror_ = Mirror(run(finished, url))
-    server.fault = lambda method, path: "503 Slow Down"
+    s3_server.fault = lambda method, path: "503 Slow Down"
     mirror_.start(set())
     mirror_.grace_s = 1.0
     mirror_.finish()
     mirror_.close()
     assert "the run goes on, and the upload is tried again" in caplog.text
     assert "start the same command again to complete it" in caplog.text
-    server.fault = None
+    s3_server.fault = None
     assert steps(url) == []
     elsewhere(monkeypatch)
     upload(finished, url)
     assert steps(url) == [5, 6]
 
 
-def test_what_cannot_be_written_is_told_before_training(server: S3Server, tiny_config: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_told_before_training(s3_server: S3Server, tiny_config: Path, tmp_path: Path) -> None:
     config = load_config(tiny_config).replace({"run.mirror": URL, "run.dir": str(tmp_path)})
-    server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
+    s3_server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
     with (
         pytest.raises(ConfigError, match=f"run.mirror: {URL}/mirror.json is refused: .*set AWS_ACCESS_KEY_ID"),
         mirrored(config, discover(LaunchOptions())),

@@ -155,7 +155,7 @@ class Mirror:
             size = self._bucket.size(METRICS)
             if (self._directory / METRICS).exists():
                 set_aside(self._directory / METRICS)
-            self._bucket.download(METRICS, self._directory / METRICS, size, report=lambda size: None)
+            self._bucket.download(METRICS, self._directory / METRICS, size)
 
     def _check_recipe(self, folder: str, path: Path) -> None:
         """Refuse the mirror of another run, whose checkpoints this run would remove."""

@@ -127,7 +127,7 @@ class Bucket:
 
         return self._ask(f"{self.url}/{name}", request)
 
-    def download(self, name: str, path: Path, size: int, report: Callable[[int], None]) -> None:
+    def download(self, name: str, path: Path, size: int, report: Callable[[int], None] = lambda size: None) -> None:
         """Write an object of `size` bytes to a new file, in pieces side by side; `report` gets the size of each.
 
         Raises:
@@ -173,7 +173,7 @@ class Bucket:
         mode: Any = "create" if new else replaced or "overwrite"
         return _version(self._ask(f"{self.url}/{name}", lambda store: store.put(name, content, mode=mode), "write"))
 
-    def upload(self, name: str, path: Path, report: Callable[[int], None]) -> None:
+    def upload(self, name: str, path: Path, report: Callable[[int], None] = lambda size: None) -> None:
         """Write a file's content as an object, with few pieces of it in memory.
 
         Args:

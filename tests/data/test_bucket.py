@@ -1,7 +1,6 @@
 """Datasets in a bucket: made there, shown, checked and cut down, with the bytes that they have on a disk."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,10 @@ URL = "s3://bucket/out"
 OPTIONS = ("--validation-fraction", 0.3, "--train-shards", 3)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.close()
-
-
 @pytest.fixture(autouse=True)
-def environment(server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+def no_metadata(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fetched_metadata.cache_clear()
-    yield
-    server.fault = None
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +37,7 @@ def objects(url: str) -> dict[str, bytes]:
 
 def test_a_dataset_is_made_in_a_bucket(
     folder: Path,
-    server: S3Server,
+    s3_server: S3Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -58,7 +46,7 @@ def test_a_dataset_is_made_in_a_bucket(
     words = ("convert", "folder", "--train", folder, *OPTIONS, "--workers", 1)
     data(*words, "--out", tmp_path / "out")
     monkeypatch.setattr(object_store, "RETRY_S", 0.5)
-    server.fault = lambda method, path: "403 Forbidden" if method == "PUT" and "train-00002" in path else None
+    s3_server.fault = lambda method, path: "403 Forbidden" if method == "PUT" and "train-00002" in path else None
     Bucket(URL).write("stranger", b"")
     data(*words, "--out", URL, status=2)
     assert f"{URL} holds stranger but no conversion to resume: use an empty prefix" in capsys.readouterr().err
@@ -70,7 +58,7 @@ def test_a_dataset_is_made_in_a_bucket(
     assert "holds a conversion with other options" in capsys.readouterr().err
     uploaded = set(Bucket(URL).sizes("train/"))
     again: list[str] = []
-    server.fault = lambda method, path: again.append(path) if method == "PUT" else None
+    s3_server.fault = lambda method, path: again.append(path) if method == "PUT" else None
     data(*words, "--out", URL)
     assert uploaded and not any(path.endswith(name) for name in uploaded for path in again)
     assert f"{URL} is ready" in capsys.readouterr().out

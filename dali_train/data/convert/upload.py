@@ -64,7 +64,7 @@ class Upload:
 
     def send(self, path: Path) -> None:
         """Upload a file of `directory`. It may be removed then."""
-        self._bucket.upload(str(path.relative_to(self.directory)), path, report=lambda size: None)
+        self._bucket.upload(str(path.relative_to(self.directory)), path)
 
     def complete(self) -> None:
         """Upload the index and the like, and dataset.json last. Raises ChangedObjectError: there is one already."""

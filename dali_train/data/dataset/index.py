@@ -119,7 +119,7 @@ class Split:
             path, bucket = Path(directory) / expected.name, Bucket(self.url)
             try:
                 num_bytes = bucket.size(expected.name)
-                bucket.download(expected.name, path, num_bytes, report=lambda size: None)
+                bucket.download(expected.name, path, num_bytes)
             except ObjectStoreError as error:
                 raise DatasetError(str(error)) from error
             if num_bytes != expected.num_bytes:
@@ -283,11 +283,7 @@ class MappedShards:
 
 def open_shards(split: Split) -> "MappedShards | RemoteShards":
     """Return the images of a split, wherever they are. Raises DatasetError: see `MappedShards`."""
-    if split.url is None:
-        return MappedShards(split)
-    return RemoteShards(
-        split.url, split.rows, [(shard.name, shard.num_bytes) for shard in split.shards], split.checksums
-    )
+    return MappedShards(split) if split.url is None else RemoteShards(split)
 
 
 def allow_open_files(needed: int) -> str:

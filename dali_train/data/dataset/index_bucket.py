@@ -31,7 +31,7 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
         def fetch(path: Path) -> Iterator[Path]:
             size = path.stat().st_size
             path.unlink()
-            bucket.download(str(path.relative_to(directory)), path, size, report=lambda size: None)
+            bucket.download(str(path.relative_to(directory)), path, size)
             yield path
             path.unlink()  # not made shorter: it may still be mapped
             _stand_in(path, size)
@@ -44,7 +44,7 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
                 _stand_in(directory / name, size)
             yield directory, fetch
             for path in (*directory.glob("index/*"), *directory.glob("idx_files/*/*"), directory / "dataset.json"):
-                bucket.upload(str(path.relative_to(directory)), path, report=lambda size: None)
+                bucket.upload(str(path.relative_to(directory)), path)
         except (DatasetError, RunError) as error:
             kind = DatasetError if isinstance(error, DatasetError) else RunError
             raise kind(str(error).replace(place, url)) from error

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from crc32c import crc32c
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 from dali_train.errors import DatasetError
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
+
+if TYPE_CHECKING:
+    from dali_train.data.dataset.index import Split
 
 RUN_BYTES = 1 << 20  # neighbours are fetched by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
@@ -83,20 +87,16 @@ class RemoteShards:
     store. A shard has one version for as long as this lives: it is pinned by its size and ETag.
 
     Args:
-        url: of the split's directory.
-        rows: the split's index (``INDEX_DTYPE``).
-        shards: (name, size in bytes) of each shard.
-        checksums: CRC32C of each image's bytes, (N,); None: only the number of bytes is checked.
+        split: one whose `url` is not None. Where its index has no `checksums`, only the number of bytes is checked.
 
     Raises:
         DatasetError: by `fetch`: a shard is missing, has changed, or an image is wrong and stays wrong.
     """
 
-    def __init__(
-        self, url: str, rows: NDArray[np.void], shards: list[tuple[str, int]], checksums: NDArray[np.uint32] | None
-    ) -> None:
-        self._bucket = Bucket(url)
-        self._rows, self._shards, self._checksums = rows, shards, checksums
+    def __init__(self, split: "Split") -> None:
+        assert split.url is not None
+        self._bucket = Bucket(split.url)
+        self._rows, self._shards, self._checksums = split.rows, split.shards, split.checksums
         self._etags: dict[int, str | None] = {}
         self.num_requests = self.num_bytes = 0  # so far; for measurements, not exact when threads race
 
@@ -149,7 +149,7 @@ class RemoteShards:
         assert wrong is not None
         image, found, expected = wrong
         raise DatasetError(
-            f"image {image} of {self._bucket.url}/{self._shards[shard][0]} came {_ATTEMPTS} times with CRC32C "
+            f"image {image} of {self._bucket.url}/{self._shards[shard].name} came {_ATTEMPTS} times with CRC32C "
             f"{found:08x}, the index says {expected:08x}: copy that shard again, or index the dataset again"
         )
 
@@ -162,7 +162,7 @@ class RemoteShards:
         return None
 
     def _fetch(self, shard: int, begin: int, end: int) -> memoryview:
-        name, expected = self._shards[shard]
+        name, expected = self._shards[shard].name, self._shards[shard].num_bytes
         try:
             content, etag, size = self._bucket.read(name, begin, end, self._etags.get(shard))
         except MissingObjectError as error:

@@ -28,9 +28,7 @@ class RemoteImages(RemoteShards):
     portion_bytes = 8 << 20  # with four portions under way, hundreds of images of 110 kB
 
     def __init__(self, split: Split, cache: ImageCache | None, *, staged_bytes: int) -> None:
-        assert split.url is not None
-        shards = [(shard.name, shard.num_bytes) for shard in split.shards]
-        super().__init__(split.url, split.rows, shards, split.checksums)
+        super().__init__(split)
         self._cache, self._most_bytes = cache, staged_bytes
         self._staged: OrderedDict[int, tuple[Future[Image], int]] = OrderedDict()  # and how often it will be read
         self._num_staged_bytes = 0
