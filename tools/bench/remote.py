@@ -3,8 +3,8 @@ against LitData, Streaming and WebDataset, each with a cache of the same size.
 
     python -m tools.bench.remote DATASET --delay 0.02 --cached 0.5 --epochs 3
 
-A server of this machine answers each request after a delay. Every way is a process of its own with two threads or
-workers, which prepares images as ImageNet's recipes do (a random crop of 224 pixels, a flip, float32). Printed is a
+A server of this machine answers each request after a delay. Every way is a process of its own with a few threads
+or workers, which prepares images as ImageNet's recipes do (a random crop of 224 pixels, a flip, float32). Printed is a
 line per epoch: images/s, CPU time per image, memory of all its processes, requests, and what it fetched in units of the
 dataset; of our cache also the least that any cache of its size could fetch. Peers that are not installed are left out:
 pip install litdata mosaicml-streaming webdataset.
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from PIL import Image
 
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import MappedShards, Split
-from dali_train.data.loading.cache import join_node
+from dali_train.data.loading.cache import ImageCache, join_node
 from dali_train.data.loading.loader import make_loader
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.next_use import simulate_cache
@@ -41,11 +42,23 @@ from tests.object_server import ObjectServer
 from tools.bench.turns import cpu_seconds, describe_machine, family, loading_config
 
 MICRO_BATCH = 20
-NUM_WORKERS = 2
 SHARD_BYTES = 8 << 20  # of the peers' formats: a cache of a small dataset must hold several
 
 Epochs = Iterator[Iterable[Any]]
 """Of each epoch, its micro-batches."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What each way is given."""
+
+    split: Split  # on the disk
+    url: str
+    cache: Path
+    cached: int  # bytes
+    epochs: int
+    ahead_mb: int  # only this project's
+    workers: int
 
 
 def main() -> None:
@@ -53,7 +66,9 @@ def main() -> None:
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--delay", type=float, default=0.02, metavar="S", help="of each answer (default: %(default)s)")
     parser.add_argument("--cached", type=float, default=0.5, metavar="SHARE", help="of the dataset (default: 0.5)")
+    parser.add_argument("--ahead", type=int, default=16, metavar="MB", help="read ahead by ours (default: 16)")
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="threads or processes (default: 2)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--only", nargs=3, metavar=("WAY", "URL", "CACHE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -61,7 +76,9 @@ def main() -> None:
     num_bytes = int(split.rows["size"].sum())
     if options.only:
         way, url, cache = options.only
-        measure(WAYS[way](split, url, Path(cache), int(options.cached * num_bytes), options.epochs), len(split))
+        cached = int(options.cached * num_bytes)
+        task = Task(split, url, Path(cache), cached, options.epochs, options.ahead, options.workers)
+        measure(WAYS[way](task), task)
         return
     print(describe_machine())
     with tempfile.TemporaryDirectory() as temporary:
@@ -110,13 +127,13 @@ def lines_of(
         print(f"ended with status {process.returncode}", file=sys.stderr)
 
 
-def measure(epochs: Epochs, num_images: int) -> None:
-    """Print a line for each epoch; `num_images` is what one has, less the last part of a micro-batch."""
+def measure(epochs: Epochs, task: Task) -> None:
+    """Print a line for each epoch, which may lack the last part of a micro-batch of each worker."""
     me = psutil.Process()
     cpu, start = cpu_seconds(me), time.perf_counter()
     for number, micro_batches in enumerate(epochs, 1):
         count = sum(1 for _ in micro_batches) * MICRO_BATCH
-        assert count > num_images - NUM_WORKERS * MICRO_BATCH, f"{count} of {num_images} images"
+        assert count > len(task.split) - task.workers * MICRO_BATCH, f"{count} of {len(task.split)} images"
         now, end = cpu_seconds(me), time.perf_counter()
         line = {
             "epoch": number,
@@ -131,23 +148,25 @@ def measure(epochs: Epochs, num_images: int) -> None:
 # This project
 
 
-def from_disk(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
-    return ours(DataConfig(root=str(split.root)), epochs)
+def from_disk(task: Task) -> Epochs:
+    return ours(task, DataConfig(root=str(task.split.root)))
 
 
-def from_store(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
-    return ours(DataConfig(root=f"{url}/ours", read_ahead_mb=16), epochs)
+def from_store(task: Task) -> Epochs:
+    return ours(task, DataConfig(root=f"{task.url}/ours", read_ahead_mb=task.ahead_mb))
 
 
-def with_cache(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
-    data = DataConfig(root=f"{url}/ours", read_ahead_mb=16, cache=str(cache), cache_gb=cached / 1e9)
-    least = [round(1 - share, 3) for share in best_shares(split, data, epochs)]
+def with_cache(task: Task) -> Epochs:
+    data = DataConfig(
+        root=f"{task.url}/ours", read_ahead_mb=task.ahead_mb, cache=str(task.cache), cache_gb=task.cached / 1e9
+    )
+    least = [round(1 - share, 3) for share in best_shares(task, data)]
     print(f"with a cache: at least {least} can be fetched in each epoch", file=sys.stderr)
-    return ours(data, epochs)
+    return ours(task, data)
 
 
-def ours(data: DataConfig, epochs: int) -> Epochs:
-    config, launch = config_of(data, epochs), Launch()
+def ours(task: Task, data: DataConfig) -> Epochs:
+    config, launch = config_of(data, task.epochs), Launch()
     split = Split(config.data.root, "train")
     loader = make_loader(
         split,
@@ -156,10 +175,10 @@ def ours(data: DataConfig, epochs: int) -> Epochs:
         start_step=0,
         dp_rank=0,
         dp_size=1,
-        num_threads=NUM_WORKERS,
+        num_threads=task.workers,
         node=join_node(config, launch, Layout.from_config(launch, config.parallel)),
     )
-    for _ in range(epochs):
+    for _ in range(task.epochs):
         yield (loader.next() for _ in range(len(split) // MICRO_BATCH))
     del loader
     gc.collect()  # ends the threads that read ahead
@@ -169,14 +188,14 @@ def config_of(data: DataConfig, epochs: int) -> Config:
     return loading_config(data, micro_batch=MICRO_BATCH).replace({"run.epochs": epochs})
 
 
-def best_shares(split: Split, data: DataConfig, epochs: int) -> list[float]:
+def best_shares(task: Task, data: DataConfig) -> list[float]:
     """Return the share of each epoch's bytes that no cache of this size could serve more of."""
-    config = config_of(data, epochs)
+    split, config = task.split, config_of(data, task.epochs)
     micro_batches = MicroBatches(split.rows, config)
-    images = np.concatenate([micro_batches(step, 0).images for step in range(config.steps(epochs, len(split)))])
+    images = np.concatenate([micro_batches(step, 0).images for step in range(config.steps(task.epochs, len(split)))])
+    served = simulate_cache(images.astype(np.int32), ImageCache(task.cache, split).file_sizes, task.cached)
     sizes = split.rows["size"].astype(np.int64)
-    served = simulate_cache(images.astype(np.int32), sizes, int((data.cache_gb or 0) * 1e9))
-    each = np.array_split(served * sizes[images], epochs)
+    each = np.array_split(served * sizes[images], task.epochs)
     return [float(part.sum() / sizes.sum()) for part in each]
 
 
@@ -211,7 +230,7 @@ def write_litdata(split: Split, place: Path) -> None:
     writer.merge()
 
 
-def litdata(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+def litdata(task: Task) -> Epochs:
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming import downloader
     from litdata.streaming.resolver import Dir
@@ -224,14 +243,14 @@ def litdata(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Ep
             return prepared(sample["image"]), sample["label"]
 
     dataset = Photos(
-        Dir(path=str(cache), url="s3://litdata"),
+        Dir(path=str(task.cache), url="s3://litdata"),
         shuffle=True,
         drop_last=True,
-        max_cache_size=cached,
-        storage_options={"endpoint_url": url},
+        max_cache_size=task.cached,
+        storage_options={"endpoint_url": task.url},
     )
-    loader = StreamingDataLoader(dataset, batch_size=MICRO_BATCH, num_workers=NUM_WORKERS, drop_last=True)
-    for _ in range(epochs):
+    loader = StreamingDataLoader(dataset, batch_size=MICRO_BATCH, num_workers=task.workers, drop_last=True)
+    for _ in range(task.epochs):
         yield loader
 
 
@@ -244,7 +263,7 @@ def write_streaming(split: Split, place: Path) -> None:
             writer.write({"image": content, "label": label})
 
 
-def streaming(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+def streaming(task: Task) -> Epochs:
     from streaming import StreamingDataset
 
     class Photos(StreamingDataset):
@@ -254,14 +273,14 @@ def streaming(split: Split, url: str, cache: Path, cached: int, epochs: int) -> 
 
     dataset = Photos(
         remote="s3://streaming",
-        local=str(cache),
+        local=str(task.cache),
         shuffle=True,
-        shuffle_block_size=len(split) // 5,  # the default is larger than this dataset, and would not fit the cache
-        cache_limit=cached,
+        shuffle_block_size=len(task.split) // 5,  # the default is larger than this dataset, and would not fit the cache
+        cache_limit=task.cached,
         batch_size=MICRO_BATCH,
     )
-    loader: Iterable[Any] = torch.utils.data.DataLoader(dataset, MICRO_BATCH, num_workers=NUM_WORKERS, drop_last=True)
-    for _ in range(epochs):
+    loader: Iterable[Any] = torch.utils.data.DataLoader(dataset, MICRO_BATCH, num_workers=task.workers, drop_last=True)
+    for _ in range(task.epochs):
         yield loader
 
 
@@ -274,29 +293,29 @@ def write_webdataset(split: Split, place: Path) -> None:
             writer.write({"__key__": f"{number:06}", "jpg": content, "cls": label})
 
 
-def webdataset(split: Split, url: str, cache: Path, cached: int, epochs: int) -> Epochs:
+def webdataset(task: Task) -> Epochs:
     import webdataset as wds
 
-    cache.mkdir()
-    num_shards = len(list((cache.parent / "webdataset").glob("*.tar")))
+    task.cache.mkdir()
+    num_shards = len(list((task.cache.parent / "webdataset").glob("*.tar")))
     dataset = (
         wds.WebDataset(
-            f"{url}/webdataset/{{000000..{num_shards - 1:06}}}.tar",
+            f"{task.url}/webdataset/{{000000..{num_shards - 1:06}}}.tar",
             shardshuffle=num_shards,
-            cache_dir=str(cache),
-            cache_size=cached,
+            cache_dir=str(task.cache),
+            cache_size=task.cached,
         )
         .shuffle(1000)
         .to_tuple("jpg", "cls")
         .map_tuple(prepared, int)
         .batched(MICRO_BATCH, partial=False)
     )
-    loader: Iterable[Any] = torch.utils.data.DataLoader(dataset, None, num_workers=NUM_WORKERS)
-    for _ in range(epochs):
+    loader: Iterable[Any] = torch.utils.data.DataLoader(dataset, None, num_workers=task.workers)
+    for _ in range(task.epochs):
         yield loader
 
 
-WAYS: dict[str, Callable[[Split, str, Path, int, int], Epochs]] = {
+WAYS: dict[str, Callable[[Task], Epochs]] = {
     "disk": from_disk,
     "store": from_store,
     "cache": with_cache,

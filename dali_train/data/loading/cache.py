@@ -40,7 +40,7 @@ logger = logging.getLogger("dali_train")
 _FILES_PER_DIRECTORY = 1 << 12
 _BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
 _RESERVE = 0.05  # of the disk stays free
-_FILLED = 0.98  # a round of removal goes down to this share of the capacity
+_LEAST_FILLED = 0.98  # a round of removal leaves at least this share of the capacity
 _LEAST_WAIT_S, _WAIT_RATIO = 0.02, 20.0  # between two rounds, and times what choosing took: 5 % of a core
 _WAIT_S = 10.0  # for the directory's last user, which may be about to end
 
@@ -249,6 +249,7 @@ class Eviction:
         cache.directory.mkdir(parents=True, exist_ok=True)
         self._present = cache.present()
         self._seen = self._now = next_use.time(start_step, 0)
+        self._total = int(cache.file_sizes[self._present].sum())  # bytes after the last round
         self._choosing_s = 0.0
         self._stopped = threading.Event()
         threading.Thread(target=self._work, name="cache-eviction", daemon=True).start()
@@ -263,7 +264,8 @@ class Eviction:
             self._stopped.set()
 
     def remove_latest(self) -> None:
-        """Remove images until the cache is within its capacity, those that are needed latest first."""
+        """Remove images, those that are needed latest first, until there is room for as much as came since the last
+        round."""
         began = time.thread_time()
         sizes, now = self._cache.file_sizes, self._now
         end = now + self._num_ahead + 1
@@ -275,6 +277,8 @@ class Eviction:
         capacity = max(0, total + disk.free - int(_RESERVE * disk.total))
         if self._limit is not None:
             capacity = min(capacity, self._limit)
+        goal = max(capacity - (total - self._total), int(_LEAST_FILLED * capacity))
+        self._total = total
         if total <= capacity:
             return
         first_use = self._next_use.first_use(sizes, capacity)
@@ -282,11 +286,11 @@ class Eviction:
         latest = present[np.argsort(-first_use[present], kind="stable")]
         self._choosing_s = time.thread_time() - began  # without removal, which takes longer the longer it has waited
         for image in latest.tolist():
-            if total <= _FILLED * capacity or self._stopped.is_set():
+            if self._total <= goal or self._stopped.is_set():
                 break
             self._cache.remove(image)
             self._present[image] = False
-            total -= int(sizes[image])
+            self._total -= int(sizes[image])
 
     def _work(self) -> None:
         warned = False
