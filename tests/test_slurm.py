@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dali_train.cli import main
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.status import newest_step, read_status
 
 from .conftest import REPOSITORY, Train, final_weights
+from .data.files import files_of, write_folder
 from .helpers import extended, samples
 from .slurm_cluster import Cluster, reason_against
 
@@ -215,6 +217,19 @@ def test_each_task_of_an_array_has_its_seed_and_is_queued_again_alone(
     begun = [f"begun with seed {task} in {tmp_path}/run-{task}." for task in (0, 1)]
     assert [job.count(line) for line in begun] == [2, 2], job.text()
     assert all(job.count(f"job {job.number}_{task}: stopped on request") == 1 for task in (0, 1)), job.text()
+
+
+def test_a_conversion_as_an_array_has_the_bytes_of_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    photos = write_folder(tmp_path / "photos", {"ant": 6, "bee": 6})
+    words = ["folder", "--train", str(photos), "--train-shards", "4", "--out"]
+    one, array = (str(tmp_path / name) for name in ("one", "array"))
+    for more in ([one], [array, "--plan"]):
+        assert main(["data", "convert", *words, *more]) == 0
+    options = ("--wait", "--array=1-2", "--cpus-per-task=1", f"--output={tmp_path}/log-%a")
+    cluster.run(*("sbatch", *options, "slurm/convert.sbatch", *words, array, "--part", "%a/2"), environment=ENVIRONMENT)
+    assert "part 2/2 is in" in (tmp_path / "log-2").read_text()
+    assert main(["data", "convert", *words, array, "--finish"]) == 0
+    assert files_of(tmp_path / "array") == files_of(tmp_path / "one")
 
 
 # Ends at the step that the file names. While that is empty there is time to do something to the run, and a step is

@@ -134,6 +134,10 @@ def test_parts_have_the_bytes_of_one_process(folder: Path, tmp_path: Path, capsy
     planned = capsys.readouterr().out
     assert "train: 31 images in 12 shards\nvalidation: 7 images in 2 shards\n" in planned
     assert end_of(start_convert([*arguments, "--part", "2/4"], prepare=kill_at_third_shard)) == -signal.SIGKILL
+    with (out / ".conversion" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # a part that is being written
+        assert convert_folder(folder, out, *options, "--plan") == 0, "what each pod of a Kubernetes Job does first"
+        assert capsys.readouterr().out == planned
     twins = [start_convert([*arguments, "--part", "3/4"]) for _ in range(2)]
     assert [end_of(twin) for twin in twins] == [0, 0]
     for part in ("4/4", "2/4"):

@@ -1,16 +1,35 @@
-"""Which image goes to which place of which shard: pure functions of the counts and the seed."""
+"""Which image goes to which place of which shard, and who makes that: pure functions of the counts and the seed."""
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.sampling.rng import shuffled
+from dali_train.errors import DatasetError
 
 DEFAULT_SHARDS: dict[SplitName, int] = {"train": 1024, "validation": 128}
 _FEWEST_SHARDS: dict[SplitName, int] = {"train": 4, "validation": 1}
 _BYTES_PER_SHARD = 16 << 20  # below this, more shards only mean more files
 # Apart from the streams that training draws from with the same seed, whose keys are small numbers.
 _SHARDS_STREAM, _HELD_OUT_STREAM = 0x5348_4152_4453, 0x4845_4C44_4F55_54
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of `total` machines converts: shards `number` (from 1), `number` + `total`, ... of every split."""
+
+    number: int
+    total: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """Return the part that "3/16" names. Raises DatasetError: it names none."""
+        numbers = [int(number) for number in text.split("/") if number.isdecimal()]
+        if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+            raise DatasetError(f"--part is {text}: use I/N with I from 1 to N, such as 3/16")
+        return cls(*numbers)
 
 
 def default_num_shards(split: SplitName, *, num_images: int, num_bytes: int) -> int:

@@ -22,7 +22,7 @@ from zipfile import BadZipFile
 from crc32c import crc32c
 
 from dali_train.data.convert.image import EncodingOptions
-from dali_train.data.convert.plan import default_num_shards, shuffled_layout
+from dali_train.data.convert.plan import Part, default_num_shards, shuffled_layout
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Source
 from dali_train.data.convert.upload import Upload
@@ -40,22 +40,6 @@ OnBad = Literal["fail", "skip"]
 _MOST_LISTED = 20
 _PARTS = "parts-"  # and their number: the name of an empty file in the state directory
 _M_MMAP_THRESHOLD = -3  # from malloc.h
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one of `total` machines converts: shards `number` (from 1), `number` + `total`, ... of every split."""
-
-    number: int
-    total: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Part":
-        """Return the part that "3/16" names. Raises ConversionError: it names none."""
-        numbers = [int(number) for number in text.split("/") if number.isdecimal()]
-        if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
-            raise ConversionError(f"--part is {text}: use I/N with I from 1 to N, such as 3/16")
-        return cls(*numbers)
 
 
 class ConversionError(DatasetError):
@@ -141,15 +125,13 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     if _is_complete(conversion, state):
         place = conversion.place
         return [f"{place} is complete already: nothing to do. `dali-train data verify {place}` checks it"]
+    if phase == "plan" and _is_claimed(conversion, state):  # parts may be writing, and hold the lock
+        return _plan(conversion)
     _return_large_blocks()
     with _locked(state, shared=part is not None), _clear_when_full(out):
         _claim(conversion, state, plans=phase in ("all", "plan"), part=part)
         if phase == "plan":
-            counts = [
-                f"{split}: {plural(len(source.labels), 'image')} in {plural(conversion.shards_of(split), 'shard')}"
-                for split, source in conversion.sources.items()
-            ]
-            return [*counts, f"{out} is planned. Next: --part 1/N to --part N/N for any N, then --finish"]
+            return _plan(conversion)
         if conversion.upload is not None:
             conversion.upload.claim(conversion.identity())
         asked = Part(1, 1) if phase == "all" else part
@@ -187,6 +169,16 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
         if count
     ]
     return [*counted, *lines, f"{conversion.place} is ready"]
+
+
+def _plan(conversion: Conversion) -> list[str]:
+    return [
+        *(
+            f"{split}: {plural(len(source.labels), 'image')} in {plural(conversion.shards_of(split), 'shard')}"
+            for split, source in conversion.sources.items()
+        ),
+        f"{conversion.out} is planned. Next: --part 1/N to --part N/N for any N, then --finish",
+    ]
 
 
 def _upload_or_verify(conversion: Conversion) -> list[str]:
@@ -348,16 +340,23 @@ def _clear_when_full(out: Path) -> Iterator[None]:
         ) from error
 
 
+def _is_claimed(conversion: Conversion, state: Path) -> bool:
+    """Return whether `out` is this conversion's. Raises ConversionError: it is another's, or nobody can tell whose."""
+    options = state / "options.json"
+    if not options.exists():
+        return False
+    try:
+        theirs = json.loads(options.read_text())
+    except ValueError as error:
+        raise ConversionError(f"{options} cannot be read ({error}): delete {conversion.out} and start again") from error
+    _refuse_other(conversion, theirs, options)
+    return True
+
+
 def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | None) -> None:
     """Make `out` ours, or see that it is; then sweep up what a killed run left half done, unless others are writing."""
-    out, options = conversion.out, state / "options.json"
-    if options.exists():
-        try:
-            theirs = json.loads(options.read_text())
-        except ValueError as error:
-            raise ConversionError(f"{options} cannot be read ({error}): delete {out} and start again") from error
-        _refuse_other(conversion, theirs, options)
-    else:
+    out = conversion.out
+    if not _is_claimed(conversion, state):
         foreign = sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
         if foreign:
             raise ConversionError(
@@ -366,7 +365,7 @@ def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | Non
             )
         if not plans:
             raise ConversionError(f"{out} is not planned yet: start the same command with --plan once before any part")
-        write_atomically(options, (json.dumps(conversion.identity(), indent=1) + "\n").encode())
+        write_atomically(state / "options.json", (json.dumps(conversion.identity(), indent=1) + "\n").encode())
     if part is not None:
         (state / f"{_PARTS}{part.total}").touch()
         return

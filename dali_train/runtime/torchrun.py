@@ -1,0 +1,32 @@
+"""torchrun with the trainer's exit status: ``python -m dali_train.runtime.torchrun OPTIONS -m dali_train train ...``
+
+torchrun itself ends with status 1 whatever its workers end with, and Kubernetes and the like must know whether to start
+a run again (75) or not (2). Options, environment and output are torchrun's.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+from dali_train.runtime.status import FINISHED, START_AGAIN
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this node's ranks, and return the status of the first that failed; after a signal, which they got too, 75."""
+    try:
+        run(parse_args(sys.argv[1:] if arguments is None else arguments))
+    except SignalException:
+        return START_AGAIN
+    except ChildFailedError as error:
+        status = int(error.get_first_failure()[1].exitcode)
+        if status != START_AGAIN:
+            print(error, file=sys.stderr)
+        return max(status, 1)  # negative: the signal that killed it
+    return FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
