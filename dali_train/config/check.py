@@ -8,6 +8,7 @@ only values that fit their hints.
 import functools
 import math
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -28,6 +29,12 @@ class Rule:
     words: str  # as they follow "use" in a message
     low: float = -math.inf  # of numbers
     high: float = math.inf
+    pattern: str | None = None  # a regular expression for all of a text
+
+    def allows(self, value: Any) -> bool:
+        if isinstance(value, int | float):
+            return self.low <= value <= self.high
+        return self.pattern is None or re.fullmatch(self.pattern, value) is not None
 
 
 class _NotInRecipe:
@@ -133,6 +140,29 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         raise ConfigError(f"{name} is {shown}: use {close_value(value, choices, _words(hint))}") from None
 
 
+def from_json(cls: type[T], values: Any) -> T:
+    """Return the dataclass that a JSON object of unknown origin describes, each value checked against its field's hint.
+
+    Raises:
+        ConfigError: a value is missing or not valid. Those that the class does not know are of other versions.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"it is of type {type(values).__name__}: use an object")
+    given = {}
+    for name, hint, default in _fields(cls):
+        if name not in values:
+            require(default is not MISSING, f"{name} is missing")
+        elif values[name] != default:
+            given[name] = checked(name, values[name], hint)
+    return cls(**given)
+
+
+@functools.cache  # a dataset has a thousand shards
+def _fields(cls: Any) -> list[tuple[str, Any, Any]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return [(one.name, hints[one.name], default_of(one)) for one in fields(cls)]
+
+
 def alternatives(hint: Any) -> Iterator[Any]:
     """Yield the types that a type hint allows, without ``Annotated`` and ``|``."""
     if get_origin(hint) is Annotated:
@@ -149,10 +179,14 @@ class _InvalidValueError(Exception):
 
 
 def _validated(value: Any, hint: Any) -> Any:
+    if hint in _IS_VALID:
+        if _IS_VALID[hint](value):
+            return os.fspath(value) if hint is str else value
+        raise _InvalidValueError
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         value = _validated(value, arguments[0])
-        if all(note.low <= value <= note.high for note in arguments[1:] if _is_range(note)):
+        if all(note.allows(value) for note in arguments[1:] if isinstance(note, Rule)):
             return value
     elif origin in (Union, types.UnionType):
         for one in arguments:
@@ -167,23 +201,17 @@ def _validated(value: Any, hint: Any) -> Any:
         hints = arguments[:1] * len(value) if arguments[1:] == (Ellipsis,) else arguments
         if len(value) == len(hints):
             return tuple(_validated(one, hint) for one, hint in zip(value, hints, strict=True))
-    elif hint in _IS_VALID:
-        if _IS_VALID[hint](value):
-            return os.fspath(value) if hint is str else value
+    elif origin is dict and isinstance(value, dict):
+        key, item = arguments
+        return {_validated(name, key): _validated(one, item) for name, one in value.items()}
     elif (
-        hint is Any
-        or (origin is dict and isinstance(value, dict))
-        or (origin is Callable and callable(value))
-        or (isinstance(hint, type) and isinstance(value, hint))
+        hint is Any or (origin is Callable and callable(value)) or (isinstance(hint, type) and isinstance(value, hint))
     ):
         return value
-    elif is_dataclass(hint) and isinstance(value, dict):  # a section as dict(field=value)
-        return hint(**value)  # type: ignore[operator]  # a class
+    elif is_dataclass(hint) and isinstance(value, dict):
+        # a section as dict(field=value), or what is in a file
+        return hint(**value) if hint in _PREFIXES else from_json(hint, value)  # type: ignore[operator, arg-type]
     raise _InvalidValueError
-
-
-def _is_range(note: Any) -> bool:
-    return isinstance(note, Rule) and (note.low, note.high) != (-math.inf, math.inf)
 
 
 # bool is an int to Python, and not to us: `epochs=True` is a mistake.

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Literal
 
-from dali_train.config.check import CountOr0, Fraction, checked
+from dali_train.config.check import CountOr0, Fraction, from_json
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited, write_atomically
 from dali_train.runtime.lock import find_holder
@@ -47,14 +47,10 @@ def read_status(run_directory: Path) -> RunStatus | None:
     """
     path = run_directory / _FILE
     try:
-        values = json.loads(read_limited(path, _LARGEST_FILE))
-        hints = get_type_hints(RunStatus, include_extras=True)
-        # An empty text is what its field has anyway, and fields of other versions are ignored.
-        known = {name: values[name] for name in hints if name in values and values[name] != ""}
-        status = RunStatus(**{name: checked(name, value, hints[name]) for name, value in known.items()})
+        status = from_json(RunStatus, json.loads(read_limited(path, _LARGEST_FILE)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not the status of a run ({error}): move it away, checkpoints do not need it"
         ) from error

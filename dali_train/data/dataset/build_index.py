@@ -157,7 +157,7 @@ def index_record(
     except BadImageError as error:
         raise TFRecordError(path, record.header, f"{names.image} {error}") from error
     return IndexedRecord(
-        start, end - start, height, width, label, _text(content, features.get("image/class/synset")), encoding
+        start, end - start, height, width, label, _text(content, features.get("image/class/synset")) or None, encoding
     )
 
 
