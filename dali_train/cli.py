@@ -171,7 +171,6 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
     with importing_torch():
         from dali_train.commands.plan import print_plan
-        from dali_train.commands.plan_reads import Prices
 
     print_plan(
         config,
@@ -180,7 +179,8 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
         ranks_per_node=options.ranks_per_node,
-        prices=Prices(per_gb=options.price_per_gb, per_1000_requests=options.price_per_1000_requests),
+        price_per_gb=options.price_per_gb,
+        price_per_1000_requests=options.price_per_1000_requests,
     )
     return FINISHED
 

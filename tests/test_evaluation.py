@@ -11,6 +11,7 @@ from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.parallel.layout import Layout
 from dali_train.training.evaluation import Evaluator
 from dali_train.training.precision import Precision
 
@@ -30,7 +31,9 @@ class FirstPixels(nn.Module):
 def evaluator(config_path: Path, micro_batch: int, rank: int = 0, size: int = 1) -> Evaluator:
     config = load_config(config_path)
     object.__setattr__(config.batch, "micro_batch", micro_batch)  # of any size: the global batch does not matter here
-    return Evaluator(Split(config.data.root, "validation"), config, CPU, dp_rank=rank, dp_size=size, num_threads=1)
+    return Evaluator(
+        Split(config.data.root, "validation"), config, CPU, Layout(rank=rank, replicas=size), num_threads=1
+    )
 
 
 def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:

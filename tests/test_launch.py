@@ -16,12 +16,13 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dali_train.cli import main
-from dali_train.errors import ConfigError
+from dali_train.config import ParallelConfig, TensorConfig
+from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime import process_group as meeting
 from dali_train.runtime.device import choose_device, numa_node_cores
 from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
-from dali_train.runtime.process_group import LaunchError, process_group
+from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import read_status
 
 from .conftest import REPOSITORY, Train
@@ -151,7 +152,7 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host
     found += r".*every rank was started"
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # put back afterwards
-    with pytest.raises(LaunchError, match=r"(?s)" + found), process_group(alone, torch.device("cpu")):
+    with pytest.raises(RunError, match=r"(?s)" + found), process_group(alone, torch.device("cpu")):
         pass
 
 
@@ -202,16 +203,10 @@ def test_cores_next_to_a_device(tmp_path: Path, written: str | None, cores: set[
 def test_a_layout_divides_the_ranks() -> None:
     """Ranks with the same data coordinate compute the same micro-batches; the sizes' product is the number of ranks."""
     launches = [Launch(rank=r, world_size=16, port=1) for r in range(16)]
-    assert [(layout.data_rank, layout.data_size) for layout in map(Layout.from_sizes, launches)] == [
-        (rank, 16) for rank in range(16)
-    ]
-    layouts = [Layout.from_sizes(launch, pipeline=2, shard=2, tensor=2) for launch in launches]
+    layouts = [Layout.from_config(launch, ParallelConfig()) for launch in launches]
+    assert [(layout.data_rank, layout.data_size) for layout in layouts] == [(rank, 16) for rank in range(16)]
+    parallel = ParallelConfig(pipeline=2, shard="full", shard_ranks=2, tensor=TensorConfig(size=2))
+    layouts = [Layout.from_config(launch, parallel) for launch in launches]
     assert {(layout.replicas, layout.data_size, layout.world_size) for layout in layouts} == {(2, 4, 16)}
     places = [(layout.pipeline_rank, layout.data_rank, layout.tensor_rank) for layout in layouts]
     assert places == [(pipeline, data, tensor) for pipeline in range(2) for data in range(4) for tensor in range(2)]
-    with pytest.raises(
-        ConfigError, match=r"16 ranks do not divide into pipeline 3 x shard 1 x tensor 2 = 6 ranks per copy"
-    ):
-        Layout.from_sizes(launches[0], pipeline=3, tensor=2)
-    with pytest.raises(ConfigError, match=r"parallel.tensor is 0: use at least 1"):
-        Layout.from_sizes(launches[0], tensor=0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import LaunchOptions, discover
-from dali_train.runtime.local_launch import WorkerError, launch_locally
+from dali_train.runtime.local_launch import launch_locally
 
 REPOSITORY = Path(__file__).parent.parent  # not conftest's: each rank imports this file, and DALI with it
 
@@ -80,11 +80,11 @@ def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
     ],
 )
 def test_the_first_to_fail_is_named(error: Exception, message: str) -> None:
-    with pytest.raises(WorkerError, match=f"(?s)^rank 1 of 2 failed: {message}"):
+    with pytest.raises(RunError, match=f"(?s)^rank 1 of 2 failed: {message}"):
         launch_locally(fail_on_rank_1, error, num_processes=2)
 
 
 def test_a_rank_that_was_killed_is_named() -> None:
     message = r"^rank 1 of 2 was killed \(SIGKILL\), perhaps for lack of memory: start again to resume$"
-    with pytest.raises(WorkerError, match=message):
+    with pytest.raises(RunError, match=message):
         launch_locally(kill_rank_1, num_processes=2)

@@ -20,7 +20,7 @@ from .conftest import Train
 from .helpers import LONG, extended
 
 HOPELESS = ("--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--hooks.log_every_steps", "1000000")
-LAYOUT = Layout.from_sizes(Launch())
+LAYOUT = Layout.from_config(Launch(), ParallelConfig())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -115,7 +115,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "count."
     )
     _add_verify(add("verify", text, _verify, details))
-    text = "Show a dataset: counts and size histograms as text, and a contact sheet of its images as PNG."
+    text = "Show a dataset: counts and sizes as text, histograms and a contact sheet of its images as PNG."
     _add_show(add("show", text, _show))
 
 

@@ -13,7 +13,7 @@ from dali_train.checkpoint.load import Checkpoint, load_checkpoint
 from dali_train.checkpoint.model import check_registered, first_weights, model_from
 from dali_train.checkpoint.recipe import changes_between, recipe_settings
 from dali_train.checkpoint.state import restore_weights
-from dali_train.config import Config
+from dali_train.config import Config, ParallelConfig
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
@@ -141,16 +141,8 @@ def _print_preparation(model: nn.Module, config: Config, whose: str) -> None:
 
 
 def _evaluator(split: Split, config: Config, launch: Launch, device: torch.device, num_threads: int) -> Evaluator:
-    layout = Layout.from_sizes(launch)
-    return Evaluator(
-        split,
-        config,
-        device,
-        dp_rank=layout.data_rank,
-        dp_size=layout.data_size,
-        num_threads=num_threads,
-        num_shown=1,  # for its predictions
-    )
+    layout = Layout.from_config(launch, ParallelConfig())  # every rank has the complete model
+    return Evaluator(split, config, device, layout, num_threads=num_threads, num_shown=1)  # for its predictions
 
 
 def _print_classes(evaluator: Evaluator, split: Split) -> None:

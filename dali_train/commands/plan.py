@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dali_train.checkpoint.model import check_weights
-from dali_train.commands.plan_reads import Prices, describe_reads
+from dali_train.commands.plan_reads import describe_reads
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
@@ -27,7 +27,6 @@ from dali_train.parallel.stages import (
     check_micro_batches,
     in_flight,
     make_stages,
-    stages_of_rank,
 )
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import is_remote
@@ -57,14 +56,16 @@ def print_plan(
     picture: Path | None,
     gpu_memory_gb: float | None = None,
     ranks_per_node: int = 8,
-    prices: Prices | None = None,
+    price_per_gb: float | None = None,
+    price_per_1000_requests: float | None = None,
 ) -> None:
     """Print the plan for `world_size` ranks, and draw it into `picture`.
 
     Args:
         world_size: None for as few as the config's parallelism allows.
         gpu_memory_gb: of each rank's device, for advice on the micro-batch.
-        ranks_per_node: share a cache of what they read from an object store, which costs `prices`.
+        ranks_per_node: share a cache of what they read from an object store.
+        price_per_gb, price_per_1000_requests: of that store.
 
     Raises:
         ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
@@ -73,7 +74,8 @@ def print_plan(
     loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before the model is made
     num_images, num_classes, source, image_bytes = _images(config, num_images)
     batch = config.batch
-    layout = _layout(config, world_size)
+    launch = Launch(world_size=world_size or config.parallel.smallest_world_size, port=1, launcher="plan")
+    layout = Layout.from_config(launch, config.parallel)
     grad_accum_steps = batch.grad_accum_steps(layout.data_size)
     check_micro_batches(config.parallel, grad_accum_steps)
     steps = config.steps(config.run.epochs, num_images)
@@ -90,7 +92,8 @@ def print_plan(
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
     if is_remote(config.data.root):
-        print(*describe_reads(config, layout, num_images, image_bytes, ranks_per_node, prices or Prices()), sep="\n")
+        prices = price_per_gb, price_per_1000_requests
+        print(*describe_reads(config, layout, num_images, image_bytes, ranks_per_node, *prices), sep="\n")
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")
@@ -159,19 +162,6 @@ def _as_typed(value: Any) -> str:
     return str(value)
 
 
-def _layout(config: Config, world_size: int | None) -> Layout:
-    launch = Launch(
-        rank=0,
-        world_size=world_size or config.parallel.smallest_world_size,
-        local_rank=0,
-        local_world_size=1,
-        host="localhost",
-        port=1,
-        launcher="plan",
-    )
-    return Layout.from_config(launch, config.parallel)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
     """The stages, parameters and memory of the ranks of one place in the pipeline."""
@@ -191,33 +181,22 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     check_shardwise(model, config.optimizer, layout)
     check_model(model, parallel)
     num_blocks = max(1, len(repeated_blocks(model)))
-    if layout.pipeline == 1:
-        parameters = parameters_per_rank(model, parallel)
-        own_memory = memory.of_rank(
-            parameters=parameters,
-            block_share=1,
-            in_flight=1,
-            level=parallel.shard,
-            shard=layout.shard,
-            num_blocks=num_blocks,
-        )
-        return [RankPlan(stages=(), parameters=(parameters,), memory=own_memory)]
-    stages = make_stages(model, parallel)
-    counts = [parameters_per_rank(VitStage(model, stage, torch.float32), parallel) for stage in stages]
+    stages = make_stages(model, parallel) if layout.pipeline > 1 else []
     plans = []
     for rank in range(layout.pipeline):
-        own = stages_of_rank(stages, rank, parallel)
-        blocks = sum(len(stage.blocks) for stage in own)
-        flying = in_flight(parallel, rank, config.batch.grad_accum_steps(layout.data_size))
+        own = stages[rank :: layout.pipeline]
+        modules: list[nn.Module] = [VitStage(model, stage, torch.float32) for stage in own] or [model]
+        parameters = tuple(parameters_per_rank(module, parallel) for module in modules)
+        blocks = sum(len(stage.blocks) for stage in own) or num_blocks
         own_memory = memory.of_rank(
-            parameters=sum(counts[stage.index] for stage in own),
-            block_share=blocks / len(own) / num_blocks,
-            in_flight=flying,
+            parameters=sum(parameters),
+            block_share=blocks / len(modules) / num_blocks,
+            in_flight=in_flight(parallel, rank, config.batch.grad_accum_steps(layout.data_size)),
             level=parallel.shard,
             shard=layout.shard,
             num_blocks=blocks,
         )
-        plans.append(RankPlan(stages=own, parameters=tuple(counts[stage.index] for stage in own), memory=own_memory))
+        plans.append(RankPlan(stages=own, parameters=parameters, memory=own_memory))
     return plans
 
 

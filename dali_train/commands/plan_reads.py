@@ -1,7 +1,7 @@
 """What a run will read from an object store, before it reads anything: share of the cache, bytes, requests, cost."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,14 +12,6 @@ from dali_train.parallel.layout import Layout
 from dali_train.text import plural
 
 _SIMULATED_USES = 150_000  # a second; only shares matter, so a small dataset stands for a large one
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """What a store charges, in any currency; None: not asked for."""
-
-    per_gb: float | None = None  # that leaves the bucket
-    per_1000_requests: float | None = None
 
 
 def served_shares(num_epochs: int, node_share: float, cached_share: float, seed: int = 0) -> list[float]:
@@ -38,9 +30,15 @@ def served_shares(num_epochs: int, node_share: float, cached_share: float, seed:
 
 
 def describe_reads(
-    config: Config, layout: Layout, num_images: int, image_bytes: float, ranks_per_node: int, prices: Prices
+    config: Config,
+    layout: Layout,
+    num_images: int,
+    image_bytes: float,
+    ranks_per_node: int,
+    price_per_gb: float | None,
+    price_per_1000_requests: float | None,
 ) -> list[str]:
-    """Return lines about the reads of a run whose data.root is a URL."""
+    """Return lines about the reads of a run whose data.root is a URL; prices in any currency."""
     ranks_per_node = min(ranks_per_node, layout.world_size)
     coordinates = len({replace(layout, rank=rank).data_rank for rank in range(ranks_per_node)})
     num_nodes = math.ceil(layout.data_size / coordinates)
@@ -61,10 +59,10 @@ def describe_reads(
         f"{sum(fetched) / 1e9:,.0f} GB in all, by {num_requests:,.0f} requests"
     )
     costs = []
-    if prices.per_gb is not None:
-        costs.append(f"{sum(fetched) / 1e9 * prices.per_gb:,.2f} for bytes")
-    if prices.per_1000_requests is not None:
-        costs.append(f"{num_requests / 1000 * prices.per_1000_requests:,.2f} for requests")
+    if price_per_gb is not None:
+        costs.append(f"{sum(fetched) / 1e9 * price_per_gb:,.2f} for bytes")
+    if price_per_1000_requests is not None:
+        costs.append(f"{num_requests / 1000 * price_per_1000_requests:,.2f} for requests")
     return [*lines, f"cost           {', '.join(costs)}"] if costs else lines
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from dali_train.checkpoint.model import MODEL_FILE
+from dali_train.checkpoint.model import MODEL_FILE, write_model
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.data.loading.loader import Loader
 from dali_train.files import write_atomically
@@ -123,6 +123,11 @@ class Run:
                 ema=self.plan.config.ema.decay is not None,
                 lock_holder=self.lock_holder,
             ).write(self.plan.directory)
+
+    def write_model(self) -> None:
+        """Write the final weights for other programs, once the run is finished and saved."""
+        if self.is_finished and self.plan.launch.rank == 0:
+            write_model(self.plan.directory, self.step)
 
     def write_report(self) -> None:
         """Write the run's page, without which nothing fails."""

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from dali_train.checkpoint.mirror import mirrored
-from dali_train.checkpoint.model import write_model
 from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.commands.environment import describe_run, device_name
@@ -27,7 +26,6 @@ from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
 from dali_train.runtime.agreement import StopAgreement
-from dali_train.runtime.bus_error import explain_bus_errors
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.local_launch import launch_locally
 from dali_train.runtime.process_group import host_group, joined, locked
@@ -151,7 +149,6 @@ def build(
     begin = time.perf_counter()
     writer_group = host_group(launch, config)
     setup = prepare(config, launch, device)
-    explain_bus_errors(str(setup.dataset.path))
     evaluator = build_evaluator(setup)
     plan = make_plan(setup, launch)
     hooks = make_hooks(config, setup.layout)
@@ -294,8 +291,7 @@ def loop(run: Run, stop: StopAgreement) -> None:
             evaluate(run)
     run.trainer.clock.enter("checkpoint")
     run.saver.wait()
-    if run.is_finished and run.plan.launch.rank == 0:
-        write_model(run.plan.directory, run.step)
+    run.write_model()
 
 
 def report_step(run: Run, lr: float, images: StepImages) -> None:

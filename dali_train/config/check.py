@@ -149,7 +149,7 @@ def from_json(cls: type[T], values: Any) -> T:
     if not isinstance(values, dict):
         raise ConfigError(f"it is of type {type(values).__name__}: use an object")
     given = {}
-    for name, hint, default in _fields(cls):
+    for name, hint, default in _fields(cls):  # type: ignore[arg-type]
         if name not in values:
             require(default is not MISSING, f"{name} is missing")
         elif values[name] != default:
@@ -158,7 +158,7 @@ def from_json(cls: type[T], values: Any) -> T:
 
 
 @functools.cache  # a dataset has a thousand shards
-def _fields(cls: Any) -> list[tuple[str, Any, Any]]:
+def _fields(cls: type[Any]) -> list[tuple[str, Any, Any]]:
     hints = get_type_hints(cls, include_extras=True)
     return [(one.name, hints[one.name], default_of(one)) for one in fields(cls)]
 
@@ -210,7 +210,7 @@ def _validated(value: Any, hint: Any) -> Any:
         return value
     elif is_dataclass(hint) and isinstance(value, dict):
         # a section as dict(field=value), or what is in a file
-        return hint(**value) if hint in _PREFIXES else from_json(hint, value)  # type: ignore[operator, arg-type]
+        return hint(**value) if hint in _PREFIXES else from_json(hint, value)  # type: ignore[arg-type]
     raise _InvalidValueError
 
 

@@ -5,7 +5,6 @@ Which micro-batches a rank computes depends on its data coordinate alone, never 
 """
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from dali_train.config import ParallelConfig
 from dali_train.errors import ConfigError
@@ -28,42 +27,30 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def from_sizes(cls, launch: Launch, *, pipeline: int = 1, shard: int = 1, tensor: int = 1) -> "Layout":
-        """Return the layout of all ranks of `launch`, with as many replicas as the other sizes leave room for.
-
-        Raises:
-            ConfigError: the sizes do not divide the number of ranks.
-        """
-        sizes = {"pipeline": pipeline, "shard": shard, "tensor": tensor}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"parallel.{name} is {size}: use at least 1")
-        ranks_per_replica = prod(sizes.values())
-        if launch.world_size % ranks_per_replica:
-            factors = " x ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ConfigError(
-                f"{plural(launch.world_size, 'rank')} do not divide into {factors} = {ranks_per_replica} ranks per "
-                f"copy of the model: start a multiple of {ranks_per_replica} ranks, or use smaller sizes"
-            )
-        return cls(rank=launch.rank, replicas=launch.world_size // ranks_per_replica, **sizes)
-
-    @classmethod
     def from_config(cls, launch: Launch, parallel: ParallelConfig) -> "Layout":
-        """Return the layout that `parallel` asks for.
+        """Return the layout of all ranks of `launch` that `parallel` asks for, with as many replicas as there is room.
 
         Raises:
             ConfigError: its sizes do not divide the number of ranks.
         """
-        layout = cls.from_sizes(launch, pipeline=parallel.pipeline, tensor=parallel.tensor.size)
+        pipeline, tensor = parallel.pipeline, parallel.tensor.size
+        data, rest = divmod(launch.world_size, pipeline * tensor)
+        if rest:
+            raise ConfigError(
+                f"{plural(launch.world_size, 'rank')} do not divide into parallel.pipeline {pipeline} x "
+                f"parallel.tensor.size {tensor} = {pipeline * tensor} ranks per copy of the model: start a multiple of "
+                f"{pipeline * tensor} ranks, or use smaller sizes"
+            )
+        layout = cls(rank=launch.rank, pipeline=pipeline, replicas=data, tensor=tensor)
         if parallel.shard == "none":
             return layout
-        shard = parallel.shard_ranks or layout.data_size
-        if layout.data_size % shard:
+        shard = parallel.shard_ranks or data
+        if data % shard:
             raise ConfigError(
-                f"parallel.shard_ranks {shard} does not divide the {layout.data_size} data-parallel ranks "
-                f"({layout.describe()}): use a divisor of {layout.data_size}, or leave it out"
+                f"parallel.shard_ranks {shard} does not divide the {data} data-parallel ranks ({layout.describe()}): "
+                f"use a divisor of {data}, or leave it out"
             )
-        return replace(layout, shard=shard, replicas=layout.data_size // shard)
+        return replace(layout, shard=shard, replicas=data // shard)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size, self

@@ -21,7 +21,7 @@ from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import average_gradients, make_mesh, reduce_partial_gradients
 from dali_train.parallel.shard import Level, prepare_backward, shard_model
-from dali_train.parallel.stages import StageActivations, VitStage, make_stages, merge_stages, stages_of_rank
+from dali_train.parallel.stages import StageActivations, VitStage, make_stages, merge_stages
 from dali_train.parallel.tensor import vit
 
 Prepare = Callable[[nn.Module], None]
@@ -126,7 +126,7 @@ def _split(
     check_model(model, config)
     stages: Sequence[VitStage] = ()
     if activations is not None:
-        own = stages_of_rank(make_stages(model, config), layout.pipeline_rank, config)
+        own = make_stages(model, config)[layout.pipeline_rank :: layout.pipeline]
         stages = [VitStage(model, stage, activations.dtype) for stage in own]
     modules: Sequence[nn.Module] = stages or (model,)
     if layout.tensor > 1:

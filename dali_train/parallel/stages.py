@@ -45,7 +45,7 @@ class Stage:
 
 
 def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
-    """Return all stages of `model`, in order.
+    """Return all stages of `model`, in order. Rank r of a pipeline of P has stages r, r + P, ...
 
     Raises:
         ConfigError: the model is no vision transformer that can be split into stages, or has other blocks than
@@ -79,11 +79,6 @@ def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
         Stage(index=index, num_stages=num_stages, blocks=range(start, start + size))
         for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
-
-
-def stages_of_rank(stages: Sequence[Stage], pipeline_rank: int, parallel: ParallelConfig) -> list[Stage]:
-    """Return the stages of a rank: rank r of P has r, r + P, ..."""
-    return list(stages[pipeline_rank :: parallel.pipeline])
 
 
 def check_micro_batches(parallel: ParallelConfig, grad_accum_steps: int) -> None:

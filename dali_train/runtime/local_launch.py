@@ -33,10 +33,6 @@ _LATER_S = 2.0  # the agent takes the failure with the earliest second for the c
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class WorkerError(RunError):
-    """A rank failed; the message holds its number and its traceback, or what killed it."""
-
-
 def launch_locally(
     function: Callable[..., Result], *arguments: Any, num_processes: int | Literal["auto"]
 ) -> dict[int, Result]:
@@ -55,7 +51,7 @@ def launch_locally(
 
     Raises:
         ConfigError: `num_processes` is less than 1.
-        WorkerError: a rank failed, and the others were ended.
+        RunError: a rank failed, and the others were ended.
         KeyboardInterrupt: a second SIGINT, or one that `function` does not handle.
     """
     count = max(1, torch.cuda.device_count()) if num_processes == "auto" else num_processes
@@ -85,7 +81,7 @@ def launch_locally(
         except ChildFailedError as error:
             if ranks.num_interrupts:
                 raise KeyboardInterrupt from None
-            raise WorkerError(ranks.explain(*error.get_first_failure())) from None
+            raise RunError(ranks.explain(*error.get_first_failure())) from None
     return results
 
 

@@ -31,10 +31,6 @@ _AFTER_WATCHDOG = timedelta(seconds=15)
 _SILENCE_S = 10
 
 
-class LaunchError(RunError):
-    """The ranks did not meet; the message says which rank waited where for which."""
-
-
 @contextmanager
 def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) -> Iterator[Launch]:
     """Within, have the default process group: NCCL on GPUs, Gloo on CPUs. A single process has none.
@@ -44,7 +40,7 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) 
     Its collectives give up a little later than `timeout_s`, parallel.timeout_s, after which the watchdog ends a rank.
 
     Raises:
-        LaunchError: the other ranks were not reached within a minute.
+        RunError: the other ranks were not reached within a minute.
     """
     if device.type == "cuda":
         # Before NCCL starts: its object collectives use the current device, else all of them cuda:0.
@@ -78,7 +74,7 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) 
             device_id=device if backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError) as error:
-        raise LaunchError(
+        raise RunError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
             f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): check "
             "that every rank was started and that the address is reachable from each host"
@@ -95,7 +91,7 @@ def joined(options: LaunchOptions, config: Config) -> Iterator[tuple[Launch, tor
 
     Raises:
         ConfigError: the launcher's variables contradict each other, or there is no device run.device.
-        LaunchError: see `process_group`.
+        RunError: see `process_group`.
     """
     launch = discover(options)
     device = choose_device(config.run.device, launch)

@@ -20,6 +20,7 @@ from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
 from dali_train.parallel.stages import StageActivations, check_micro_batches
+from dali_train.runtime.bus_error import explain_bus_errors
 from dali_train.runtime.launch import Launch
 from dali_train.training.dropout import choose_seeding, drops, seed_each_block
 from dali_train.training.ema import Ema
@@ -73,6 +74,7 @@ def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
     layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
     dataset = find_dataset(config, launch)
+    explain_bus_errors(str(dataset.path))
     split = Split(dataset.path, "train")
     check_schedule(config, len(split))
     return Setup(
@@ -106,18 +108,13 @@ def build_evaluator(setup: Setup) -> Evaluator | None:
     """Return the evaluator of the validation split; None if the dataset has none."""
     if "validation" not in setup.split.manifest.splits:
         return None
-    layout = setup.layout
     return Evaluator(
         Split(setup.dataset.path, "validation"),
         setup.config,
         setup.device,
-        dp_rank=layout.data_rank,
-        dp_size=layout.data_size,
+        setup.layout,
         num_threads=setup.num_threads,
         num_shown=setup.config.hooks.predictions,
-        together=layout.splits_model,
-        decodes=layout.pipeline_rank == 0,
-        counts=layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0,
         node=setup.node,
     )
 

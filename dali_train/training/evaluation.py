@@ -21,6 +21,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cache import Node
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.parallel.layout import Layout
 from dali_train.training.metrics import class_accuracies
 
 MAX_SCORES = 20
@@ -55,9 +56,6 @@ class Evaluator:
 
     Args:
         num_shown: images whose scores go into `details`; 0 collects no details.
-        together: every rank makes the same number of forward passes.
-        decodes: False for ranks whose model gets no images, but what another rank makes of them.
-        counts: False for ranks that have no logits, or the same as another.
         node: this process's part in the cache of its node, if it has one.
     """
 
@@ -66,20 +64,16 @@ class Evaluator:
         split: Split,
         config: Config,
         device: torch.device,
+        layout: Layout,
         *,
-        dp_rank: int,
-        dp_size: int,
         num_threads: int,
         num_shown: int = 0,
-        together: bool = False,
-        decodes: bool = True,
-        counts: bool = True,
         node: Node | None = None,
     ) -> None:
-        size = config.batch.micro_batch
-        starts = range(dp_rank * size, len(split), dp_size * size)
+        size, stride = config.batch.micro_batch, layout.data_size * config.batch.micro_batch
+        starts = range(layout.data_rank * size, len(split), stride)
         self._batches = [np.arange(start, min(start + size, len(split))) for start in starts]
-        self._num_blank = -(-len(split) // (dp_size * size)) - len(self._batches) if together else 0
+        self._num_blank = -(-len(split) // stride) - len(self._batches) if layout.splits_model else 0
         self._blank = (1, 3, config.data.eval_size, config.data.eval_size)
         self._num_images = len(split)
         self._num_classes = split.num_classes
@@ -91,10 +85,12 @@ class Evaluator:
         self._dtype = torch.float64 if config.precision.dtype == "fp64" else None
         self._pipeline = (
             EvaluationPipeline(split, self._batches, config.data, pixel_format(config, device, num_threads), node)
-            if self._batches and decodes
+            if self._batches
+            and layout.pipeline_rank == 0  # later stages get no images, but what the first makes of them
             else None
         )
-        self._counts = counts
+        # One of the ranks that have the same logits, and not those that have none.
+        self._counts = layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0
 
     @torch.no_grad()  # not inference_mode: the buffers of gathered weights are used in training again
     def run(self, model: nn.Module, autocast: AbstractContextManager[None]) -> EvaluationResult:

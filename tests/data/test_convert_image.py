@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.data.convert.image import EncodingOptions, EncodingOptionsError, MemoryBudget, StoredImage, prepare
+from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare
 from dali_train.data.dataset.decode import DecodeChecker
 from dali_train.data.dataset.image_file import BadImageError
+from dali_train.errors import DatasetError
 from tests.conftest import photograph
 from tests.data.files import encoded, small_photograph
 
@@ -234,5 +235,5 @@ def test_budget_holds_workers_back() -> None:
     ],
 )
 def test_recipes_that_make_no_sense(options: dict, message: str) -> None:
-    with pytest.raises(EncodingOptionsError, match=message):
+    with pytest.raises(DatasetError, match=message):
         EncodingOptions(**options)

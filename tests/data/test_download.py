@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dali_train.data.convert.datasets import DATASETS
-from dali_train.data.convert.download import Download, DownloadError, download
+from dali_train.data.convert.download import Download, download
+from dali_train.errors import RunError
 from tests.data.files import tool, write_mnist
 
 CONTENT = bytes(range(256)) * 2000
@@ -72,7 +73,7 @@ def test_fetches_once(server: Server, tmp_path: Path) -> None:
 def test_a_download_that_breaks_off_leaves_nothing(server: Server, tmp_path: Path) -> None:
     server.break_off_after = 100_000
     (tmp_path / "a.bin.1234.partial").write_bytes(b"what a killed download left")
-    with pytest.raises(DownloadError, match=r"broke off, or is not the official file .*: start the same command again"):
+    with pytest.raises(RunError, match=r"broke off, or is not the official file .*: start the same command again"):
         download(files(server), tmp_path)
     assert list(tmp_path.iterdir()) == []
     server.break_off_after = None
@@ -81,11 +82,11 @@ def test_a_download_that_breaks_off_leaves_nothing(server: Server, tmp_path: Pat
 
 
 def test_wrong_content_is_deleted_and_named(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(DownloadError, match=r"broke off, or is not the official file \(invalid hash value"):
+    with pytest.raises(RunError, match=r"broke off, or is not the official file \(invalid hash value"):
         download(files(server, b"other"), tmp_path)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a.bin").write_bytes(b"mine")
-    with pytest.raises(DownloadError, match="as of the official file: delete it, then it is fetched again"):
+    with pytest.raises(RunError, match="as of the official file: delete it, then it is fetched again"):
         download(files(server), tmp_path)
     assert (tmp_path / "a.bin").read_bytes() == b"mine"
 
@@ -93,17 +94,15 @@ def test_wrong_content_is_deleted_and_named(server: Server, tmp_path: Path) -> N
 def test_servers_that_refuse_or_are_not_there(server: Server, tmp_path: Path) -> None:
     server.status = 404
     with pytest.raises(
-        DownloadError, match="the server answers 404 Not Found: start the same command again, try another --mirror"
+        RunError, match="the server answers 404 Not Found: start the same command again, try another --mirror"
     ):
         download(files(server), tmp_path)
     with pytest.raises(
-        DownloadError,
+        RunError,
         match=r"cannot be fetched \(.*Connection refused.*fetch the file elsewhere and name .* with --source",
     ):
         download(files(server), tmp_path, mirror="http://localhost:1/")
-    with pytest.raises(
-        DownloadError, match="--mirror file:///etc: use an address that begins with http:// or https://"
-    ):
+    with pytest.raises(RunError, match="--mirror file:///etc: use an address that begins with http:// or https://"):
         download(files(server), tmp_path, mirror="file:///etc")
 
 

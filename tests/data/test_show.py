@@ -26,7 +26,7 @@ def test_counts_histograms_and_sheets(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "train: 9 images, 3 classes, 4 shards" in printed
     assert "images per class: 3 (blue), median 3, 3 (blue)" in printed
-    assert "shorter side, pixels: all 20" in printed
+    assert "shorter side, pixels: 20, median 20" in printed
     assert "longer side, pixels: 30 to 33" in printed
     assert str(tmp_path / "sheets" / "validation.png") in printed
     with Image.open(tmp_path / "sheets" / "train.png") as sheet:

@@ -104,7 +104,7 @@ def test_a_shard_swapped_for_another_sound_one(dataset: Path, check: Callable[..
     status, printed = check()
     assert status == 1
     if len(content) != sizes["train-00001-of-00003"]:
-        assert f"has {len(content)} bytes, dataset.json says {sizes['train-00001-of-00003']}" in printed
+        assert f"has {len(content)} bytes, the index was made for {sizes['train-00001-of-00003']}" in printed
 
 
 @pytest.mark.parametrize("column", ["offset", "size", "label", "height", "width"])
@@ -150,8 +150,8 @@ def test_missing_truncated_and_strange_files(dataset: Path, check: Callable[...,
     damage(shard(dataset, 2), 200)
     status, printed = check()
     assert status == 1
-    assert f"{shard(dataset, 0)}: is missing" in printed
-    assert f"{shard(dataset, 1)}: has 1000 bytes, dataset.json says" in printed
+    assert f"{shard(dataset, 0)} is missing" in printed
+    assert f"{shard(dataset, 1)} has 1000 bytes, the index was made for" in printed
     assert f"{shard(dataset, 2)}: at byte 0: CRC mismatch" in printed
 
 

@@ -14,10 +14,6 @@ from dali_train.files import sha256
 _TIMEOUT_S = 30
 
 
-class DownloadError(RunError):
-    """A file that could not be fetched; the message says whether starting again helps."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Download:
     """Files below one address."""
@@ -30,11 +26,11 @@ def download(files: Download, directory: Path, *, mirror: str | None = None) -> 
     """Put `files` into `directory`, each under its name only when it is complete and has the right checksum.
 
     Raises:
-        DownloadError: the server cannot be reached, breaks off, or sends something else.
+        RunError: the server cannot be reached, breaks off, or sends something else.
     """
     address = mirror or files.address
     if not address.startswith(("http://", "https://")):
-        raise DownloadError(f"--mirror {address}: use an address that begins with http:// or https://")
+        raise RunError(f"--mirror {address}: use an address that begins with http:// or https://")
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob("*.partial"):  # of a download that was killed
         leftover.unlink()
@@ -43,7 +39,7 @@ def download(files: Download, directory: Path, *, mirror: str | None = None) -> 
         if not target.exists():
             _fetch(f"{address.rstrip('/')}/{name}", target, expected)
         elif sha256(target) != expected:
-            raise DownloadError(
+            raise RunError(
                 f"{target}: its SHA-256 is not {expected}, as of the official file: delete it, then it is fetched again"
             )
 
@@ -60,10 +56,10 @@ def _fetch(url: str, target: Path, expected: str) -> None:
     try:
         download_url_to_file(url, str(target), hash_prefix=expected, progress=sys.stderr.isatty())
     except urllib.error.HTTPError as error:
-        raise DownloadError(f"{url}: the server answers {error.code} {error.reason}: {remedy}") from error
+        raise RunError(f"{url}: the server answers {error.code} {error.reason}: {remedy}") from error
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
-        raise DownloadError(f"{url}: cannot be fetched ({error}): {remedy}") from error
+        raise RunError(f"{url}: cannot be fetched ({error}): {remedy}") from error
     except RuntimeError as error:  # torch's word for another checksum, which a connection that broke off gives as well
-        raise DownloadError(f"{url}: broke off, or is not the official file ({error}): {remedy}") from error
+        raise RunError(f"{url}: broke off, or is not the official file ({error}): {remedy}") from error
     finally:
         socket.setdefaulttimeout(timeout)

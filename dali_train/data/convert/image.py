@@ -35,10 +35,6 @@ _EXIF_ORIENTATION = 0x0112
 Format = Literal["jpeg", "raw"]
 
 
-class EncodingOptionsError(DatasetError):
-    """Options that contradict each other or are out of range; the message names option, value and what to use."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EncodingOptions:
     """How images are stored. Other options give other bytes, so a resumed conversion must repeat them."""
@@ -52,13 +48,13 @@ class EncodingOptions:
     def __post_init__(self) -> None:
         for option, value in (("--max-side", self.max_side), ("--short-side", self.short_side)):
             if value is not None and not 1 <= value <= MAX_SIDE:
-                raise EncodingOptionsError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
+                raise DatasetError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
         if self.max_side is not None and self.short_side is not None:
-            raise EncodingOptionsError(
+            raise DatasetError(
                 f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one"
             )
         if not 1 <= self.quality <= 100:
-            raise EncodingOptionsError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
+            raise DatasetError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,14 +42,6 @@ _PARTS = "parts-"  # and their number: the name of an empty file in the state di
 _M_MMAP_THRESHOLD = -3  # from malloc.h
 
 
-class ConversionError(DatasetError):
-    """A conversion that cannot begin as it was asked for; the message says what to do."""
-
-
-class ConversionFailedError(RunError):
-    """A conversion that came to a halt: bad images, a full disk, a result that is not right."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """What to convert into which directory."""
@@ -67,15 +59,15 @@ class Conversion:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise ConversionError(f"--workers is {self.workers}: use at least 1")
+            raise DatasetError(f"--workers is {self.workers}: use at least 1")
         if not 0 <= self.seed < 1 << 63:
-            raise ConversionError(f"--seed is {self.seed}: use 0 to 2**63 - 1")
+            raise DatasetError(f"--seed is {self.seed}: use 0 to 2**63 - 1")
         for split, source in self.sources.items():
             num_images, num_shards = len(source.labels), self.num_shards.get(split)
             if num_images == 0:
-                raise ConversionError(f"the {split} split has no images")
+                raise DatasetError(f"the {split} split has no images")
             if num_shards is not None and not 1 <= num_shards <= min(num_images, 99_999):
-                raise ConversionError(
+                raise DatasetError(
                     f"--{split}-shards is {num_shards}: use 1 to {min(num_images, 99_999)}, the split has "
                     f"{num_images} images"
                 )
@@ -111,9 +103,9 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             finish: do what remains when all shards are there.
 
     Raises:
-        ConversionError: `out` holds another conversion or other files, or no plan for a part, or to finish not all
+        DatasetError: `out` holds another conversion or other files, or no plan for a part, or to finish not all
             shards.
-        ConversionFailedError: bad images and ``on_bad`` is fail, the disk is full, or the disk gives back something
+        RunError: bad images and ``on_bad`` is fail, the disk is full, or the disk gives back something
             else than what was written.
         SourceError: the source changed meanwhile.
     """
@@ -185,7 +177,7 @@ def _upload_or_verify(conversion: Conversion) -> list[str]:
     """Upload what is left, or read all that was written; return what to say about it.
 
     Raises:
-        ConversionFailedError: the disk gave back something else than what was written.
+        RunError: the disk gave back something else than what was written.
     """
     if conversion.upload is not None:
         conversion.upload.complete()
@@ -197,7 +189,7 @@ def _upload_or_verify(conversion: Conversion) -> list[str]:
         # Nothing trains on it then, and the next start compares each shard with its checksum.
         (out / "dataset.json").unlink()
         faults = "\n  ".join(findings.problems)
-        raise ConversionFailedError(
+        raise RunError(
             f"{out} is faulty:\n  {faults}\nStart the same command again: it writes faulty shards anew, or "
             "names their part. Check the disk"
         )
@@ -205,7 +197,7 @@ def _upload_or_verify(conversion: Conversion) -> list[str]:
 
 
 def _is_complete(conversion: Conversion, state: Path) -> bool:
-    """Return whether `conversion` was carried out before. Raises ConversionError: another one was, or is under way."""
+    """Return whether `conversion` was carried out before. Raises DatasetError: another one was, or is under way."""
     out, upload = conversion.out, conversion.upload
     if upload is None:
         complete = (out / "dataset.json").exists() and not state.exists()
@@ -215,12 +207,12 @@ def _is_complete(conversion: Conversion, state: Path) -> bool:
     if found := upload.find():
         _refuse_other(conversion, found[1], found[0])
     elif foreign := upload.foreign():
-        raise ConversionError(f"{upload.url} holds {foreign[0]} but no conversion to resume: use an empty prefix")
+        raise DatasetError(f"{upload.url} holds {foreign[0]} but no conversion to resume: use an empty prefix")
     return upload.is_complete
 
 
 def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence[WrittenShard]]) -> None:
-    """List them in quarantine.jsonl. Raises ConversionFailedError: there are some, and ``on_bad`` is fail."""
+    """List them in quarantine.jsonl. Raises RunError: there are some, and ``on_bad`` is fail."""
     bad = [
         {"split": split, "file": image.file, "position": image.position, "reason": image.reason}
         for split, shards in done.items()
@@ -235,7 +227,7 @@ def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence
         lines = [f"{image['file']} (at byte {image['position']}): {image['reason']}" for image in bad[:_MOST_LISTED]]
         if len(bad) > _MOST_LISTED:
             lines.append(f"and {len(bad) - _MOST_LISTED} more")
-        raise ConversionFailedError(
+        raise RunError(
             "\n  ".join([f"{len(bad)} images cannot be decoded; all of them are listed in {quarantine}:", *lines])
             + "\nStart the same command again with --on-bad skip to leave them out. What is converted is kept"
         )
@@ -278,13 +270,13 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: 
 
 
 def _refuse_missing(conversion: Conversion, state: Path, found: Mapping[SplitName, Mapping[int, WrittenShard]]) -> None:
-    """Raises ConversionError: there are shards that no part has made. ConversionFailedError: one has no good image."""
+    """Raises DatasetError: there are shards that no part has made. RunError: one has no good image."""
     missing = [(s, number) for s in found for number in range(conversion.shards_of(s)) if number not in found[s]]
     if missing:
         total = max((int(path.name.removeprefix(_PARTS)) for path in state.glob(f"{_PARTS}*")), default=1)
         parts = sorted({number % total + 1 for _, number in missing})
         first = "{}-{:05d}-of-{:05d}".format(*missing[0], conversion.shards_of(missing[0][0]))
-        raise ConversionError(
+        raise DatasetError(
             f"{conversion.out}: {plural(len(missing), 'shard')} not there or damaged, {first} the first of them. Start "
             f"{', '.join(f'--part {part}/{total}' for part in parts[:_MOST_LISTED])}"
             f"{' and others' if len(parts) > _MOST_LISTED else ''}, then --finish again"
@@ -292,7 +284,7 @@ def _refuse_missing(conversion: Conversion, state: Path, found: Mapping[SplitNam
     for split, shards in found.items():
         empty = [shard.indexed.shard.name for shard in shards.values() if not shard.indexed.shard.num_records]
         if empty and conversion.on_bad == "skip":
-            raise ConversionFailedError(f"{split}: {min(empty)} has no good image: start with fewer --{split}-shards")
+            raise RunError(f"{split}: {min(empty)} has no good image: start with fewer --{split}-shards")
 
 
 def _finished(conversion: Conversion, path: Path, note: Path) -> WrittenShard | None:
@@ -323,7 +315,7 @@ def _locked(state: Path, *, shared: bool) -> Iterator[None]:
     state.mkdir(exist_ok=True)
     with (state / "lock").open("a+") as lock:  # some network file systems want the right to write, others to read
         if not try_lock(lock, shared=shared):
-            raise ConversionError(f"{state.parent}: another process is converting into this directory; wait for it")
+            raise DatasetError(f"{state.parent}: another process is converting into this directory; wait for it")
         yield
 
 
@@ -334,21 +326,21 @@ def _clear_when_full(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        raise ConversionFailedError(
+        raise RunError(
             f"{out}: cannot write any more ({error.strerror}). All finished shards are kept: make space and start "
             "the same command again"
         ) from error
 
 
 def _is_claimed(conversion: Conversion, state: Path) -> bool:
-    """Return whether `out` is this conversion's. Raises ConversionError: it is another's, or nobody can tell whose."""
+    """Return whether `out` is this conversion's. Raises DatasetError: it is another's, or nobody can tell whose."""
     options = state / "options.json"
     if not options.exists():
         return False
     try:
         theirs = json.loads(options.read_text())
     except ValueError as error:
-        raise ConversionError(f"{options} cannot be read ({error}): delete {conversion.out} and start again") from error
+        raise DatasetError(f"{options} cannot be read ({error}): delete {conversion.out} and start again") from error
     _refuse_other(conversion, theirs, options)
     return True
 
@@ -359,12 +351,12 @@ def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | Non
     if not _is_claimed(conversion, state):
         foreign = sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
         if foreign:
-            raise ConversionError(
+            raise DatasetError(
                 f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion to "
                 "resume: use an empty directory for --out"
             )
         if not plans:
-            raise ConversionError(f"{out} is not planned yet: start the same command with --plan once before any part")
+            raise DatasetError(f"{out} is not planned yet: start the same command with --plan once before any part")
         write_atomically(state / "options.json", (json.dumps(conversion.identity(), indent=1) + "\n").encode())
     if part is not None:
         (state / f"{_PARTS}{part.total}").touch()
@@ -381,7 +373,7 @@ def _refuse_other(conversion: Conversion, theirs: Mapping[str, Any], path: Path 
         if theirs.get(name) != ours.get(name)
     ]
     if differences:
-        raise ConversionError(
+        raise DatasetError(
             f"{conversion.place} holds a conversion with other options or another source ({path}): "
             f"{'; '.join(differences)}. Repeat those, or use another --out, or delete the directory"
         )

@@ -109,9 +109,10 @@ class Split:
         """Within, have a shard as a file: its own, or a temporary one that is fetched from the object store.
 
         Raises:
-            DatasetError: it cannot be fetched, or has another size than dataset.json says.
+            DatasetError: it is missing or cannot be fetched, or has another size than dataset.json says.
         """
         if self.url is None:
+            self._check_file(self.paths[shard], self.shards[shard])
             yield self.paths[shard]
             return
         expected = self.shards[shard]

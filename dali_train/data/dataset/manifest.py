@@ -68,7 +68,10 @@ class Manifest:
     class_names: Annotated[tuple[str, ...], Rule("a text for each class")]
     # The label of class 0 in the records: 1 in ImageNet's TFRecords.
     label_base: Annotated[int, Rule("a label, which has 32 bits", -_MAX_LABEL, _MAX_LABEL)]
-    splits: Annotated[dict[SplitName, SplitManifest], Rule(f"an object with {' and/or '.join(SPLITS)}")]
+    splits: Annotated[
+        dict[Annotated[str, Rule("a split", pattern="|".join(SPLITS))], SplitManifest],
+        Rule(f"an object with {' and/or '.join(SPLITS)}"),
+    ]
     conversion: dict[str, Any] = field(default_factory=dict)  # the converter's options, for people and for resuming
     encoding: Encoding = "image"
     image_key: str = IMAGE_KEY  # the feature of a record that holds its image

@@ -1,9 +1,8 @@
-"""A dataset at a glance: counts and size histograms as text, and a sheet of images as a picture."""
+"""A dataset at a glance: counts and sizes as text; histograms and a sheet of images as a picture."""
 
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from dali_train.data.dataset.index import Split, open_shards
@@ -12,13 +11,12 @@ from dali_train.data.dataset.pictures import PAPER, contact_sheet, picture
 from dali_train.data.sampling.rng import shuffled
 from dali_train.text import span
 
-_BAR_WIDTH = 40  # characters
 _TILE, _HEADER, _LEAST_WIDTH, _DPI = 144, 180, 640, 100  # pixels, and pixels per inch
 _SHEET_STREAM = 0x5348_4545_54
 
 
 def describe(manifest: Manifest, splits: Sequence[Split]) -> list[str]:
-    """Return lines of text: what the splits hold, and histograms of the images' sizes."""
+    """Return lines of text: what the splits hold, and the images' sizes."""
     lines, names = [], manifest.class_names
     for split in splits:
         total = sum(shard.num_bytes for shard in split.shards)
@@ -28,25 +26,14 @@ def describe(manifest: Manifest, splits: Sequence[Split]) -> list[str]:
             f"{total / 1e6:,.1f} MB" + (" (raw RGB pixels)" if manifest.encoding == "raw" else ""),
             f"  images per class: {counts.min():,} ({names[int(counts.argmin())]}), median {np.median(counts):,.0f}, "
             f"{counts.max():,} ({names[int(counts.argmax())]})",
-            *_histogram("shorter side, pixels", np.minimum(split.rows["height"], split.rows["width"])),
-            *_histogram("longer side, pixels", np.maximum(split.rows["height"], split.rows["width"])),
-            *_histogram("stored image, bytes", split.rows["size"]),
         ]
-    return lines
-
-
-def _histogram(title: str, values: NDArray[np.unsignedinteger]) -> list[str]:
-    """Draw bars over bins of equal ratio, since sizes spread over decades."""
-    low, high = int(values.min()), int(values.max())
-    if low == high:
-        return [f"  {title}: all {low:,}"]
-    edges = np.geomspace(low, high + 1, 11)
-    counts, _ = np.histogram(values, edges)
-    digits = len(f"{high:,}")
-    lines = [f"  {title}: {low:,} to {high:,}, median {np.median(values):,.0f}"]
-    for start, count in zip(edges[:-1], counts, strict=True):
-        bar = "#" * round(_BAR_WIDTH * count / counts.max()) or ("." if count else "")
-        lines.append(f"    from {round(start):>{digits},} {count:>9,} {bar}")
+        sizes = {
+            "shorter side, pixels": np.minimum(split.rows["height"], split.rows["width"]),
+            "longer side, pixels": np.maximum(split.rows["height"], split.rows["width"]),
+            "stored image, bytes": split.rows["size"],
+        }
+        for title, values in sizes.items():
+            lines.append(f"  {title}: {span(values.min(), values.max())}, median {np.median(values):,.0f}")
     return lines
 
 

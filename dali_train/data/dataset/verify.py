@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards
 from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file, open_shards
-from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitManifest, SplitName, checksums_path, text_index_path
+from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName, checksums_path, text_index_path
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
@@ -61,12 +61,9 @@ def verify(
         if name not in manifest.splits:
             continue
         try:
-            splits[name] = split = Split(root, name, strict=False)
+            splits[name] = split = Split(root, name, local=False, strict=False)  # shards are looked at one by one
         except DatasetError as error:
-            # It stops at the first fault. The shards can still be looked at, one by one.
             findings.problems.append(str(error))
-            if isinstance(root, Path):
-                findings.problems += _check_files(root / name, manifest, manifest.splits[name], workers)
             continue
         problem = split.index_problem()
         if problem is not None:
@@ -145,30 +142,6 @@ def _check_classes(split: Split, findings: Findings) -> None:
     if len(empty):
         names = [split.manifest.class_names[number] for number in empty]
         findings.notes.append(f"{split.name}: {len(empty)} classes without images: {_some(names)}")
-
-
-def _check_files(directory: Path, manifest: Manifest, split: SplitManifest, workers: int) -> list[str]:
-    """Return what is wrong with the shards by themselves, without an index."""
-    problems, there = [], []
-    for shard in split.shards:
-        path = directory / shard.name
-        if not path.is_file():
-            problems.append(f"{path}: is missing")
-        elif path.stat().st_size != shard.num_bytes:
-            problems.append(f"{path}: has {path.stat().st_size} bytes, dataset.json says {shard.num_bytes}")
-        else:
-            there.append(path)
-    for _, problem in map_shards(there, partial(_first_fault, Features.of(manifest)), workers=workers):
-        problems += problem
-    return problems
-
-
-def _first_fault(features: Features, path: Path) -> list[str]:
-    try:
-        index_shard(path, check_crc=True, features=features)
-    except TFRecordError as error:
-        return [str(error)]
-    return []
 
 
 def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> NDArray[np.uint32]:
@@ -326,7 +299,7 @@ def _find_duplicates(
         return splits[names[part]], image - int(starts[part])
 
     order = np.argsort(keys, kind="stable")
-    same = np.flatnonzero(keys[order][1:] == keys[order][:-1])
+    same = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (keys[order][1:] >> np.uint64(32) > 0))
     num_equal = 0
     found: dict[str, list[str]] = {"under two labels": [], "in two splits": []}
     for position in same.tolist():
