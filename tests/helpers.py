@@ -10,7 +10,7 @@ from typing import Any
 
 from dali_train.checkpoint.load import load_newest
 from dali_train.config import load_config
-from dali_train.training.events import STEP_PHASES
+from dali_train.runtime.events import STEP_PHASES
 
 from .conftest import REPOSITORY, StartTraining, final_weights, relative_differences
 from .ranks import POOL, Ranks

@@ -33,7 +33,7 @@ from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.status import newest_step
 
 from .conftest import Train, jpeg, photograph, write_shard
-from .helpers import FLOAT32_BOUND, in_ranks, largest_difference, samples
+from .helpers import FLOAT32_BOUND, LONG, events, in_ranks, largest_difference, samples
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -471,13 +471,16 @@ def test_begins_at_another_runs_checkpoint_only_once(train: Train, tmp_path: Pat
 
 
 def test_all_ranks_fall_back_together(train: Train, tmp_path: Path) -> None:
-    train("run", "--run.max_steps", "4", "--run.checkpoint_every_steps", "2", ranks=2)
-    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    """Of checkpoints that were saved because the last one was old."""
+    options = (*LONG, "--run.checkpoint_every_seconds", "0.001", "--run.max_steps", "3")
+    train("run", *options, ranks=2)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000003"
     damaged(newest, sorted(newest.glob("*.safetensors")), random.Random(0), "flipped")
-    output = train("run", "--run.max_steps", "4", ranks=2)
+    output = train("run", *options, ranks=2)
     assert f"{newest}/shard-" in output and "is damaged: its SHA-256" in output
     assert f"resuming from {newest.with_name('step-00000002')} instead" in output
     assert "resuming from step 2" in output
+    assert events(tmp_path / "run", "start")[-1]["lost_steps"] == 1
 
 
 def test_a_changed_recipe_takes_over_what_fits(train: Train, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ from dali_train.hooks.observers import Observers
 from dali_train.hooks.profile import Profile
 from dali_train.hooks.samples import sample_images, sheet
 from dali_train.parallel.layout import Layout
-from dali_train.training.events import read_events
+from dali_train.runtime.events import goodput, read_events
+from dali_train.runtime.status import describe
 from dali_train.training.optim import make_optimizer
 
 from .conftest import (
@@ -265,7 +266,16 @@ def test_all_hooks_in_several_starts(everything: Shared) -> None:
     directory, printed = everything.directory, everything.printed
     assert re.search(r"^stopped at step 1/7", printed, re.MULTILINE) and " failed at " not in printed
     assert [line["step"] for line in everything.events("train")] == list(range(1, 8))
-    assert [line["step"] for line in everything.events("start")] == [0, 1, 4]
+    starts = everything.events("start")
+    assert [(line["step"], line["ranks"], line.get("lost_steps")) for line in starts] == [
+        (0, 1, None),
+        (1, 1, 0),
+        (4, 1, 0),
+    ]
+    found = goodput(read_events(directory / "metrics.jsonl"))
+    assert found is not None and 0 < found.share < 1 and (found.starts, found.lost_steps) == (2, 0)
+    away_s = sum(line.get("away_s", 0.0) for line in starts)
+    assert found.away_s == away_s > 0 and found.describe() in describe(directory)
     kept = (directory / "metrics.jsonl").read_text().splitlines()
     assert [line in kept for line in FOREIGN] == [True, True, True, True, False]  # the last is of a step to come
     assert len(everything.events("end")) == 3

@@ -28,13 +28,13 @@ from dali_train.config.run import RunConfig
 from dali_train.data.progress import LINE_INTERVAL_S, Progress
 from dali_train.errors import ConfigError
 from dali_train.files import sha256, sync_directory
+from dali_train.runtime.events import METRICS
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
 from dali_train.runtime.process_group import host_group, on_rank_0
 
 logger = logging.getLogger("dali_train")
 
-METRICS = "metrics.jsonl"
 _FILES = (
     *("config.json", "environment.json", METRICS, "status.json", "epoch_accuracies.json"),
     *("model.safetensors", "report/index.html"),

@@ -14,7 +14,7 @@ from dali_train.config import Config
 from dali_train.config.load import config_from_json
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
-from dali_train.training.events import Event, read_events
+from dali_train.runtime.events import METRICS, Event, read_events
 
 _LARGEST_FILE = 10_000_000
 _COUNTS = ("host_cores", "decoding_threads", "ranks_on_host", "world_size")
@@ -60,7 +60,7 @@ class RunDirectory:
     def events(self) -> tuple[Event, ...]:
         """The lines of metrics.jsonl, those that no run wrote left out; none where there is no such file."""
         try:
-            return tuple(read_events(self.directory / "metrics.jsonl"))
+            return tuple(read_events(self.directory / METRICS))
         except OSError as error:
             raise ConfigError(f"{self.directory / 'metrics.jsonl'} cannot be read: {error.strerror}") from None
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +55,7 @@ class Accuracies:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the loop works with. Only the last three fields change."""
+    """Everything that the loop works with. Only the last five fields change."""
 
     plan: RunPlan
     setup: Setup
@@ -70,6 +71,8 @@ class Run:
     accuracies: Accuracies
     step: int  # optimizer steps done
     stopping: StopReason = StopReason.NONE
+    saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
+    save_is_asked: bool = False  # by any rank, for this step
 
     @property
     def epoch(self) -> float:
@@ -105,7 +108,11 @@ class Run:
     def checkpoint_is_due(self) -> bool:
         every = self.plan.config.run.checkpoint_every_steps
         due = self.step % every == 0 if every is not None else self.has_passed(1.0)
-        return due or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
+        return due or self.save_is_asked or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
+
+    def checkpoint_is_old(self) -> bool:
+        limit = self.plan.config.run.checkpoint_every_seconds
+        return limit is not None and time.monotonic() - self.saved_at >= limit
 
     def write_accuracies(self) -> None:
         if self.plan.launch.rank == 0:

@@ -25,7 +25,7 @@ from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
-from dali_train.runtime.agreement import StopAgreement
+from dali_train.runtime.agreement import StepAgreement
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.local_launch import launch_locally
 from dali_train.runtime.process_group import host_group, joined, locked
@@ -108,7 +108,7 @@ def train(
         if mirror is not None:
             mirror.start(run.saver.held)
         try:
-            loop(run, StopAgreement(stop_requests, group))
+            loop(run, StepAgreement(stop_requests, group))
         except BaseException as error:
             end_failed(run, watchdog, error)
             raise
@@ -269,7 +269,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
 
 
 @exit_is_an_error()
-def loop(run: Run, stop: StopAgreement) -> None:
+def loop(run: Run, agreement: StepAgreement) -> None:
     """Optimizer steps until the last one, until top-1 has not risen for hooks.stop_early, or until all ranks agree to
     stop."""
     if run.accuracies.pending and run.evaluation_is_due():  # the run ended between saving and evaluating
@@ -277,11 +277,11 @@ def loop(run: Run, stop: StopAgreement) -> None:
     for index in range(run.step, run.plan.total_steps):
         if run.has_stalled:
             break
-        stop.ask()
+        agreement.ask(save=run.checkpoint_is_old())
         lr = learning_rate(run.plan.config, index, run.plan.num_images)
         images = run.trainer.step(index, lr, run.loader)
         run.step = index + 1
-        run.stopping = stop.agreed()
+        run.stopping, run.save_is_asked = agreement.agreed()
         report_step(run, lr, images)
         if run.checkpoint_is_due():
             save(run)
@@ -348,6 +348,7 @@ def save(run: Run) -> None:
         return
     state, values = capture_run(run.trainer, run.group)
     run.write_status("running")
+    run.saved_at = time.monotonic()
     values |= {
         "recipe": run.recipe,
         "class_names": list(run.plan.class_names),

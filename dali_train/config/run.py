@@ -30,6 +30,8 @@ class RunConfig:
     """Epochs between evaluations; the last one is at the end. None: only at the end."""
     checkpoint_every_steps: NotInRecipe[Count | None] = None
     """Save every this many steps, before each evaluation, and at the end. None: after each epoch."""
+    checkpoint_every_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
+    """Save as well once the last checkpoint is so old: what a node that dies may cost."""
     keep_checkpoints: NotInRecipe[Count] = 2
     """Newest checkpoints that are kept, besides the one with the best top-1, which is always saved."""
     mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None

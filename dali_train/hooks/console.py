@@ -12,8 +12,8 @@ from tqdm import tqdm
 from dali_train.hooks.base import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
+from dali_train.runtime.events import METRICS, OUTSIDE_PHASES, best_evaluation, decisive, read_events
 from dali_train.text import duration, plural
-from dali_train.training.events import OUTSIDE_PHASES, best_evaluation, decisive, read_events
 
 logger = logging.getLogger("dali_train")
 
@@ -94,7 +94,7 @@ class Console(Hook):
         state = "failed" if record.error is not None else "finished" if record.finished else "stopped"
         spent = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in record.seconds.items() if seconds >= 0.5)
         logger.info(f"{state} at step {record.step}/{self._total}{': ' if spent else ''}{spent}")
-        best = best_evaluation(read_events(self._directory / "metrics.jsonl")) if self._rank == 0 else None
+        best = best_evaluation(read_events(self._directory / METRICS)) if self._rank == 0 else None
         if best is not None:
             checkpoint = self._directory / "checkpoints" / f"step-{best['step']:08d}"
             place = checkpoint if checkpoint.is_dir() else "its checkpoint was not kept"

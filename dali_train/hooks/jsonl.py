@@ -3,13 +3,15 @@
 import json
 import logging
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dali_train.files import write_atomically
 from dali_train.hooks.base import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord
-from dali_train.training.events import parse_line
+from dali_train.runtime.events import METRICS, parse_line, read_events
 
 logger = logging.getLogger("dali_train")
 
@@ -70,26 +72,38 @@ def trim(path: Path, last_step: int) -> None:
 
 
 class MetricsFile(Hook):
-    """``metrics.jsonl``: one line per event: start, train, eval, end."""
+    """``metrics.jsonl``: one line per event: start, train, eval, end, each with its Unix time in seconds."""
 
     def start(self, record: RunStart) -> None:
-        self._file = JsonLines(record.directory / "metrics.jsonl", record.start_step)
+        path = record.directory / METRICS
+        before = read_events(path)
+        self._file = JsonLines(path, record.start_step)
         epoch = record.start_step * record.config.batch.global_batch / record.num_images
-        facts = {"total_steps": record.total_steps, "startup_s": record.startup_s}
-        self._file.write({"event": "start", "step": record.start_step, "epoch": epoch, **facts})
+        facts = {"total_steps": record.total_steps, "startup_s": record.startup_s, "ranks": record.launch.world_size}
+        if before:
+            facts["lost_steps"] = max(0, max(event["step"] for event in before) - record.start_step)
+            facts["away_s"] = max(0.0, time.time() - before[-1].get("time", time.time()))
+        self._write("start", record.start_step, epoch, facts)
 
     def step(self, record: StepRecord) -> None:
         if record.train is not None:
-            self._file.write({"event": "train", "step": record.step, "epoch": record.epoch, **record.train.scalars()})
+            self._write("train", record.step, record.epoch, record.train.scalars())
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self._file.write({"event": "eval", "step": record.step, "epoch": record.epoch, **record.scalars()})
+        self._write("eval", record.step, record.epoch, record.scalars())
 
     def end(self, record: RunEnd) -> None:
         error = None if record.error is None else f"{type(record.error).__name__}: {record.error}"
-        facts = {"seconds": record.seconds, "finished": record.finished, "error": error}
-        self._file.write({"event": "end", "step": record.step, "epoch": record.epoch, **facts})
+        self._write(
+            "end",
+            record.step,
+            record.epoch,
+            {"seconds": record.seconds, "finished": record.finished, "error": error},
+        )
         self._file.close()
+
+    def _write(self, event: str, step: int, epoch: float, facts: Mapping[str, Any]) -> None:
+        self._file.write({"event": event, "step": step, "epoch": epoch, "time": time.time(), **facts})
 
 
 class SampleTrace(Hook):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dali_train.report.runs import ReportedRun
+from dali_train.runtime.events import OUTSIDE_PHASES, STEP_PHASES, Event
 from dali_train.text import printable, shortened
-from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event
 
 STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), (*STEP_PHASES.values(), *OUTSIDE_PHASES.values())
 _MOST_POINTS = 2000  # of a curve: more than pixels show nothing more

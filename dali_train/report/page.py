@@ -15,8 +15,9 @@ from dali_train.report.bound import what_bounds
 from dali_train.report.charts import ALL_FIELDS, STEP_FIELDS, Chart, chart_data, phase_name, sections
 from dali_train.report.markup import escape, folded, live, table
 from dali_train.report.runs import ReportedRun, by_result, differences, find_runs, load_run
+from dali_train.runtime.events import best_evaluation, decisive
+from dali_train.runtime.events import goodput as goodput_of
 from dali_train.text import duration, plural, shortened
-from dali_train.training.events import best_evaluation, decisive
 
 _STATIC = files("dali_train.report") / "static"
 _PHASE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
@@ -165,17 +166,18 @@ def _facts_list(run: ReportedRun) -> str:
 def _facts(run: ReportedRun) -> dict[str, str]:
     config, environment, last = run.config, run.environment, run.events[-1]
     throughput, step = run.median("images_per_second"), run.median("step_s")
-    seconds = run.phase_seconds()
+    seconds, goodput = run.phase_seconds(), goodput_of(run.events)
     return {
         "state": f"{run.state} at epoch {_epochs(run)} (step {last['step']:,})",
         "best top-1": _best(run),
-        "training loss": f"{run.train[-1]['loss']:.4f} at the end" if run.train else "none yet",
+        "training loss": f"{run.train[-1]['loss']:.4f} at step {run.train[-1]['step']:,}" if run.train else "none yet",
         "throughput": "none yet"
         if throughput is None or step is None
         else f"{throughput:,.0f} images/s, {duration(step)} per step",
         "time": f"{duration(sum(seconds.values()))}, of it evaluation {duration(seconds['evaluation_s'])}, "
         f"checkpoints {duration(seconds['checkpoint_s'])}",
         "first step": _first_steps(run),
+        "goodput": goodput.describe() if goodput is not None else "not known",
         "model": f"{config.model.name}, {config.precision.dtype}",
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
         "batch": f"{config.batch.global_batch} images, micro-batches of {config.batch.micro_batch}",

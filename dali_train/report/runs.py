@@ -13,8 +13,8 @@ import numpy as np
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.errors import ConfigError
 from dali_train.report.tables import PredictionTables
+from dali_train.runtime.events import METRICS, OUTSIDE_PHASES, STEP_PHASES, Event, best_evaluation, decisive
 from dali_train.text import printable
-from dali_train.training.events import OUTSIDE_PHASES, STEP_PHASES, Event, best_evaluation, decisive
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ def load_run(directory: Path, label: str = "") -> ReportedRun:
     """
     run = ReportedRun(directory, label)
     if not run.events:
-        path = directory / "metrics.jsonl"
+        path = directory / METRICS
         raise ConfigError(f"{path} has no line yet: wait for the run's first hooks.log_every_steps steps")
     return run
 

@@ -7,6 +7,7 @@ script gets its answer at once.
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from typing import Literal
 from dali_train.config.check import CountOr0, Fraction, from_json
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited, write_atomically
+from dali_train.runtime.events import METRICS, goodput, read_events
 from dali_train.runtime.lock import find_holder
 from dali_train.text import aligned
 
@@ -75,6 +77,9 @@ def describe(run_directory: Path) -> str:
     )
     holder_text = f", last trained by {status.lock_holder}" if status.lock_holder else ""
     progress = _progress(status, newest)
+    with suppress(OSError):  # then without it
+        if (found := goodput(read_events(run_directory / METRICS))) is not None:
+            holder_text += f", goodput {found.describe()}"
     return f"{run_directory}: {state}, step {progress}{best}, newest checkpoint {newest}{holder_text}"
 
 

@@ -2,9 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dali_train.text import duration, plural
 
 STEP_PHASES = {
     "data": "data_wait_s",
@@ -18,6 +21,7 @@ STEP_PHASES = {
 OUTSIDE_PHASES = {"evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}
 """What happens between steps."""
 
+METRICS = "metrics.jsonl"
 Event = dict[str, Any]
 
 _NEEDED = {
@@ -41,6 +45,44 @@ def best_evaluation(events: Iterable[Event]) -> Event | None:
     it; None without one that is a number."""
     evaluations = (event for event in events if event["event"] == "eval" and not math.isnan(decisive(event, "top1")))
     return max(evaluations, key=lambda event: (decisive(event, "top1"), event["step"]), default=None)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What of a run's time went into steps that count."""
+
+    share: float  # seconds of these steps by those since the first start, pauses between two starts included
+    starts: int  # after the first
+    lost_steps: int  # that were done again, as far as they were logged
+    away_s: float  # between the last line of one start and the first step of the next, in all
+
+    def describe(self) -> str:
+        if not self.starts:
+            return f"{self.share:.1%}"
+        return (
+            f"{self.share:.1%}, started {self.starts + 1} times: {plural(self.lost_steps, 'step')} done again, "
+            f"{duration(self.away_s)} without a step"
+        )
+
+
+def goodput(events: Sequence[Event]) -> Goodput | None:
+    """Return how much of a run's time went into steps that count; None if that was not recorded."""
+    starts = [event for event in events if event["event"] == "start"]
+    if not starts or not all("time" in event for event in (starts[0], events[-1])):
+        return None
+    seconds, step = 0.0, starts[0]["step"]
+    for event in events:
+        if event["event"] == "train":
+            seconds, step = seconds + event["step_s"] * (event["step"] - step), event["step"]
+    since = events[-1]["time"] - starts[0]["time"] + starts[0]["startup_s"]
+    if not seconds or since <= 0:  # or the clock was set back
+        return None
+    return Goodput(
+        share=seconds / since,
+        starts=len(starts) - 1,
+        lost_steps=sum(int(event.get("lost_steps", 0)) for event in starts),
+        away_s=sum(event.get("away_s", 0.0) for event in starts),
+    )
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -73,6 +115,7 @@ def _is_event(line: dict[str, Any]) -> bool:
             isinstance(seconds, dict)
             and all(map(_is_number, seconds.values()))
             and isinstance(line.get("error"), str | None)
+            and _is_number(line.get("time", 0))
         )
     if not all(_is_number(value) for name, value in line.items() if name != "event"):
         return False
