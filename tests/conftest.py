@@ -70,6 +70,7 @@ _SLOW_FILES = {
     "test_notebook.py",
     "test_parallel.py",
     "test_quickstart.py",
+    "test_ray.py",
     "test_run_lock.py",
     "test_torture.py",
     "test_workflow.py",

@@ -1,0 +1,209 @@
+"""Training and conversion on a Ray cluster, or with a Ray of its own on this machine.
+
+    python -m dali_train.ray train --config FILE --workers 1:8 [--section.field value ...]
+    python -m dali_train.ray convert [--parts N] SOURCE ... --out DATASET
+
+Each worker of Ray Train starts one rank, `dali-train train` in a process of its own, as torchrun does. There are as
+many as the cluster has room for; when that changes, all ranks save and stop, and the next number of them resumes.
+Checkpoints are those of run.dir, and none is Ray's. Only this module needs Ray.
+"""
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+try:
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
+    from ray.train.backend import Backend, BackendConfig
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+except ModuleNotFoundError as error:
+    MISSING = f"dali_train.ray needs Ray ({error}): pip install 'dali-train[ray]'"
+    if __name__ != "__main__":
+        raise ImportError(MISSING) from error
+    print(MISSING, file=sys.stderr)
+    raise SystemExit(2) from None
+
+from dali_train.commands import data
+from dali_train.commands.arguments import command_parser
+from dali_train.config import Config
+from dali_train.config.override import config_with
+from dali_train.errors import RunError, UserError
+from dali_train.runtime.launch import LOCAL
+from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, newest_step
+
+RESIZE_S = 60.0  # between two looks whether the cluster has room for another number of workers
+_POLL_S, _STOP_S = 0.5, 60.0
+_rank: subprocess.Popen[bytes] | None = None  # in a worker of Ray's, the process that it has started
+
+
+class StopRequest:
+    """An actor by which workers hear of a Ctrl-C, or of the TERM of `ray job stop`."""
+
+    asked = False
+
+    def ask(self) -> None:
+        self.asked = True
+
+    def is_asked(self) -> bool:
+        return self.asked
+
+
+class RanksBackend(Backend):
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Have all ranks save and stop before Ray ends their workers, to go on with more or fewer."""
+        worker_group.execute(stop_rank)
+
+
+class Ranks(BackendConfig):
+    backend_cls = RanksBackend
+
+
+def stop_rank() -> None:
+    if _rank is not None and _rank.poll() is None:
+        _rank.terminate()
+        try:
+            _rank.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            _rank.kill()
+
+
+def run_rank(words: Sequence[str], directory: Path, run_dir: Path, stop: Any) -> int:
+    """Train as one rank, in a worker of Ray's; return the trainer's exit status.
+
+    Args:
+        words: of the command line, behind `dali-train train`.
+        directory: where it was given.
+        stop: the handle of a StopRequest.
+
+    Raises:
+        RunError: the rank failed after its run has saved something new, so Ray is to start all of them again.
+    """
+    global _rank
+    context, before = get_context(), newest_step(run_dir)
+    rank = context.get_world_rank()
+    host, port, run_id = broadcast_from_rank_zero(_meeting_place() if rank == 0 else None)
+    environment = {
+        "TORCHELASTIC_RUN_ID": run_id,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+    command = [sys.executable, "-u", "-m", "dali_train", "train", *words]
+    _rank = subprocess.Popen(command, cwd=directory, env=os.environ | environment)
+    while _rank.poll() is None:
+        time.sleep(_POLL_S)
+        if rank == 0 and ray.get(stop.is_asked.remote()):
+            _rank.send_signal(signal.SIGUSR1)
+    status = _rank.returncode
+    if status not in (FINISHED, MISTAKE, START_AGAIN) and newest_step(run_dir) != before:
+        raise RunError(f"rank {rank} ended with status {status}, after a new checkpoint: all ranks are started again")
+    return status if status >= 0 else 1
+
+
+def _meeting_place() -> tuple[str, int, str]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return ray.util.get_node_ip_address(), listener.getsockname()[1], LOCAL + uuid.uuid4().hex
+
+
+def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int:
+    """Train on between workers[0] and workers[1] ranks; return the trainer's exit status."""
+    run_dir, device = Path(config.run.dir).absolute(), config.run.device
+    stop = ray.remote(num_cpus=0)(StopRequest).remote()
+    trainer = DataParallelTrainer(
+        partial(run_rank, words, Path.cwd(), run_dir, stop),
+        backend_config=Ranks(),
+        scaling_config=ScalingConfig(
+            num_workers=workers if workers[0] < workers[1] else workers[0],
+            use_gpu=device == "cuda" or (device == "auto" and "GPU" in ray.cluster_resources()),
+            elastic_resize_monitor_interval_s=RESIZE_S,
+        ),
+        # `run_rank` returns what is not to be tried again; what is left are lost nodes, and failures after progress.
+        run_config=RunConfig(storage_path=str(run_dir / "ray"), failure_config=FailureConfig(max_failures=-1)),
+    )
+
+    def note(number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
+        stop.ask.remote()
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    try:  # in another thread than the main one, where Ray Train takes Ctrl-C as the wish to end at once
+        return int(ThreadPoolExecutor(1).submit(trainer.fit).result().return_value)
+    except TrainingFailedError as error:
+        raise RunError(f"Ray gave up: {error}") from error
+
+
+def convert(words: Sequence[str], parts: int | None) -> int:
+    """Convert a dataset in parts, each a task of Ray's; return the exit status of `dali-train data convert`."""
+    threads = command_parser().parse_args(["data", "convert", *words]).workers
+    total = parts or max(1, int(ray.cluster_resources()["CPU"]) // threads)
+    if status := data.main("convert", [*words, "--plan"]):
+        return status
+    task = ray.remote(num_cpus=threads)(convert_part)  # which Ray starts again, three times, if its node is lost
+    statuses = ray.get([task.remote([*words, "--part", f"{i}/{total}"], Path.cwd()) for i in range(1, total + 1)])
+    return max(statuses) or data.main("convert", [*words, "--finish"])
+
+
+def convert_part(words: Sequence[str], directory: Path) -> int:
+    os.chdir(directory)
+    return data.main("convert", words)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status, as `dali_train.cli.main` does."""
+    parser = argparse.ArgumentParser(prog="python -m dali_train.ray", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|convert")
+    text = "Train on as many ranks as there is room for; further words are those of `dali-train train`."
+    command = commands.add_parser("train", help=text, description=text, allow_abbrev=False)
+    command.add_argument("--config", required=True, metavar="FILE", help="each node finds it by this name")
+    command.add_argument("--workers", type=_range, required=True, metavar="N|MIN:MAX", help="ranks, one for each GPU")
+    text = "Convert a dataset in parts at once; further words are those of `dali-train data convert`."
+    command = commands.add_parser("convert", help=text, description=text, allow_abbrev=False)
+    command.add_argument("--parts", type=int, metavar="N", help="default: what the cluster has cores for")
+    options, words = parser.parse_known_args(arguments)
+    # A task of Ray's has one core unless it asks for more, and a part takes as many.
+    threads = [] if any(word.partition("=")[0] == "--workers" for word in words) else ["--workers", "1"]
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    try:
+        if options.command == "convert":
+            with ray.init():
+                return convert([*words, *threads], options.parts)
+        config = config_with(options.config, words, "python -m dali_train.ray train")
+        with ray.init():  # the cluster that RAY_ADDRESS names, that of this machine, or one for this command
+            return train(config, ["--config", options.config, *words], options.workers)
+    except (UserError, ray.exceptions.RayError) as error:
+        print(f"dali_train.ray: {error}", file=sys.stderr)
+        return MISTAKE if isinstance(error, UserError) and not isinstance(error, RunError) else 1
+
+
+def _range(text: str) -> tuple[int, int]:
+    numbers = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(numbers[1]), int(numbers[2] or numbers[1])) if numbers else (0, 0)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text}: use a number from 1 on, or the least and the most, such as 1:8")
+    return least, most
+
+
+if __name__ == "__main__":
+    from dali_train import ray as module  # workers must find what they run by this name, not as __main__'s
+
+    sys.exit(module.main())
