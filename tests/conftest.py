@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from dali_train.checkpoint.load import load_newest
+from dali_train.config import Config, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.runtime import local_launch
@@ -189,6 +190,11 @@ def tiny_config(dataset: Path, tmp_path: Path) -> Path:
     path = tmp_path / "tiny-config.py"
     path.write_text(TINY_CONFIG.format(root=str(dataset)))
     return path
+
+
+@pytest.fixture
+def config(tiny_config: Path) -> Config:
+    return load_config(tiny_config)
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dali_train.checkpoint.load import load_newest
-from dali_train.config import load_config
-from dali_train.runtime.events import STEP_PHASES
+from dali_train.config import Config, load_config
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import Loader, make_loader
+from dali_train.data.loading.pipelines import Batch
+from dali_train.runtime.events import STEP_PHASES, read_events
 
 from .conftest import REPOSITORY, StartTraining, final_weights, relative_differences
 from .ranks import POOL, Ranks
@@ -74,6 +79,18 @@ def extended(config: Path, text: str) -> Path:
     return path
 
 
+def loader_of(
+    config: Config, *, start_step: int = 0, rank: int = 0, ranks: int = 1, num_threads: int = 1, device: str = "cpu"
+) -> Loader:
+    place = {"start_step": start_step, "dp_rank": rank, "dp_size": ranks}
+    return make_loader(Split(config.data.root, "train"), config, torch.device(device), **place, num_threads=num_threads)
+
+
+def first_batches(config: Config, count: int, **options: Any) -> list[Batch]:
+    loader = loader_of(config, **options)
+    return [loader.next() for _ in range(count)]
+
+
 def samples(directory: Path) -> dict[tuple[int, int], list[int]]:
     """(step, k) -> images, from all ranks' traces."""
     lines = [
@@ -86,8 +103,7 @@ def samples(directory: Path) -> dict[tuple[int, int], list[int]]:
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that are of this kind."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
+    return [event for event in read_events(directory / "metrics.jsonl") if event["event"] == kind]
 
 
 def losses(directory: Path) -> list[float]:

@@ -1,7 +1,6 @@
 """Augmentation, mixing, decoding and storage: one definition each, and both devices' forms of it agree."""
 
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,10 @@ from nvidia.dali.pipeline import pipeline_def
 from PIL import Image
 from timm.data.mixup import Mixup
 
-from dali_train.config import Config, DataConfig, MixupConfig, load_config
+from dali_train.config import Config, DataConfig, MixupConfig
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.loading import storage as storages
-from dali_train.data.loading.augment import OPERATORS, Operator, none, slide
+from dali_train.data.loading.augment import OPERATORS, Operator, slide
 from dali_train.data.loading.decoder import (
     COMMON_OPTIONS,
     decode_boxes,
@@ -27,9 +26,9 @@ from dali_train.data.loading.decoder import (
     describe_decoder,
     hardware_share,
 )
-from dali_train.data.loading.loader import make_loader, pixel_format
+from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.mixing import mix
-from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, IndexedPipeline
+from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline
 from dali_train.data.loading.storage import MappedFiles
 from dali_train.data.sampling.augment import IDENTITY, draw_operators, erased_boxes, policy_of
 from dali_train.data.sampling.draws import Images, draw_mixing
@@ -37,23 +36,12 @@ from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 from dali_train.errors import ConfigError, DatasetError
 
-from .conftest import Train, photograph
+from .conftest import photograph
+from .helpers import first_batches, loader_of
 
 CPU = torch.device("cpu")
 BIG_VISION = DataConfig(root="data", augment="big-vision")
 LEVELS = np.array([-1, -0.8, -0.3, -0.05, 0.05, 0.4, 0.9, 1], dtype=np.float32)
-
-
-@pytest.fixture
-def config(tiny_config: Path) -> Config:
-    return load_config(tiny_config)
-
-
-def batches(config: Config, count: int = 4) -> list[Batch]:
-    loader = make_loader(
-        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
-    )
-    return [loader.next() for _ in range(count)]
 
 
 def smooth(seed: int) -> np.ndarray:
@@ -140,19 +128,6 @@ def augmented(config: Config, augment: str, **data: object) -> Config:
     return replace(config, data=replace(config.data, augment=augment, **data))  # type: ignore[arg-type]
 
 
-def test_a_new_operator_is_one_row(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    swap = Operator(
-        none,
-        lambda image, _: image.flip(0),
-        lambda images, _: fn.cat(*(images[:, :, c : c + 1] for c in (2, 1, 0)), axis=2),
-    )
-    monkeypatch.setitem(OPERATORS, "SwapRedAndBlue", swap)
-    config = replace(config, mixup=MixupConfig(alpha=0))
-    swapped = batches(augmented(config, "rand-n1-p1-tSwapRedAndBlue"))
-    for plain, other in zip(batches(config), swapped, strict=True):
-        assert torch.equal(plain.images.flip(1), other.images) and not torch.equal(plain.images, other.images)
-
-
 @pytest.mark.parametrize(
     ("augment", "message"),
     [
@@ -176,7 +151,7 @@ def test_augment_is_checked(augment: str, message: str) -> None:
 
 def test_unknown_operators_are_refused(config: Config) -> None:
     with pytest.raises(ConfigError, match="there is no operator Solarise; did you mean Solarize"):
-        batches(augmented(config, "rand-tRotate+Solarise"))
+        loader_of(augmented(config, "rand-tRotate+Solarise"))
 
 
 def drawn_for(epochs: np.ndarray, images: np.ndarray) -> Images:
@@ -324,7 +299,7 @@ def test_erasing_fills_with_the_mean(config: Config) -> None:
         random_erasing=1.0,
         normalise=((120.0, 115.0, 100.0), (60.0, 60.0, 60.0)),
     )
-    for batch in batches(config):
+    for batch in first_batches(config, 4):
         for image, (top, left, height, width) in zip(batch.images, batch.micro_batch.erased.tolist(), strict=True):
             assert height and image[:, top : top + height, left : left + width].abs().max() < 1e-6
 
@@ -333,10 +308,12 @@ def test_erasing_fills_with_the_mean(config: Config) -> None:
 def test_mixing_while_normalising_is_mixing(config: Config, cutmix_alpha: float) -> None:
     plain = replace(config, mixup=MixupConfig(alpha=0))
     config = replace(config, mixup=MixupConfig(alpha=0.4, cutmix_alpha=cutmix_alpha))
-    for mixed, unmixed in zip(batches(config, 8), batches(plain, 8), strict=True):
+    for mixed, unmixed in zip(first_batches(config, 8), first_batches(plain, 8), strict=True):
         draws = mixed.micro_batch
         expected = mix(unmixed.images, torch.from_numpy(draws.partners), mixed.lambdas, torch.from_numpy(draws.cuts))
         torch.testing.assert_close(mixed.images, expected, rtol=0, atol=1e-5)
+        assert mixed.targets.tolist() == np.stack([draws.labels, draws.labels[draws.partners]], axis=-1).tolist()
+        assert mixed.lambdas.tolist() == draws.lambdas.tolist() and len(set(draws.lambdas.tolist())) == 1
 
 
 class FedNumpy:
@@ -419,7 +396,7 @@ def test_a_crop_larger_than_an_image_is_refused(config: Config) -> None:
     with pytest.raises(
         ConfigError, match=r"data.crop_side is 60, .* a side of 30 pixels: use at most 34, or data.crop_padding 15"
     ):
-        batches(replace(config, data=replace(config.data, crop_side=60, crop_padding=2)))
+        loader_of(replace(config, data=replace(config.data, crop_side=60, crop_padding=2)))
 
 
 def test_erasing_with_noise_is_the_same_in_both_forms(config: Config) -> None:
@@ -438,14 +415,6 @@ def test_erasing_with_noise_is_the_same_in_both_forms(config: Config) -> None:
     values = torch.cat(shown)
     # A standard normal distribution limited to -1 to 1.
     assert abs(values.mean()) < 0.1 and abs(values.std() - 0.72) < 0.05 and values.abs().max() <= 1.01
-
-
-def test_workers_and_order_change_nothing(config: Config) -> None:
-    config = augmented(config, "rand-m9-mstd0.5-inc1", random_erasing=0.25, color_jitter=0.3)
-    loader = make_loader(
-        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=4
-    )
-    assert all(torch.equal(batch.images, loader.next().images) for batch in batches(config, 6))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -497,39 +466,10 @@ def test_the_decoder_is_described(config: Config) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-class InMemory:
-    """All images as bytes."""
-
-    portion_bytes, keeps_windows = 1 << 20, True
-
-    def __init__(self, split: Split) -> None:
-        self._images = MappedShards(split).read(np.arange(len(split)))
-        self.prefetched = 0
-
-    def read(self, images: np.ndarray) -> list[np.ndarray]:
-        return [self._images[image] for image in images]
-
-    def prefetch(self, images: np.ndarray) -> None:
-        self.prefetched += len(images)
-
-
-def test_a_new_storage_is_one_row(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[InMemory] = []
-
-    def make(split: Split, *_: object) -> InMemory:
-        made.append(InMemory(split))
-        return made[-1]
-
-    monkeypatch.setitem(storages.STORAGES, "memory", make)
-    elsewhere = replace(config, data=replace(config.data, root=f"memory://{config.data.root}"))
-    loader = make_loader(
-        Split(elsewhere.data.root, "train"), elsewhere, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
-    )
-    assert all(torch.equal(batch.images, loader.next().images) for batch in batches(config))
-    assert made[0].prefetched
+def test_a_storage_that_nobody_has(config: Config) -> None:
     unknown = replace(config.data, root="ftp://host/data")
     with pytest.raises(
-        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, only for file, .*memory"
+        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, only for file, "
     ):
         storages.open_storage(Split(config.data.root, "train"), unknown)
 
@@ -546,26 +486,3 @@ def test_a_shard_that_becomes_shorter_is_named(config: Config, tmp_path: Path) -
         DatasetError, match=rf"{short} has become shorter while it was in use: it ends at byte 100, .*Restore the shard"
     ):
         storage.prefetch(np.arange(split.first_images[1], len(split)))
-
-
-def test_ranks_agree(train: Train, tmp_path: Path) -> None:
-    """The invariant with all of it on, in half precision."""
-    words = (
-        "--data.augment",
-        "rand-m9-mstd0.5-inc1",
-        "--data.color_jitter",
-        "0.3",
-        "--data.random_erasing",
-        "0.25",
-        "--run.max_steps",
-        "3",
-        "--precision.dtype",
-        "bf16",
-    )
-    train("one", *words)
-    train("two", *words, ranks=2)
-    losses = []
-    for name in ("one", "two"):
-        events = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        losses.append([event["loss"] for event in events if event["event"] == "train"])
-    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -356,9 +355,12 @@ def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
         resolve_checkpoint(tmp_path / "nowhere", "newest")
 
 
-def test_another_recipe_is_refused_unless_told(train: Train, tmp_path: Path) -> None:
-    train("run", "--run.max_steps", "2")
-    changed = ("--optimizer.lr", "0.02", "--batch.micro_batch", "8")
+def test_another_recipe_is_refused_unless_told(train: Train, plain_run: Path, tmp_path: Path) -> None:
+    """And the weights of the start are not needed after it."""
+    weights = shutil.copy(plain_run / "model.safetensors", tmp_path / "weights.safetensors")
+    train("run", "--run.max_steps", "2", "--model.weights", str(weights))
+    weights.unlink()
+    changed = ("--model.weights", str(weights), "--optimizer.lr", "0.02", "--batch.micro_batch", "8")
     output = train("run", *changed, status=2)
     assert "batch.micro_batch 4 -> 8; optimizer.lr 0.01 -> 0.02" in output
     assert "run.accept_changed_recipe" in output
@@ -410,40 +412,6 @@ def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: 
         with pytest.raises(DatasetError, match=rf"{file} has (CRC32C|\d+ bytes)"):
             Split(root, "train")
         file.write_bytes(content)
-
-
-def test_what_was_exchanged_in_its_place_is_refused(train: Train, tmp_path: Path, dataset: Path) -> None:
-    """The dataset with other pixels in images of the same labels and sizes, the teacher, the weights of the start."""
-    root, weights, teacher = (tmp_path / name for name in ("data", "weights.safetensors", "teacher.safetensors"))
-    shutil.copytree(dataset, root)
-
-    def write_weights(seed: int) -> None:
-        kwargs = load_config(tmp_path / "tiny-config.py").model.kwargs
-        torch.manual_seed(seed)
-        save_file(timm.create_model("vit_tiny_patch16_224", num_classes=5, **kwargs).state_dict(), weights)
-
-    def write_teacher(seed: int) -> None:
-        torch.manual_seed(seed)
-        save_file(timm.create_model("test_resnet", num_classes=5).state_dict(), teacher)
-
-    write_weights(0)
-    write_teacher(0)
-    words = ["--data.root", str(root), "--model.weights", str(weights), "--loss.distillation", "hard"]
-    words += ["--loss.teacher", "test_resnet", "--loss.teacher_weights", str(teacher)]
-    train("run", *words, "--run.max_steps", "1")
-    write_weights(1)
-    write_teacher(1)
-    records = [(jpeg(photograph(100 + i, 30 + 7 * (i % 9), 80 - 5 * (i % 11))), 1 + i % 5) for i in range(0, 50, 3)]
-    write_shard(root / "train" / "train-00000-of-00003", records)
-    build_index(root)
-    output = train("run", *words, status=2)
-    for name in ("dataset 50 images,", "loss.teacher_weights", "model.weights"):
-        assert re.search(rf"{name} content (\w{{16}}) -> (\d+ images, )?content (?!\1)\w{{16}}[;.]", output), output
-    # The weights of the start are not needed after it.
-    shutil.copytree(dataset, root, dirs_exist_ok=True)
-    write_teacher(0)
-    weights.unlink()
-    train("run", *words, "--run.max_steps", "2")
 
 
 def test_a_run_may_change_its_number_of_ranks(train: Train, plain_run: Path, tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from dali_train.cli import main
 
-from .conftest import REPOSITORY, Train
-from .helpers import events
+from .conftest import REPOSITORY
 
 B16 = str(REPOSITORY / "configs" / "vit-b16.py")
 
@@ -99,14 +98,3 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         assert exit_.value.code == (2 if arguments == ["trian"] else 0)
         printed = capsys.readouterr()
         assert message in " ".join((printed.out + printed.err).replace("│", " ").split())
-
-
-def test_eval_repeats_the_last_evaluation(
-    train: Train, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train("run", "--run.max_steps", "3")
-    last = events(tmp_path / "run", "eval")[-1]
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
-    assert main(["eval", "--config", str(tiny_config), "--checkpoint", str(checkpoint)]) == 0
-    expected = f"step 3: top-1 {last['top1']:.2%}  top-5 {last['top5']:.2%}  loss {last['loss']:.4f}  (13 images)"
-    assert expected in capsys.readouterr().out

@@ -24,6 +24,7 @@ from dali_train.config.override import read_overrides
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator
 from dali_train.errors import ConfigError
+from dali_train.hooks import Hook
 from dali_train.training.model import build_model
 
 from .conftest import REPOSITORY
@@ -95,6 +96,8 @@ WRONG = [
     ("hooks.log_every_steps", 10.0, "a whole number from 1"),
     ("hooks.trace_samples", 1, "true or false"),
     ("hooks.user", DataConfig, r"\(VALUE,\)"),
+    ("hooks.user", (Hook(),), "not a hook itself"),
+    ("hooks.profile", (3, 2), "a first step from 1 on"),
 ]
 
 

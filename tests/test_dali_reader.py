@@ -1,7 +1,6 @@
 """data.reader dali: every image once a pass on any number of ranks, the micro-batch's own draws, one warning."""
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,12 @@ from PIL import Image
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import Loader, make_loader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError, DatasetError
 
 from .conftest import TINY_CONFIG, Train, jpeg, photograph, png, write_shard
+from .helpers import events, first_batches
 
 NUM_IMAGES = 53
 
@@ -37,14 +36,8 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-def loader_of(config: Config, rank: int = 0, num_ranks: int = 1) -> Loader:
-    config = config.replace({"batch.global_batch": 4 * num_ranks})
-    split, device = Split(config.data.root, "train"), torch.device("cpu")
-    return make_loader(split, config, device, start_step=0, dp_rank=rank, dp_size=num_ranks, num_threads=1)
-
-
-def take(loader: Loader, count: int) -> list[Batch]:
-    return [loader.next() for _ in range(count)]
+def take(config: Config, count: int, rank: int = 0, ranks: int = 1) -> list[Batch]:
+    return first_batches(config.replace({"batch.global_batch": 4 * ranks}), count, rank=rank, ranks=ranks)
 
 
 def grey_of(labels: np.ndarray) -> np.ndarray:
@@ -58,7 +51,7 @@ def test_each_pass_has_every_image_once(config: Config, num_ranks: int, shuffle:
     parts = [NUM_IMAGES * (rank + 1) // num_ranks - NUM_IMAGES * rank // num_ranks for rank in range(num_ranks)]
     passes: list[list[int]] = [[], []]
     for rank in range(num_ranks):
-        batches = take(loader_of(config, rank, num_ranks), 30 // num_ranks)
+        batches = take(config, 30 // num_ranks, rank, num_ranks)
         labels = [label for batch in batches for label in batch.targets[:, 0].tolist()]
         for number, images in enumerate(passes):  # in order, the parts go round from pass to pass
             size = parts[rank if shuffle == "block" else (rank + number) % num_ranks]
@@ -72,7 +65,7 @@ def test_each_pass_has_every_image_once(config: Config, num_ranks: int, shuffle:
 def test_what_does_not_depend_on_the_image_is_the_micro_batchs(config: Config) -> None:
     config = config.replace({"mixup.alpha": 0.4, "batch.global_batch": 4})
     expected = MicroBatches(Split(config.data.root, "train").rows, config)
-    for step, batch in enumerate(take(loader_of(config), 4)):
+    for step, batch in enumerate(take(config, 4)):
         draws, ours = batch.micro_batch, expected(step, 0)
         assert (draws.step, draws.dropout_seed, set(draws.images)) == (step, ours.dropout_seed, {-1})
         assert np.array_equal(draws.flips, ours.flips) and batch.lambdas.tolist() == ours.lambdas.tolist()
@@ -86,7 +79,7 @@ def test_flips_and_crops_follow_the_config(config: Config, dataset: Path) -> Non
     whole = {"data.root": str(dataset), "data.crop_area": (1, 1), "data.crop_aspect": (1e-3, 1e3)}
     config = config.replace({**whole, "data.shuffle": "none", "data.horizontal_flip": 0.0})
     straight, mirrored, cropped = (
-        take(loader_of(config.replace(change)), 1)[0]
+        take(config.replace(change), 1)[0]
         for change in ({}, {"data.horizontal_flip": 1.0}, {"data.crop_area": (0.1, 0.2)})
     )
     assert torch.equal(straight.images, mirrored.images.flip(-1))
@@ -98,8 +91,7 @@ def test_resuming_begins_a_new_pass_with_one_warning(train: Train, tmp_path: Pat
     first, second = train("run", *words, "2", ranks=3), train("run", *words, "3")
     assert "new pass" not in first and first.count("3 ranks do not divide the 8 micro-batches") == 1
     assert second.count("data.reader is dali, which keeps no position: a new pass") == 1
-    events = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert [event["step"] for event in events if event["event"] == "train"] == [1, 2, 3]
+    assert [event["step"] for event in events(tmp_path / "run", "train")] == [1, 2, 3]
 
 
 def test_what_it_cannot_do_is_refused(config: Config, tmp_path: Path) -> None:
@@ -109,15 +101,15 @@ def test_what_it_cannot_do_is_refused(config: Config, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.reader is 'stream': use dali"):
         config.replace({"data.reader": "stream"})
     with pytest.raises(ConfigError, match=r"53 records \(image\) in .* for 54 ranks"):
-        loader_of(config, 0, NUM_IMAGES + 1)
+        take(config, 0, 0, NUM_IMAGES + 1)
     text_index = tmp_path / "data" / "idx_files" / "train" / "train-00001-of-00005.idx"
     text_index.write_text(text_index.read_text().rpartition(" ")[0])
     with pytest.raises(DatasetError, match=r"00001-of-00005.idx .* dataset.json says 17"):
-        loader_of(config)
+        take(config, 0)
 
 
 def test_an_image_that_does_not_decode_is_named(config: Config, tmp_path: Path) -> None:
     write_shard(tmp_path / "data" / "train" / "train-00002-of-00005", [(jpeg(photograph(0, 40, 40))[:-40], 1)])
     build_index(tmp_path / "data")
     with pytest.raises(DatasetError, match=r"train-00002-of-00005 at index .*data verify"):
-        take(loader_of(config.replace({"data.shuffle": "none"})), 10)
+        take(config.replace({"data.shuffle": "none"}), 10)

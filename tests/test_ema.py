@@ -9,7 +9,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from dali_train.checkpoint.load import load_newest
-from dali_train.config import ConfigError, EmaConfig
+from dali_train.config import EmaConfig
 from dali_train.training.ema import Ema, ema_decay
 
 from .conftest import Train, relative_differences
@@ -66,16 +66,3 @@ def test_a_run_evaluates_it_beside_the_weights(train: Train, tmp_path: Path) -> 
     newest, _ = load_newest(tmp_path / "run" / "checkpoints")
     assert newest is not None
     assert max(relative_differences(newest.state["model"], newest.state["ema"]).values()) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"decay": 1.0}, "ema.decay is 1.0: use a share between 0 and 1"),
-        ({"decay": 0.0}, "ema.decay is 0.0: use a share between 0 and 1"),
-        ({"warmup": True}, "ema.warmup is true with ema.decay none: set ema.decay"),
-    ],
-)
-def test_averages_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        EmaConfig(**settings)

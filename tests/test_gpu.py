@@ -12,11 +12,11 @@ from PIL import Image
 from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import make_loader, pixel_format
+from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
 
 from .conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
-from .helpers import state_difference
+from .helpers import loader_of, state_difference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU on this host")
 
@@ -63,9 +63,7 @@ def config(smooth_dataset: Path, tmp_path: Path) -> Config:
 
 
 def batches(config: Config, device: torch.device) -> list[Batch]:
-    loader = make_loader(
-        Split(config.data.root, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=2
-    )
+    loader = loader_of(config, device=str(device), num_threads=2)
     kept = []
     for _ in range(6):
         batch = loader.next()

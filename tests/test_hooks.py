@@ -23,11 +23,10 @@ from PIL import Image
 from torch import nn
 
 from dali_train.cli import main
-from dali_train.config import DataConfig, HooksConfig, OptimizerConfig, load_config
+from dali_train.config import DataConfig, OptimizerConfig, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.pipelines import Batch
-from dali_train.errors import ConfigError
 from dali_train.hooks import RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.class_names import class_names
 from dali_train.hooks.console import Console, fitting
@@ -53,7 +52,7 @@ from .conftest import (
     run_in_pool,
     write_shard,
 )
-from .helpers import extended, words
+from .helpers import events, extended, words
 
 OWN_HOOKS = """
 import logging
@@ -132,10 +131,6 @@ class Remove(Hook):
 
 config = replace(config, hooks=replace(config.hooks, user=(Remove,)))
 """
-
-
-def events(directory: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(directory / "metrics.jsonl") if event["event"] == kind]
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -238,19 +233,6 @@ def test_a_required_hook_ends_the_run(
     printed = train("run", config=extended(tiny_config, REQUIRED_HOOK.replace("MISTAKE", mistake)), status=1)
     assert re.search(error.removeprefix("RunError: "), printed)
     assert re.match(error, events(tmp_path / "run", "end")[0]["error"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"user": (Health(),)}, "a class or a function that makes a hook, not a hook itself"),
-        ({"profile": (3, 2)}, r"hooks.profile is \(3, 2\): use a first step from 1 on"),
-        ({"log_every_steps": 0}, "hooks.log_every_steps is 0: use a whole number from 1"),
-    ],
-)
-def test_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        HooksConfig(**fields)
 
 
 def test_hooks_change_nothing(place: Path, everything: Shared) -> None:

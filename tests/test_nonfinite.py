@@ -23,10 +23,8 @@ HOPELESS = ("--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--h
 LAYOUT = Layout.from_config(Launch(), ParallelConfig())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_that_ends_with_nan_is_a_failure(train: Train, tmp_path: Path, dtype: str) -> None:
-    options = ("--run.max_steps", "6", "--precision.dtype", dtype)
-    output = train("run", *LONG, *HOPELESS, *options, status=1)
+def test_a_run_that_ends_with_nan_is_a_failure(train: Train, tmp_path: Path) -> None:
+    output = train("run", *LONG, *HOPELESS, "--run.max_steps", "6", status=1)
     assert re.search(
         r"dali-train train: the run came to its end at step 6 of 6, but was not saved: .* there is no checkpoint",
         output,

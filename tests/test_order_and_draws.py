@@ -5,22 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    MixupConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config, MixupConfig
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.loading.loader import assigned_places
 from dali_train.data.sampling.draws import Images, Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
+
+from .test_config import PLAIN
 
 
 def words(*values: int) -> np.ndarray:
@@ -51,15 +44,8 @@ def cases(count: int) -> list[tuple[int, int, int, int, int]]:
 
 
 def config_of(global_batch: int, micro_batch: int, **data: Any) -> Config:
-    return Config(
-        data=DataConfig(root="data", seed=7, **data),
-        model=ModelConfig(name="vit"),
-        optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=global_batch, micro_batch=micro_batch),
-        run=RunConfig(dir="run", epochs=3),
-        mixup=MixupConfig(alpha=0.2 if micro_batch > 1 else 0),
-    )
+    batch = {"batch.global_batch": global_batch, "batch.micro_batch": micro_batch}
+    return PLAIN.replace({**batch, "mixup.alpha": 0.2 if micro_batch > 1 else 0}, data={"seed": 7, **data})
 
 
 def rows_of(num_images: int) -> np.ndarray:
@@ -106,10 +92,8 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(
                 together[step, k] = asked(step, k)
     assert together.keys() == single.keys()
     for place, batch in single.items():
-        np.testing.assert_array_equal(batch.images, together[place].images)
-        np.testing.assert_array_equal(batch.boxes, together[place].boxes)
-        np.testing.assert_array_equal(batch.lambdas, together[place].lambdas)
-        assert batch.dropout_seed == together[place].dropout_seed
+        for name, value in vars(batch).items():
+            np.testing.assert_array_equal(value, getattr(together[place], name))
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -145,12 +129,6 @@ def test_order_is_uniform() -> None:
         order = shuffled(philox_generator(3, Purpose.ORDER, low=0, high=epoch), 6)
         counts[np.arange(6), order] += 1
     assert ((counts - 1000) ** 2 / 1000).sum() < 52.6  # exceeded by chance once in 1,000 seeds; the seed is fixed
-
-
-def test_shuffled_is_a_permutation() -> None:
-    for count in (1, 2, 3, 64, 1000):
-        order = shuffled(philox_generator(0, Purpose.ORDER, low=0, high=0), count)
-        np.testing.assert_array_equal(np.sort(order), np.arange(count))
 
 
 def test_unshuffled_order_is_that_on_disk() -> None:

@@ -53,10 +53,8 @@ def test_a_resume_may_change_it() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"pipeline": 0}, "parallel.pipeline is 0.*1"),
         ({"shard": "zero"}, "parallel.shard is 'zero'.*none, optimizer, gradients or full"),
         ({"exchange_dtype": "bf16"}, "parallel.exchange_dtype .*parallel.grad_reduce_dtype"),
-        ({"tensor": {"size": 0}}, "parallel.tensor.size is 0.*1"),
         ({"tensor": {"sise": 2}}, "parallel.tensor.sise .*parallel.tensor.size"),
         ({"tensor": {"mode": "2d", "size": 6}}, "parallel.tensor.size is 6 with mode 2d.* 4 or 9"),
         ({"tensor": {"mode": "3d", "size": 9}}, "parallel.tensor.size is 9 with mode 3d.* 8 or 27"),

@@ -18,31 +18,19 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import PREFETCH
-from dali_train.data.loading.loader import make_loader, pixel_format
+from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
-from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import DatasetError
 
 from .conftest import TINY_CONFIG, jpeg, photograph, png, write_shard
+from .helpers import first_batches, loader_of
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def config(tiny_config: Path) -> Config:
-    return load_config(tiny_config)
-
-
-@pytest.fixture
 def unmixed(config: Config) -> Config:
     return replace(config, mixup=MixupConfig(alpha=0))
-
-
-def first_batches(config: Config, count: int) -> list[Batch]:
-    loader = make_loader(
-        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
-    )
-    return [loader.next() for _ in range(count)]
 
 
 def grey_levels(images: torch.Tensor) -> np.ndarray:
@@ -87,18 +75,14 @@ def test_crops_of_any_shape(config: Config, shape: tuple[int, int], flip: int) -
 
 def test_number_of_threads_changes_nothing(config: Config) -> None:
     torch_threads = torch.get_num_threads()
-    split = Split(config.data.root, "train")
-    one, many = (
-        make_loader(split, config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=number) for number in (1, 5)
-    )
+    augmented = {"data.augment": "rand-m9-mstd0.5-inc1", "data.random_erasing": 0.25, "data.color_jitter": 0.3}
+    one, many = (loader_of(config.replace(augmented), num_threads=number) for number in (1, 5))
     assert all(torch.equal(one.next().images, many.next().images) for _ in range(8))
     assert torch.get_num_threads() == torch_threads
 
 
 def test_memory_of_batches_is_used_again(config: Config) -> None:
-    loader = make_loader(
-        Split(config.data.root, "train"), config, CPU, start_step=0, dp_rank=0, dp_size=1, num_threads=1
-    )
+    loader = loader_of(config)
     places = {loader.next().images.data_ptr() for _ in range(40)}
     assert len(places) <= PREFETCH + 3  # ready, in the making, and two in the caller's hands
 
@@ -107,14 +91,13 @@ def test_progressive_sizes_are_those_of_their_steps(config: Config) -> None:
     """2 ranks, 50 images, 32 per step: steps 0 to 1 until epoch 1, 2 to 3 until epoch 2. A resumed loader begins at its
     step's."""
     progressive = config.replace({"data.progressive": ((1, 16), (2, 24)), "mixup.cutmix_alpha": 1.0})
-    split = Split(config.data.root, "train")
     threads = threading.active_count()
     for start_step in (0, 3):
-        loader = make_loader(split, progressive, CPU, start_step=start_step, dp_rank=1, dp_size=2, num_threads=1)
+        loader = loader_of(progressive, start_step=start_step, rank=1, ranks=2)
         for step in range(start_step, 6):
             size = (16, 16, 24, 24, 32, 32)[step]
             sized = config.replace({"data.train_size": size, "mixup.cutmix_alpha": 1.0})
-            alone = make_loader(split, sized, CPU, start_step=step, dp_rank=1, dp_size=2, num_threads=1)
+            alone = loader_of(sized, start_step=step, rank=1, ranks=2)
             for _ in range(4):
                 batch = loader.next()
                 assert (batch.micro_batch.step, batch.micro_batch.size, batch.images.shape[-1]) == (step, size, size)
@@ -150,18 +133,6 @@ def test_evaluation_pixels_are_those_of_torchvision(unmixed: Config, mode: str) 
         assert np.abs(grey_levels(images) - expected).mean() < 0.5
 
 
-def test_mixup(config: Config, unmixed: Config) -> None:
-    config = replace(config, mixup=MixupConfig(alpha=0.2))
-    for mixed, plain in zip(first_batches(config, 4), first_batches(unmixed, 4), strict=True):
-        micro = mixed.micro_batch
-        weights = torch.from_numpy(micro.lambdas)[:, None, None, None]
-        expected = weights * plain.images + (1 - weights) * plain.images[torch.from_numpy(micro.partners).long()]
-        torch.testing.assert_close(mixed.images, expected, rtol=0, atol=1e-5)
-        assert mixed.targets.tolist() == np.stack([micro.labels, micro.labels[micro.partners]], axis=-1).tolist()
-        assert mixed.lambdas.tolist() == micro.lambdas.tolist()
-        assert len(set(micro.lambdas.tolist())) == 1
-
-
 def test_float16_and_channels_last_are_the_same_pixels(config: Config) -> None:
     changed = replace(
         config, model=replace(config.model, channels_last=True), precision=replace(config.precision, dtype="fp16")
@@ -180,16 +151,12 @@ def test_batches_do_not_change_after_they_were_handed_over(unmixed: Config) -> N
 
 
 def test_synthetic_loader_has_the_same_face(config: Config) -> None:
-    split = Split(config.data.root, "train")
-    synthetic_config = replace(config, data=replace(config.data, reader="synthetic"))
-    loader = make_loader(split, synthetic_config, CPU, start_step=0, dp_rank=1, dp_size=2, num_threads=1)
-    real = make_loader(split, config, CPU, start_step=0, dp_rank=1, dp_size=2, num_threads=1)
+    loader = loader_of(config.replace({"data.reader": "synthetic"}), rank=1, ranks=2)
+    real = loader_of(config, rank=1, ranks=2)
     for _ in range(6):
         synthetic, expected = loader.next(), real.next()
-        assert (synthetic.micro_batch.step, synthetic.micro_batch.k) == (
-            expected.micro_batch.step,
-            expected.micro_batch.k,
-        )
+        places = [(batch.micro_batch.step, batch.micro_batch.k) for batch in (synthetic, expected)]
+        assert places[0] == places[1]
         assert synthetic.images.shape == expected.images.shape and synthetic.images.dtype == expected.images.dtype
         assert torch.equal(synthetic.targets, expected.targets) and torch.equal(synthetic.lambdas, expected.lambdas)
 
@@ -206,18 +173,6 @@ def test_undecodable_image_is_named(tmp_path: Path) -> None:
         DatasetError, match=rf"image 4 \({shard}, \d+ bytes at byte {offset}\) cannot be decoded: .*data verify"
     ):
         first_batches(config, 8)
-
-
-def test_micro_batch_is_a_pure_function(config: Config) -> None:
-    """Asked in any order, by anybody, it is the same one."""
-    rows = Split(config.data.root, "train").rows
-    one, other = MicroBatches(rows, config), MicroBatches(rows, config)
-    places = [(step, k) for step in range(4) for k in range(8)]
-    forwards = {place: one(*place) for place in places}
-    for place in reversed(places):
-        again = other(*place)
-        for name, value in vars(forwards[place]).items():
-            np.testing.assert_array_equal(value, getattr(again, name))
 
 
 def test_raw_records_give_the_pixels_of_their_images(config: Config, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Trained weights to begin with, frozen weights, and the project's own small model."""
 
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +10,20 @@ import torch
 from safetensors.torch import save_file
 
 from dali_train.cli import main
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    load_config,
-)
+from dali_train.config import Config, ConfigError, load_config
 from dali_train.training.model import build_model
 from dali_train.training.running_statistics import RunningStatistics
 
 from .conftest import Train, final_weights
 from .helpers import CONVOLUTIONAL, extended
+from .test_config import PLAIN
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 CPU = torch.device("cpu")
 
 
 def config(**model: Any) -> Config:
-    model = {"name": "vit_tiny_patch16_224", "kwargs": VIT, **model}
-    return Config(
-        data=DataConfig(root="data"),
-        model=ModelConfig(**model),
-        optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(),
-        batch=BatchConfig(global_batch=4, micro_batch=4),
-        run=RunConfig(dir="run", epochs=1),
-    )
+    return PLAIN.replace(model={"kwargs": VIT, **model})
 
 
 @pytest.fixture(scope="module")
@@ -189,12 +171,9 @@ def test_patterns_that_match_nothing_or_everything_are_refused() -> None:
 
 
 def test_lenet_is_a_timm_model() -> None:
-    settings = replace(config(), model=ModelConfig(name="dali_lenet"))
-    model = build_model(settings, 10, CPU)
+    model = build_model(config(name="dali_lenet", kwargs={}), 10, CPU)
     shapes = [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
     assert shapes == [(20, 3, 5, 5), (50, 20, 5, 5), (500, 800), (10, 500)]
     assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
-    grey = build_model(
-        replace(settings, model=ModelConfig(name="dali_lenet", kwargs={"in_chans": 1, "img_size": 32})), 10, CPU
-    )
+    grey = build_model(config(name="dali_lenet", kwargs={"in_chans": 1, "img_size": 32}), 10, CPU)
     assert grey(torch.randn(2, 1, 32, 32)).shape == (2, 10)

@@ -8,30 +8,20 @@ import torch
 from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config, ConfigError
 from dali_train.training.schedule import SCHEDULES, check_schedule, learning_rate, peak_learning_rate
+
+from .test_config import PLAIN
 
 IMAGES, BATCH, EPOCHS, PEAK = 1000, 100, 20, 5e-3
 STEPS = 10  # per epoch
 
 
 def config(optimizer: dict[str, Any] | None = None, batch: int = BATCH, **schedule: Any) -> Config:
-    return Config(
-        data=DataConfig(root="data"),
-        model=ModelConfig(name="any"),
-        optimizer=OptimizerConfig(lr=PEAK, **(optimizer or {})),
-        schedule=ScheduleConfig(**schedule),
-        batch=BatchConfig(global_batch=batch, micro_batch=10),
-        run=RunConfig(dir="run", epochs=EPOCHS),
+    return PLAIN.replace(
+        {"batch.global_batch": batch, "batch.micro_batch": 10, "run.epochs": EPOCHS},
+        optimizer={"lr": PEAK, **(optimizer or {})},
+        schedule={"warmup_epochs": 0, **schedule},
     )
 
 

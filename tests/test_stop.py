@@ -87,12 +87,6 @@ def test_signals_during_the_save_do_not_hurt(start_training: StartTraining, tmp_
     assert read_status(tmp_path / "run") is not None
 
 
-def test_stops_after_max_seconds(train: Train, tmp_path: Path) -> None:
-    output = train("run", *LONG, "--run.max_seconds", "1", status=75, ranks=2)
-    assert "stopped after saving: run.max_seconds is over" in output
-    assert newest_step(tmp_path / "run")
-
-
 def test_a_stop_at_the_last_step_is_the_end(train: Train, tmp_path: Path) -> None:
     train("run", "--run.max_steps", "1", "--run.max_seconds", "0.001")
     status = read_status(tmp_path / "run")

@@ -1,17 +1,14 @@
 """The trainer's own promises: mixed precision, overflow, values that are not finite, resuming, files, exit status."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dali_train.commands.environment import git_commit
 from dali_train.config import PrecisionConfig, load_config
-from dali_train.training.loss import first_target_correct, mixup_loss
 from dali_train.training.metrics import NonFiniteError, TrainingMetrics
 
 from .conftest import REPOSITORY, Train, final_weights
@@ -89,15 +86,6 @@ def test_losses_average_over_images() -> None:
     assert (sums.loss, sums.top1, sums.grad_norm, sums.loss_scale) == (1.75, 0.375, 0.5, 8.0)
 
 
-def test_mixup_loss_is_the_mean_of_two_cross_entropies() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, lambdas = torch.randn(5, 7, generator=generator), torch.rand(5, generator=generator)
-    targets = torch.randint(7, (5, 2), generator=generator)
-    first, second = (F.cross_entropy(logits, targets[:, i], reduction="none") for i in (0, 1))
-    torch.testing.assert_close(mixup_loss(logits, targets, lambdas), (lambdas * first + (1 - lambdas) * second).mean())
-    assert first_target_correct(F.one_hot(targets[:, 0], 7), targets) == 5
-
-
 def test_run_directory_describes_itself(plain_run: Path) -> None:
     config = json.loads((plain_run / "config.json").read_text())
     assert config["run"]["epochs"] == 4 and config["batch"]["global_batch"] == 32
@@ -119,8 +107,6 @@ def test_max_steps_ends_a_run_and_the_schedule_stays(train: Train, plain_run: Pa
     train("short", "--run.max_steps", "3")
     short, long = (events(run, "train") for run in (tmp_path / "short", plain_run))
     assert [(line["loss"], line["lr"]) for line in short] == [(line["loss"], line["lr"]) for line in long[:3]]
-    # A run that must not resume refuses the directory.
-    assert re.search("run.resume is never.* another run.dir", train("short", "--run.resume", "never", status=2))
 
 
 def test_compiled_models_do_not_depend_on_ranks(train: Train, tmp_path: Path) -> None:

@@ -15,35 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dali_train.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    MixupConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-)
+from dali_train.config import Config
 from dali_train.data.dataset.index import INDEX_DTYPE, Split, allow_open_files
 from dali_train.data.loading.loader import assigned_micro_batches
 from dali_train.data.loading.storage import GAP_BYTES, REQUEST_BYTES, MappedFiles, requests
 
 from ..conftest import REPOSITORY
+from ..helpers import words
 from ..ranks import FORK
+from ..test_config import PLAIN
 
 
 def config_of(dataset: Path, shuffle: str, read_ahead_mb: int) -> Config:
-    return Config(
-        data=DataConfig(
-            root=str(dataset), shuffle=shuffle, block_images=4, window_blocks=2, read_ahead_mb=read_ahead_mb
-        ),  # type: ignore[arg-type]
-        model=ModelConfig(name="vit"),
-        optimizer=OptimizerConfig(lr=1),
-        schedule=ScheduleConfig(warmup_epochs=0),
-        batch=BatchConfig(global_batch=16, micro_batch=4),
-        run=RunConfig(dir="run", epochs=3),
-        mixup=MixupConfig(alpha=0.2),
+    order = {"shuffle": shuffle, "block_images": 4, "window_blocks": 2}
+    return PLAIN.replace(
+        {"batch.global_batch": 16, "batch.micro_batch": 4, "mixup.alpha": 0.2},
+        data={"root": str(dataset), "read_ahead_mb": read_ahead_mb, **order},
     )
 
 
@@ -165,21 +152,10 @@ def test_too_few_open_files_are_told() -> None:
 
 @pytest.mark.slow
 def test_measuring_it(dataset: Path, tmp_path: Path) -> None:
-    sizes = [
-        "--micro-batch",
-        "4",
-        "--global-batch",
-        "8",
-        "--block-images",
-        "4",
-        "--window-blocks",
-        "2",
-        "--threads",
-        "1",
-    ]
+    sizes = words("--micro-batch 4 --global-batch 8 --block-images 4 --window-blocks 2 --threads 1 --rounds 1")
     lines = tmp_path / "measured.jsonl"
-    words = [sys.executable, "-m", "tools.bench.read", str(dataset), *sizes, "--rounds", "1", "--json", str(lines)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=600)
+    command = [sys.executable, "-m", "tools.bench.read", str(dataset), *sizes, "--json", str(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=600)
     assert done.returncode == 0, done.stderr
     measured = [json.loads(line) for line in lines.read_text().splitlines()]
     cases = {(case["shuffle"], case["read_ahead_mb"], case["cold"]) for case in measured}
