@@ -125,21 +125,19 @@ def photograph(seed: int, height: int, width: int) -> Image.Image:
     return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
 def jpeg(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=90)
-    return buffer.getvalue()
-
-
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(image, "JPEG", quality=90)
 
 
 def write_shard(path: Path, records: list[tuple[bytes, int]], **features: str | int) -> None:
     """A TFRecord file of (encoded image, label as stored) records, with more `features` that they share."""
-    write_records(path, ((encoded, {"image/class/label": label, **features}) for encoded, label in records))
+    write_records(path, ((content, {"image/class/label": label, **features}) for content, label in records))
 
 
 @pytest.fixture(scope="session")

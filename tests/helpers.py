@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -48,22 +49,17 @@ OFTEN = ("--run.checkpoint_every_steps", "2", "--run.epochs", "7", "--schedule.w
 
 # BatchNorm, and no arguments that a ViT takes.
 CONVOLUTIONAL = """
-from dataclasses import replace
 config = replace(config, model=ModelConfig(name="test_resnet"))
 """
 
 # A hook that lets no rank past step 6: a test can do something to the run there however slow the machine is.
 PAUSE = """
 import time
-from dataclasses import replace
-from dali_train.hooks import Hook
 
 class Pause(Hook):
     def step(self, record):
         while record.step == 6:
             time.sleep(1)
-
-config = replace(config, hooks=replace(config.hooks, user=(Pause,)))
 """
 
 
@@ -73,9 +69,12 @@ def words(line: str) -> tuple[str, ...]:
 
 
 def extended(config: Path, text: str) -> Path:
-    """Write a config file that goes on with `text`, beside `config`."""
+    """Write a config file that goes on with `text`, beside `config`, with the hooks whose classes are in it."""
     path = config.with_name("extended.py")
-    path.write_text(config.read_text() + text)
+    imports = "from dataclasses import replace\nfrom dali_train.hooks import Hook\n"
+    hooks = ", ".join(re.findall(r"^class (\w+)\(Hook\)", text, re.MULTILINE))
+    user = f"\nconfig = replace(config, hooks=replace(config.hooks, user=({hooks},)))\n" if hooks else ""
+    path.write_text(config.read_text() + imports + text + user)
     return path
 
 

@@ -278,8 +278,7 @@ def test_mistakes_on_the_command_line(words: str, message: str, capsys: pytest.C
     [
         ("--data.progressive 6,128 12,160", ((6, 128), (12, 160))),
         ("--data.progressive 6,128", ((6, 128),)),
-        ("--parallel.blocks_per_stage 1 3", (1, 3)),
-        ("--parallel.blocks_per_stage 12", (12,)),
+        ("--model.freeze norm.*", ("norm.*",)),
         ("--optimizer.betas 0.9,0.98", (0.9, 0.98)),
         ("--optimizer.betas 0.9 0.98", (0.9, 0.98)),
         ("--optimizer.betas '(0.9, 0.98)'", (0.9, 0.98)),

@@ -15,7 +15,7 @@ from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError, DatasetError
 
-from .conftest import TINY_CONFIG, Train, jpeg, photograph, png, write_shard
+from .conftest import TINY_CONFIG, Train, encoded, jpeg, photograph, write_shard
 from .helpers import events, first_batches
 
 NUM_IMAGES = 53
@@ -25,7 +25,7 @@ NUM_IMAGES = 53
 def config(tmp_path: Path) -> Config:
     """53 images in 5 shards of different length, each of a class and a grey level of its own."""
     labels = np.random.default_rng(0).permutation(NUM_IMAGES).tolist()
-    records = [(png(Image.new("RGB", (40, 32), (20 + 4 * label,) * 3)), 1 + label) for label in labels]
+    records = [(encoded(Image.new("RGB", (40, 32), (20 + 4 * label,) * 3), "PNG"), 1 + label) for label in labels]
     for shard, (start, end) in enumerate(itertools.pairwise([0, 4, 21, 22, 40, NUM_IMAGES])):
         write_shard(tmp_path / "data" / "train" / f"train-{shard:05d}-of-00005", records[start:end])
     build_index(tmp_path / "data")

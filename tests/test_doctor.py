@@ -15,7 +15,7 @@ from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.runtime.launch import LaunchOptions, discover
 
-from .conftest import Train, jpeg, photograph, run_in_pool, write_shard
+from .conftest import Train, encoded, jpeg, photograph, run_in_pool, write_shard
 
 ALONE = discover(LaunchOptions(), {})
 
@@ -78,6 +78,18 @@ def test_what_training_would_refuse(tiny_config: Path, tmp_path: Path) -> None:
         r"-> a part of the path is a file: set run.dir to a directory that this user may write to",
     ):
         assert re.search(expected, output), output
+
+
+def test_stored_bytes_are_looked_at(tiny_config: Path, tmp_path: Path) -> None:
+    """Of any format that training decodes; what is none is named."""
+    shard = tmp_path / "train" / "a"
+    write_shard(shard, [(encoded(photograph(1, 40, 40), "TIFF"), 1)])
+    build_index(tmp_path)
+    config = load_config(tiny_config).replace({"data.root": str(tmp_path)})
+    assert next(doctor_run.splits(config)).verdict == "pass"
+    shard.write_bytes(shard.read_bytes().replace(b"II*\0", b"hello"[:4]))
+    finding = next(doctor_run.splits(config))
+    assert finding.verdict == "fail" and "is not an image in a known format" in finding.found
 
 
 def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

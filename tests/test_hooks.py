@@ -57,8 +57,6 @@ from .helpers import events, extended, words
 OWN_HOOKS = """
 import logging
 import warnings
-from dataclasses import replace
-from dali_train.hooks import Hook
 
 class BiasNorm(Hook):
     def start(self, record):
@@ -95,27 +93,18 @@ class Warning(Hook):
     def step(self, record):
         logging.getLogger("dali_train").warning("disk %d of this node is slow", record.step)
         warnings.warn("something old is used", UserWarning)
-
-config = replace(config, hooks=replace(config.hooks, user=(BiasNorm, Broken, TakenNames, Vector, Warning)))
 """
 
 REQUIRED_HOOK = """
-from dataclasses import replace
-from dali_train.hooks import Hook
-
 class Broken(Hook):
     required = True
 
     def step(self, record):
         MISTAKE
-
-config = replace(config, hooks=replace(config.hooks, user=(Broken,)))
 """
 
 REMOVING_HOOK = """
 import shutil
-from dataclasses import replace
-from dali_train.hooks import Hook
 
 class Remove(Hook):
     def start(self, record):
@@ -128,8 +117,6 @@ class Remove(Hook):
                     shutil.rmtree(path)
                 elif path.name != "run.lock":
                     path.unlink()
-
-config = replace(config, hooks=replace(config.hooks, user=(Remove,)))
 """
 
 

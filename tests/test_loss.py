@@ -95,13 +95,6 @@ def test_soft_distillation_is_timms(temperature: float) -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_hard_distillation_learns_the_teachers_best_class() -> None:
-    logits, _, _ = batch()
-    answers = torch.randn_like(logits)
-    loss = DISTILLATIONS["hard"](LossConfig(), logits, answers)
-    torch.testing.assert_close(loss, F.cross_entropy(logits, answers.argmax(dim=1)))
-
-
 def config_with(loss: LossConfig, size: int = 32) -> Config:
     return config(data=DataConfig(root="data", train_size=size), model=ModelConfig(name="test_vit"), loss=loss)
 

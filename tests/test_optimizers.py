@@ -185,3 +185,4 @@ def test_vectors_are_excluded_with_every_optimizer() -> None:
     for name in ("lamb", "adamw", "sgd"):
         optimizer = make_optimizer(nn.Linear(3, 2), OptimizerConfig(lr=0.1, weight_decay=0.1, name=name))
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert name != "lamb" or not optimizer.param_groups[1]["always_adapt"]

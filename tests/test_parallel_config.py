@@ -40,10 +40,10 @@ def test_it_can_be_written_in_every_way(tmp_path: Path) -> None:
     saved = write(tmp_path / "config.json", load_config(beside).to_json())
     assert {load_config(path).parallel for path in (beside, within, saved)} == {expected}
     words = ["--parallel.tensor.mode", "2.5d", "--parallel.tensor.size", "8", "--parallel.tensor.depth", "2"]
-    words += ["--parallel.blocks_per_stage", "5", "7", "--parallel.timeout_s", "60", "--batch.micro_batch", "8"]
+    words += ["--parallel.timeout_s", "60", "--batch.micro_batch", "8"]
     everything = config_with(beside, words, "train").parallel
     assert everything.tensor == TensorConfig(mode="2.5d", size=8, depth=2)
-    assert (everything.pipeline, everything.blocks_per_stage, everything.timeout_s) == (2, (5, 7), 60)
+    assert (everything.pipeline, everything.timeout_s) == (2, 60)
 
 
 def test_a_resume_may_change_it() -> None:
@@ -71,8 +71,6 @@ def test_a_resume_may_change_it() -> None:
         ),
         ({"tensor": {"mode": "2d", "size": 4}, "shard": "full"}, "parallel.shard is full .*parallel.tensor.mode 2d"),
         ({"num_chunks": 2}, "parallel.num_chunks is 2 .*parallel.pipeline 1"),
-        ({"pipeline": 2, "blocks_per_stage": (4, 4, 4)}, "parallel.blocks_per_stage has 3 .*= 2 stages"),
-        ({"blocks_per_stage": (12,)}, r"parallel.blocks_per_stage is \(12,\) .*parallel.pipeline 1"),
         ({"shard_ranks": 2}, "parallel.shard_ranks is 2 .*parallel.shard none"),
         ({"pipeline": 2, "grad_reduce_dtype": "bf16"}, "parallel.grad_reduce_dtype is bf16 .*parallel.pipeline 2"),
     ],

@@ -22,7 +22,7 @@ from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
 from dali_train.errors import DatasetError
 
-from .conftest import TINY_CONFIG, jpeg, photograph, png, write_shard
+from .conftest import TINY_CONFIG, encoded, jpeg, photograph, write_shard
 from .helpers import first_batches, loader_of
 
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def test_raw_records_give_the_pixels_of_their_images(config: Config, tmp_path: P
     features: dict[str, str | int] = {"image/format": "RAW", "image/height": 44, "image/width": 52}
     for split in ("train", "validation"):
         name = f"{split}/{split}-00000-of-00001"
-        write_shard(tmp_path / "png" / name, [(png(image), 1) for image in images])
+        write_shard(tmp_path / "png" / name, [(encoded(image, "PNG"), 1) for image in images])
         write_shard(tmp_path / "raw" / name, [(image.tobytes(), 1) for image in images], **features)
     batches = []
     for kind in ("png", "raw"):

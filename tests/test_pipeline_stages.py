@@ -111,7 +111,6 @@ def test_a_rank_holds_what_plan_says(ranks: int, parallel: dict[str, Any]) -> No
     ("parallel", "blocks"),
     [
         ({"pipeline": 2}, [[0, 1, 2], [3, 4]]),
-        ({"pipeline": 2, "blocks_per_stage": (1, 4)}, [[0], [1, 2, 3, 4]]),
         ({"pipeline": 2, **INTERLEAVED}, [[0, 1], [2], [3], [4]]),
     ],
 )
@@ -145,8 +144,6 @@ def test_pipelines_that_cannot_be() -> None:
     model = build_model(small(), 5, META)
     with pytest.raises(ConfigError, match=r"pipeline 3 x .*num_chunks 2 = 6 stages.* 5 blocks"):
         make_stages(model, ParallelConfig(pipeline=3, **INTERLEAVED))
-    with pytest.raises(ConfigError, match=r"blocks_per_stage \(2, 2\) .* 4 blocks.* 5"):
-        make_stages(model, ParallelConfig(pipeline=2, blocks_per_stage=(2, 2)))
     with pytest.raises(ConfigError, match=r"parallel.pipeline is 2.*ResNet"):
         make_stages(build_model(config(model=ModelConfig(name="resnet18")), 5, META), ParallelConfig(pipeline=2))
     frozen = build_model(small(("patch_embed.*", "blocks.0.*", "*_*", "blocks.1.*")), 5, META)

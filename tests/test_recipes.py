@@ -295,15 +295,6 @@ def test_recipe_as_lamb_is_the_papers() -> None:
             torch.testing.assert_close(parameter.detach(), weight, rtol=1e-9, atol=1e-12)
 
 
-def test_vectors_can_be_excluded_from_decay_and_adaptation() -> None:
-    config = recipe("digits")
-    model = build_model(config, 10, torch.device("meta"))
-    optimizer = make_optimizer(model, replace(config.optimizer, exclude_vectors=True))
-    matrices, vectors = optimizer.param_groups
-    assert all(p.ndim > 1 for p in matrices["params"]) and all(p.ndim <= 1 for p in vectors["params"])
-    assert (matrices["weight_decay"], vectors["weight_decay"], vectors["always_adapt"]) == (0.1, 0.0, False)
-
-
 def test_the_rate_moves_once_an_epoch_as_in_the_source() -> None:
     config = recipe("vit-b16")
     for epoch in (0, 1, 75, 149, 150, 151, 225, 299):

@@ -22,20 +22,15 @@ from dali_train.runtime.events import STEP_PHASES, best_evaluation, decisive
 from dali_train.text import duration, plural, printable
 
 from .conftest import REPOSITORY, TINY_CONFIG, run_in_pool
-from .helpers import write_run
+from .helpers import extended, write_run
 
 MEASURING = """
-from dataclasses import replace
-from dali_train.hooks import Hook
-
 class BiasNorm(Hook):
     def start(self, record):
         self.bias = record.model.head.bias
 
     def measure(self):
         return {"head_bias_norm": self.bias.norm().item()}
-
-config = replace(config, hooks=replace(config.hooks, user=(BiasNorm,)))
 """
 
 
@@ -43,8 +38,8 @@ config = replace(config, hooks=replace(config.hooks, user=(BiasNorm,)))
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """One run with a hook that measures; one with EMA, resumed on two ranks."""
     place = tmp_path_factory.mktemp("runs")
-    config = place / "config.py"
-    config.write_text(TINY_CONFIG.format(root=str(dataset)) + MEASURING)
+    (place / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
+    config = extended(place / "config.py", MEASURING)
 
     def train(name: str, *words: str, ranks: int = 1) -> None:
         arguments = ["train", "--config", str(config), "--run.dir", str(place / name), "--batch.micro_batch", "16"]

@@ -28,12 +28,6 @@ def test_a_directory_in_the_place_of_a_file(train: Train, tmp_path: Path) -> Non
     )
 
 
-def test_pipes_are_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "status.json")
-    with pytest.raises(ConfigError, match=r"status.json is not the status of a run \(.*is not a regular file"):
-        read_status(tmp_path)
-
-
 def _directory(path: Path) -> None:
     path.unlink(missing_ok=True)
     path.mkdir()
@@ -126,6 +120,14 @@ def test_what_a_run_did_not_write(tmp_path: Path, command: list[str], capsys: py
     assert set(refused.values()) == expected.get(command[0], {"config.json"})
 
 
+def test_what_is_no_status_is_called_so(tmp_path: Path) -> None:
+    unknown = (b'"odd", "step": 1', b'[], "step": 1', b'"failed", "step": 1, "reason": 3', b'"running"')
+    for content in (b"", b"{}", b"\xff", b" " * 200_000, *(b'{"state": %s}' % fields for fields in unknown)):
+        (tmp_path / "status.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"status.json is not the status of a run \(.*\): move it away"):
+            read_status(tmp_path)
+
+
 def test_lines_that_no_run_wrote_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the report and from a comparison, in which NaN is NaN."""
     names = ("loss", "lr", "grad_norm", "images_per_second", "trust_ratio_median", "process_memory_gb", "own")
@@ -143,9 +145,7 @@ import ctypes
 import os
 import signal
 import sys
-from dataclasses import replace
 from dali_train.errors import DatasetError
-from dali_train.hooks import Hook
 
 class Break(Hook):
     required = True
@@ -161,8 +161,6 @@ class Break(Hook):
 
     def end(self, record):
         SECOND_CAUSE
-
-config = replace(config, hooks=replace(config.hooks, user=(Break,)))
 """
 IN_THE_WAY = """for name in ("status.json", "run.lock"):
                 (self.directory / name).unlink()

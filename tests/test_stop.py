@@ -143,27 +143,6 @@ def test_status_tells_what_the_trainer_ended_with(
     status(1, r"killed \(.*SIGKILL.*\), step 2 of")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"state": "running"}',
-        b'{"state": "odd", "step": 1}',
-        b'{"state": "finished", "step": "2"}',
-        b"\xff",
-        b'{"state": [], "step": 1}',
-        b'{"state": "failed", "step": 1, "reason": 3}',
-        b" " * 200_000,
-    ],
-)
-def test_what_is_no_status_is_called_so(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "status.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"status.json is not the status of a run \(.*\): move it away"):
-        read_status(tmp_path)
-
-
 def test_names_beside_the_checkpoints_are_ignored(tmp_path: Path) -> None:
     for name in ("step-00000002", "step-00000004.bak", "step-x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

@@ -17,8 +17,6 @@ from .helpers import events, extended, words
 # step before.
 WALL_CLOCK = """
 import time
-from dataclasses import replace
-from dali_train.hooks import Hook
 
 class WallClock(Hook):
     def start(self, record):
@@ -29,16 +27,12 @@ class WallClock(Hook):
 
     def step(self, record):
         self.before = time.perf_counter()
-
-config = replace(config, hooks=replace(config.hooks, user=(WallClock,)))
 """
 
 # A source that sleeps 10 ms per image, and a hook that measures how long it really slept: more, on a busy machine.
 SLOW_SOURCE = """
 import time
-from dataclasses import replace
 from dali_train.data.loading.storage import MappedFiles
-from dali_train.hooks import Hook
 
 quick, slept = MappedFiles.read, [0.0]
 
@@ -54,7 +48,6 @@ class Slept(Hook):
         return {"slept_s": spent}
 
 MappedFiles.read = slow
-config = replace(config, hooks=replace(config.hooks, user=(Slept,)))
 """
 
 

@@ -5,7 +5,6 @@ computed again here, for both runs, and compared in the order in which training 
 """
 
 import dataclasses
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def compare_losses(first: RunDirectory, second: RunDirectory) -> str:
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         return "no step has a logged loss in both runs"
-    different = [step for step in common if not _same(ours[step], theirs[step])]
+    different = [step for step in common if not np.array_equal(ours[step], theirs[step], equal_nan=True)]
     if not different:
         return ""
     relative = {step: abs(ours[step] - theirs[step]) / max(abs(ours[step]), 1e-300) for step in different}
@@ -121,10 +120,6 @@ def _first_row(name: str, ours: Any, theirs: Any) -> tuple[int | None, str] | No
         return None
     rows = np.flatnonzero((ours != theirs).reshape(len(ours), -1).any(axis=1))
     return (int(rows[0]), f"{name}: {ours[rows[0]]} | {theirs[rows[0]]}") if len(rows) else None
-
-
-def _same(ours: float, theirs: float) -> bool:
-    return ours == theirs or (isnan(ours) and isnan(theirs))
 
 
 def _losses(run: RunDirectory) -> dict[int, float]:

@@ -23,6 +23,7 @@ from dali_train.checkpoint.model import check_weights
 from dali_train.checkpoint.storage import CheckpointError
 from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, describe_ranks
 from dali_train.config import Config, HooksConfig, RunConfig
+from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
 from dali_train.data.loading.first_batch import decoding_device
@@ -134,20 +135,16 @@ def splits(config: Config) -> Iterator[Finding]:
             continue
         images = np.random.default_rng(0).integers(0, len(split), size=64)
         if split.manifest.encoding == "image":
+            strange = []
             stored = read_stored(open_storage(split, config.data), split, images)
-            strange = [
-                int(image)
-                for image, content in zip(images, stored, strict=True)
-                if not bytes(content[:4]).startswith((b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF"))
-            ]
+            for image, content in zip(images.tolist(), stored, strict=True):
+                try:
+                    image_size(content.data)
+                except BadImageError as error:
+                    strange.append(f"{split.describe(image)} {error}")
             if strange:
                 remedy = f"dali-train data index {split.root}, or dali-train data verify {split.root} to see more"
-                yield Finding(
-                    f"data {name}",
-                    "fail",
-                    f"{split.describe(strange[0])} is not an image: index and shards differ",
-                    remedy,
-                )
+                yield Finding(f"data {name}", "fail", strange[0], remedy)
                 continue
         if split.url is not None:
             yield _bucket(split, config)

@@ -80,8 +80,6 @@ class ParallelConfig:
     num_chunks: Count = 1
     """Stages per rank. 1: the schedule 1F1B, one forward, one backward in turn. More: interleaved 1F1B, for a smaller
     pipeline bubble."""
-    blocks_per_stage: tuple[Count, ...] = ()
-    """Blocks of each stage, the first stage first. Empty: the same number everywhere, as far as it divides."""
     shard: Literal["none", "optimizer", "gradients", "full"] = "none"
     """What is sharded over data-parallel ranks instead of replicated. optimizer: its state, and the weights between
     steps (ZeRO 1). gradients: those too (ZeRO 2). full: weights are gathered block by block, when they are needed
@@ -138,14 +136,6 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         remedy = "set parallel.pipeline to the number of ranks in the pipeline, at least 2"
         refuse(self.num_chunks > 1 and self.pipeline == 1, self, "num_chunks pipeline", remedy)
-        num_given = len(self.blocks_per_stage)
-        require(
-            num_given in (0, self.num_stages),
-            f"parallel.blocks_per_stage has {num_given} numbers for parallel.pipeline {self.pipeline} x "
-            f"parallel.num_chunks {self.num_chunks} = {self.num_stages} stages: give one for each stage",
-        )
-        remedy = "leave it out, or set parallel.pipeline"
-        refuse(num_given > 0 and self.pipeline == 1, self, "blocks_per_stage pipeline", remedy)
         remedy = "set parallel.shard to what is sharded, or leave it out"
         refuse(self.shard_ranks is not None and self.shard == "none", self, "shard_ranks shard", remedy)
         remedy = "only mode 1d can be sharded as well; set parallel.shard none, or parallel.tensor.mode 1d"

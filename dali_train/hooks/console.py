@@ -41,7 +41,7 @@ class Console(Hook):
         self._total = record.total_steps
         self._steps_per_epoch = record.num_images / record.config.batch.global_batch
         self._interval: TrainRecord | None = None
-        self._epoch_loss = _Mean()
+        self._losses: list[tuple[float, int]] = []  # of this epoch's logging intervals, with their steps
         self._result: EvaluationRecord | None = None
         self._rank = record.launch.rank
         self._finished_epoch: int | None = None
@@ -69,7 +69,7 @@ class Console(Hook):
         self._bar.update(1)
         if record.train is not None:
             self._interval = record.train
-            self._epoch_loss.add(record.train.loss, record.step - self._last_logged)
+            self._losses.append((record.train.loss, record.step - self._last_logged))
             self._last_logged = record.step
             parts = self._parts()
             self._draw(parts)
@@ -159,34 +159,19 @@ class Console(Hook):
     def _finish_epoch(self) -> None:
         if self._finished_epoch is None:
             return
-        if not self._epoch_loss.count and self._result is None:  # logging is rarer than epochs: nothing to report
+        if not self._losses and self._result is None:  # logging is rarer than epochs: nothing to report
             self._finished_epoch = None
             return
         parts = [f"epoch {self._finished_epoch}:"]
-        if self._epoch_loss.count:
-            parts.append(f"train loss {self._epoch_loss.read():.4f} ")
+        if self._losses:
+            total = sum(loss * steps for loss, steps in self._losses)
+            parts.append(f"train loss {total / sum(steps for _, steps in self._losses):.4f} ")
         if self._result is not None:
             parts.append(f"evaluation {_accuracy(self._result)} ")
         if self._interval is not None:
             parts.append(f"lr {self._interval.lr:.3g}  {self._interval.images_per_second:,.0f} images/s")
-        self._finished_epoch, self._result = None, None
+        self._finished_epoch, self._result, self._losses = None, None, []
         logger.info(" ".join(parts).rstrip())
-
-
-class _Mean:
-    """The mean over the logging intervals that ended in an epoch, weighted by their steps."""
-
-    def __init__(self) -> None:
-        self.count, self._sum = 0, 0.0
-
-    def add(self, value: float, count: int) -> None:
-        self.count += count
-        self._sum += value * count
-
-    def read(self) -> float:
-        mean = self._sum / self.count
-        self.count, self._sum = 0, 0.0
-        return mean
 
 
 def fitting(parts: list[str], width: int) -> str:

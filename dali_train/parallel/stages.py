@@ -7,6 +7,7 @@ patch embedding, the last one the head.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -45,11 +46,11 @@ class Stage:
 
 
 def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
-    """Return all stages of `model`, in order. Rank r of a pipeline of P has stages r, r + P, ...
+    """Return all stages of `model`, in order: of the same number of blocks, the first ones with one more where they do
+    not divide. Rank r of a pipeline of P has stages r, r + P, ...
 
     Raises:
-        ConfigError: the model is no vision transformer that can be split into stages, or has other blocks than
-            `parallel` says.
+        ConfigError: the model is no vision transformer that can be split into stages, or has fewer blocks.
     """
     if (
         not isinstance(model, VisionTransformer)
@@ -66,18 +67,11 @@ def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
             f"parallel.pipeline {parallel.pipeline} x parallel.num_chunks {parallel.num_chunks} = {num_stages} "
             f"stages, but the model has {num_blocks} blocks: use at most {num_blocks} stages"
         )
-    sizes = parallel.blocks_per_stage or tuple(
-        num_blocks // num_stages + (index < num_blocks % num_stages) for index in range(num_stages)
-    )
-    if sum(sizes) != num_blocks:
-        raise ConfigError(
-            f"parallel.blocks_per_stage {sizes} are {sum(sizes)} blocks, but the model has {num_blocks}: let them "
-            f"add up to {num_blocks}"
-        )
-    starts = [sum(sizes[:index]) for index in range(num_stages)]
+    size, larger = divmod(num_blocks, num_stages)
+    starts = [index * size + min(index, larger) for index in range(num_stages + 1)]
     return [
-        Stage(index=index, num_stages=num_stages, blocks=range(start, start + size))
-        for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        Stage(index=index, num_stages=num_stages, blocks=range(start, end))
+        for index, (start, end) in enumerate(pairwise(starts))
     ]
 
 

@@ -93,7 +93,7 @@ def document(
     )
     # A script ends at the first "</script", also within a text; no other character of JSON has a meaning in HTML.
     data = json.dumps(chart_data(runs, charts)).replace("<", "\\u003c")
-    scripts = [_library(), _static("page.js")]
+    scripts = [f"/*\n{_static('uPlot.LICENSE.txt')}*/\n{_static('uPlot.iife.min.js')}", _static("page.js")]
     allowed = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts
     )
@@ -115,10 +115,6 @@ def _plain(value: Any) -> str:
 
 def _static(name: str) -> str:
     return (_STATIC / name).read_text(encoding="utf-8")
-
-
-def _library() -> str:
-    return f"/*\n{_static('uPlot.LICENSE.txt')}*/\n{_static('uPlot.iife.min.js')}"
 
 
 def _figure(chart: Chart) -> str:

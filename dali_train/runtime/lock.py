@@ -15,9 +15,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
+from dali_train.config.check import Rule, from_json
 from dali_train.errors import ConfigError
 from dali_train.files import open_regular
 from dali_train.text import printable
@@ -34,19 +36,13 @@ class Holder:
     """The process that trains in a run directory: rank 0 of the run."""
 
     token: str  # unique
-    host: str
+    host: str = ""  # where the system does not say
     machine: str  # boot and process id namespace, within which `pid` and `pid_start` identify a process
-    pid: int
+    pid: Annotated[int, Rule("a process id", 1, (1 << 31) - 1)]
     pid_start: int  # in clock ticks since boot, since process ids are used again
     since: str  # local time of the start, for people
     job: str = ""  # Slurm's job id
     job_restarts: int = 0
-
-    def __post_init__(self) -> None:
-        if any(type(getattr(self, field.name)) is not field.type for field in fields(self)):
-            raise TypeError("a field is of another type")
-        if not 0 < self.pid < 1 << 31:
-            raise ValueError("pid is none")
 
     @classmethod
     def this_process(cls, environ: Mapping[str, str] = os.environ) -> "Holder":
@@ -218,8 +214,8 @@ def _read(path: Path) -> tuple[Holder | None, float] | None:
     except FileNotFoundError:
         return None
     try:
-        return Holder(**json.loads(content)), beat
-    except (ValueError, TypeError, RecursionError):
+        return from_json(Holder, json.loads(content)), beat
+    except (ValueError, RecursionError):
         return None, beat
 
 

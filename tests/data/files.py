@@ -8,11 +8,9 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import scipy.io
-from PIL import Image
 
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from tests.conftest import REPOSITORY, jpeg, photograph
@@ -26,32 +24,21 @@ PARENTS = {"n00001740": 6, "n00015388": 7}
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
 
 
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def small_photograph(seed: int) -> bytes:
     """A JPEG of some 40 x 50 pixels, another one for every seed."""
     return jpeg(photograph(seed, 32 + 2 * (seed % 9), 60 - 2 * (seed % 11)))
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, mode: str = "w") -> Path:
-    """A tar archive of (name, content)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, mode) as archive:
-        for name, content in members:
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
+    path.write_bytes(tar_bytes(members, mode=mode))
     return path
 
 
-def tar_bytes(members: Mapping[str, bytes]) -> bytes:
+def tar_bytes(members: Iterable[tuple[str, bytes]], *, mode: str = "w") -> bytes:
+    """A tar archive of (name, content)."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, content in members.items():
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for name, content in members:
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
@@ -65,11 +52,9 @@ def write_training_archive(
     seed = first_seed
     members = []
     for synset in sorted(synsets, reverse=True):
-        images = {}
-        for number in range(num_images):
-            images[f"{synset}_{number}.JPEG"] = small_photograph(seed)
-            seed += 1
+        images = [(f"{synset}_{n}.JPEG", small_photograph(seed + n)) for n in range(num_images)]
         members.append((f"{synset}.tar", tar_bytes(images)))
+        seed += num_images
     return write_tar(path, members)
 
 
@@ -169,6 +154,11 @@ def write_mnist(
                 (directory / name).write_bytes(idx(array))
         content[split] = images, labels
     return content
+
+
+def convert(*words: object) -> int:
+    """The status of ``make_tfrecords`` with these words."""
+    return tool("make_tfrecords").main([str(word) for word in words])
 
 
 def tool(name: str) -> ModuleType:

@@ -44,12 +44,12 @@ def test_lists_what_tarfile_wrote(tmp_path: Path, tar_format: int, mode: str) ->
 
 def test_an_archive_in_an_archive(tmp_path: Path) -> None:
     inner = {"1.jpg": b"one", "2.jpg": b"two"}
-    path = write_tar(tmp_path / "outer.tar", [("./a.tar", tar_bytes(inner)), ("b.tar", tar_bytes({}))])
+    path = write_tar(tmp_path / "outer.tar", [("./a.tar", tar_bytes(inner.items())), ("b.tar", tar_bytes({}))])
     container = Archive(path)
     found = {outer.name: {m.name: container.read(m) for m in container.members(outer)} for outer in container.members()}
     assert found == {"a.tar": inner, "b.tar": {}}
     # Cut off, the inner one must not continue with the members of the outer one.
-    write_tar(path, [("a.tar", tar_bytes({"1": b"1"})[:1024]), ("b.jpg", b"2")])
+    write_tar(path, [("a.tar", tar_bytes([("1", b"1")])[:1024]), ("b.jpg", b"2")])
     container = Archive(path)
     with pytest.raises(SourceError, match=r"outer.tar \(a.tar in it\): at byte 1536: .* cut off"):
         list(container.members(next(container.members())))
@@ -60,12 +60,12 @@ def test_only_files_are_read(tmp_path: Path, kind: bytes) -> None:
     member = tarfile.TarInfo("odd")
     member.type, member.linkname = kind, "/etc/passwd"
     path = tmp_path / "odd.tar"
-    path.write_bytes(tar_bytes({"good": b"g"})[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    path.write_bytes(tar_bytes([("good", b"g")])[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
     with pytest.raises(SourceError, match=r"odd.tar: at byte 1024: member 'odd' is .*: only files are read"):
         listed(path)
 
 
-TWO = tar_bytes({"a": b"1", "b": b"x" * 3000})
+TWO = tar_bytes([("a", b"1"), ("b", b"x" * 3000)])
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ TWO = tar_bytes({"a": b"1", "b": b"x" * 3000})
         (b"BZh9" + bytes(1000), "not a plain or gzipped tar"),
         (gzip.compress(TWO, mtime=0)[:-30], "damaged or cut off"),
         (
-            tar_bytes({"a": b"1"}) + TWO,
+            tar_bytes([("a", b"1")]) + TWO,
             "at byte 1024: the archive seems to end here, but .* bytes follow: .*two archives",
         ),
         (TWO[:1024] + bytes(1024) + TWO[2048:], "at byte 1024: the archive seems to end here"),  # a hole
-        (tar_bytes({"a": b"1"})[:1024] + bytes(1 << 20), "1,048,576 bytes follow: .* an unfinished download"),
+        (tar_bytes([("a", b"1")])[:1024] + bytes(1 << 20), "1,048,576 bytes follow: .* an unfinished download"),
     ],
 )
 def test_damaged_and_unfinished_archives(tmp_path: Path, content: bytes, message: str) -> None:
@@ -96,7 +96,7 @@ def test_damaged_and_unfinished_archives(tmp_path: Path, content: bytes, message
 
 def test_a_flipped_bit_in_a_header_is_found(tmp_path: Path) -> None:
     path = tmp_path / "archive"
-    good = tar_bytes({"a": b"1", "b": b"2"})
+    good = tar_bytes([("a", b"1"), ("b", b"2")])
     for bit in range(0, 512 * 8, 97):
         bad = bytearray(good)
         bad[1024 + bit // 8] ^= 1 << bit % 8

@@ -14,8 +14,8 @@ from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredI
 from dali_train.data.dataset.decode import DecodeChecker
 from dali_train.data.dataset.image_file import BadImageError
 from dali_train.errors import DatasetError
-from tests.conftest import photograph
-from tests.data.files import encoded, small_photograph
+from tests.conftest import encoded, photograph
+from tests.data.files import small_photograph
 
 BUDGET = MemoryBudget(10**8)
 

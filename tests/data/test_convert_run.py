@@ -21,8 +21,8 @@ from PIL import Image
 
 from dali_train.data.convert import run, shards
 from dali_train.data.dataset.index import MappedShards, Split
-from tests.conftest import REPOSITORY, photograph
-from tests.data.files import EPS, encoded, files_of, small_photograph, tool, write_folder, write_training_archive
+from tests.conftest import REPOSITORY, encoded, photograph
+from tests.data.files import EPS, convert, files_of, small_photograph, write_folder, write_training_archive
 from tests.ranks import FORK
 
 CLASSES = {"ant": 9, "bee": 12, "cat": 10, "dog": 6}
@@ -35,8 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def convert_folder(folder: Path, out: Path, *options: object) -> int:
-    arguments = ["folder", "--train", folder, "--out", out, "--train-shards", 5, *options]
-    return tool("make_tfrecords").main([str(argument) for argument in arguments])
+    return convert("folder", "--train", folder, "--out", out, "--train-shards", 5, *options)
 
 
 def images_of(out: Path, split: str = "train") -> list[bytes]:
@@ -112,7 +111,7 @@ def convert_into_log(arguments: list[str], log: Path, prepare: Callable[[], None
         os.dup2(file.fileno(), 2)
     if prepare is not None:
         prepare()
-    sys.exit(tool("make_tfrecords").main(arguments))
+    sys.exit(convert(*arguments))
 
 
 def end_of(process: multiprocessing.process.BaseProcess) -> int | None:

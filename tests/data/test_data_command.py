@@ -107,14 +107,7 @@ def test_features_of_other_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert data("index", tmp_path, "--image-key", "jpg", "--label-key", "cls", "--label-base", 0) == 0
     split = Split(tmp_path, "train")
     assert MappedShards(split).image(3).tobytes() == small_photograph(3)
-    assert split.rows["label"].tolist() == [
-        0,
-        1,
-        0,
-        1,
-        0,
-        1,
-    ]
+    assert split.rows["label"].tolist() == [0, 1] * 3
     assert data("verify", tmp_path) == 0 and data("verify", tmp_path, "--sample", 3) == 0
     os.utime(path, (2e9, 2e9))  # copied without its time
     assert len(Split(tmp_path, "train")) == 6
@@ -125,7 +118,9 @@ def test_features_of_other_names(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_unused_class_numbers_are_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shard(tmp_path / "train" / "a", [(small_photograph(seed), label) for seed, label in enumerate((1, 2, 5))])
     assert data("index", tmp_path) == 0
-    assert "note: no record has the label 3, 4: 2 of 5 classes are unused" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "train: 3 images in 1 shards, 5 classes" in printed
+    assert "note: no record has the label 3, 4: 2 of 5 classes are unused" in printed
     assert data("index", tmp_path, "--label-base", 0) == 0
     assert "note: no record has the label 0, 3, 4: 3 of 6 classes are unused" in capsys.readouterr().out
 

@@ -24,15 +24,8 @@ from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.pictures import picture
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
-from tests.conftest import photograph, write_shard
-from tests.data.files import (
-    EPS,
-    encoded,
-    files_of,
-    small_photograph,
-    tool,
-    write_folder,
-)
+from tests.conftest import encoded, photograph, write_shard
+from tests.data.files import EPS, convert, files_of, small_photograph, tool, write_folder
 
 
 def index(*arguments: object) -> int:
@@ -65,6 +58,7 @@ def test_a_shard_name_is_a_plain_file_name(indexed: Path, name: object) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"format_version": 99}, "format_version is 99: use 1"),
         ({"num_classes": 0}, "num_classes is 0: use a whole number from 1 to 1,000,000"),
         ({"num_classes": 10**9}, "num_classes is 1000000000: use"),
         ({"num_classes": "3"}, "num_classes is '3': use"),
@@ -319,7 +313,7 @@ def test_classes_whose_names_differ_in_a_byte_that_is_not_utf8(tmp_path: Path) -
             (tmp_path / "folder" / name / "x.jpg").write_bytes(content)
     for source in (path, tmp_path / "folder"):
         out = tmp_path / f"out-{source.name}"
-        assert tool("make_tfrecords").main(["folder", "--train", str(source), "--out", str(out)]) == 0
+        assert convert("folder", "--train", source, "--out", out) == 0
         split = Split(out, "train")
         assert split.manifest.class_names == ("caf\\xe8", "caf\\xe9")
         assert sorted(split.rows["label"]) == [0, 1]

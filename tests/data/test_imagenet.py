@@ -10,10 +10,10 @@ from dali_train.data.convert.imagenet import imagenet
 from dali_train.data.dataset.index import MappedShards, Split
 from tests.data.files import (
     SYNSETS,
+    convert,
     records,
     small_photograph,
     tar_bytes,
-    tool,
     write_devkit,
     write_tar,
     write_training_archive,
@@ -26,10 +26,9 @@ def test_official_layout_converts_to_the_right_labels(tmp_path: Path) -> None:
     write_training_archive(tmp_path / "train.tar")
     write_validation_archive(tmp_path / "val.tar", 12)
     write_devkit(tmp_path / "devkit.tar.gz", validation_synsets)
-    arguments = ["--train-archive", "train.tar", "--validation-archive", "val.tar", "--devkit", "devkit.tar.gz"]
-    paths = [argument if argument.startswith("--") else str(tmp_path / argument) for argument in arguments]
-    out = tmp_path / "out"
-    assert tool("make_tfrecords").main(["imagenet", *paths, "--out", str(out), "--train-shards", "3"]) == 0
+    train, out = ("imagenet", "--train-archive", tmp_path / "train.tar"), tmp_path / "out"
+    validation = ("--validation-archive", tmp_path / "val.tar", "--devkit", tmp_path / "devkit.tar.gz")
+    assert convert(*train, *validation, "--out", out, "--train-shards", 3) == 0
 
     train = records(out, "train")
     assert len(train) == 20
@@ -91,7 +90,7 @@ def test_wrong_archives_say_which_is_right(tmp_path: Path) -> None:
     assert "stands twice" in message(None, twice, devkit)
     other = write_training_archive(tmp_path / "other.tar", num_images=1, synsets=["n99999999"])
     assert "n99999999 (1 synsets) are not in" in message(other, None, devkit)
-    mixed = write_tar(tmp_path / "mixed.tar", [("n01440764.tar", tar_bytes({"n01443537_1.JPEG": b"1"}))])
+    mixed = write_tar(tmp_path / "mixed.tar", [("n01440764.tar", tar_bytes([("n01443537_1.JPEG", b"1")]))])
     assert "holds 'n01443537_1.JPEG', expected n01440764_NUMBER.JPEG" in message(mixed, None, None)
     wrong = write_devkit(tmp_path / "wrong.tar.gz", [], truth=b"1\n6\n")
     assert "ILSVRC ids [6] are not among the 5 synsets of meta.mat" in message(None, validation, wrong)

@@ -1,6 +1,5 @@
 """Indexing somebody else's TFRecords, and opening a dataset."""
 
-import json
 import os
 import resource
 import time
@@ -15,8 +14,8 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
-from tests.conftest import photograph, write_shard
-from tests.data.files import encoded, files_of, small_photograph, tool
+from tests.conftest import encoded, photograph, write_shard
+from tests.data.files import files_of, small_photograph
 from tests.ranks import FORK
 
 
@@ -201,33 +200,8 @@ def test_a_shard_that_changed_since_is_refused(indexed: Path) -> None:
     path.unlink()
     with pytest.raises(DatasetError, match=r"is missing, dataset.json names it"):
         Split(indexed, "train")
-
-
-def test_a_manifest_that_cannot_be_read(indexed: Path) -> None:
-    path = indexed / "dataset.json"
-    good = json.loads(path.read_text())
     with pytest.raises(DatasetError, match="has no validation split, only train"):
         Split(indexed, "validation")
-    path.write_text("{")
-    with pytest.raises(DatasetError, match="is not valid JSON"):
-        Split(indexed, "train")
-    path.write_text(json.dumps(good | {"format_version": 99}))
-    with pytest.raises(DatasetError, match="format_version is 99: use 1"):
-        Split(indexed, "train")
-    del good["encoding"]  # as written before there were raw pixels
-    path.write_text(json.dumps(good))
-    assert Split(indexed, "train").manifest.encoding == "image"
-
-
-def test_the_command(indexed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("make_index").main([str(indexed)]) == 0
-    assert "train: 5 images in 1 shards, 3 classes" in capsys.readouterr().out
-    assert tool("make_index").main([str(indexed), "--num-classes", "2"]) == 1
-    assert "label 3 is out of range: 2 classes from 1 end at 2" in capsys.readouterr().err
-    assert tool("make_index").main([str(indexed / "nowhere")]) == 2
-    with pytest.raises(SystemExit) as stop:
-        tool("make_index").main([str(indexed), "--num-clases", "2"])
-    assert stop.value.code == 2
 
 
 def open_with_limits(root: Path, soft: int, hard: int) -> None:

@@ -6,8 +6,7 @@ import pytest
 from PIL import Image
 
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header
-from tests.conftest import photograph
-from tests.data.files import encoded
+from tests.conftest import encoded, photograph
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])

@@ -4,7 +4,6 @@ import gc
 import itertools
 import json
 import logging
-import resource
 import subprocess
 import sys
 import threading
@@ -16,13 +15,12 @@ import numpy as np
 import pytest
 
 from dali_train.config import Config
-from dali_train.data.dataset.index import INDEX_DTYPE, Split, allow_open_files
+from dali_train.data.dataset.index import INDEX_DTYPE, Split
 from dali_train.data.loading.loader import assigned_micro_batches
 from dali_train.data.loading.storage import GAP_BYTES, REQUEST_BYTES, MappedFiles, requests
 
 from ..conftest import REPOSITORY
 from ..helpers import words
-from ..ranks import FORK
 from ..test_config import PLAIN
 
 
@@ -134,20 +132,6 @@ def test_requests_cover_the_images_in_long_reads() -> None:
         assert int(sizes.sum()) <= needed + len(np.unique(images)) * GAP_BYTES
     _, _, sizes = requests(rows, np.arange(7, 14))  # neighbours without a large gap between them
     assert len(sizes) == -(-int(sizes.sum()) // REQUEST_BYTES)
-
-
-def with_few_open_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
-    assert allow_open_files(400) == ""
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (400, 512)
-    assert allow_open_files(600) == "600 files would be open, `ulimit -Hn` allows 512"
-
-
-def test_too_few_open_files_are_told() -> None:
-    process = FORK.Process(target=with_few_open_files)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
 
 
 @pytest.mark.slow

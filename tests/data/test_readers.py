@@ -9,25 +9,15 @@ import pytest
 from tfrecord import reader
 
 from dali_train.data.dataset.index import MappedShards, Split
-from tests.data.files import small_photograph, tool, write_folder
+from tests.data.files import convert, small_photograph, write_folder
 
 
 @pytest.fixture(scope="module", params=["jpeg", "raw"])
 def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(f"readers-{request.param}")
     folder = write_folder(root / "images", {"ant": 10, "bee": 7})
-    arguments = [
-        "folder",
-        "--train",
-        str(folder),
-        "--out",
-        str(root / "out"),
-        "--train-shards",
-        "3",
-        "--format",
-        request.param,
-    ]
-    assert tool("make_tfrecords").main(arguments) == 0
+    options = ("--train-shards", 3, "--format", request.param)
+    assert convert("folder", "--train", folder, "--out", root / "out", *options) == 0
     return root / "out"
 
 

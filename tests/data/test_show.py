@@ -8,7 +8,7 @@ from PIL import Image
 
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.show import overview
-from tests.data.files import tool, write_folder
+from tests.data.files import convert, tool, write_folder
 
 COLOURS = {"blue": (20, 40, 230), "green": (10, 200, 30), "red": (240, 20, 10)}
 
@@ -19,8 +19,8 @@ def test_counts_histograms_and_sheets(tmp_path: Path, capsys: pytest.CaptureFixt
         (tmp_path / "images" / name).mkdir(parents=True)
         for number in range(4):
             Image.new("RGB", (30 + number, 20), colour).save(tmp_path / "images" / name / f"{number}.png")
-    arguments = ["folder", "--train", str(tmp_path / "images"), "--out", str(tmp_path / "out"), "--format", stored_as]
-    assert tool("make_tfrecords").main([*arguments, "--validation-fraction", "0.25"]) == 0
+    options = ("--format", stored_as, "--validation-fraction", 0.25)
+    assert convert("folder", "--train", tmp_path / "images", "--out", tmp_path / "out", *options) == 0
     capsys.readouterr()
     assert tool("show_dataset").main([str(tmp_path / "out"), "--out", str(tmp_path / "sheets"), "--columns", "3"]) == 0
     printed = capsys.readouterr().out
@@ -38,14 +38,14 @@ def test_counts_histograms_and_sheets(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_fewer_images_than_places(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", {"a-class-with-a-name-that-is-far-too-long-for-one-tile": 2})
-    assert tool("make_tfrecords").main(["folder", "--train", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert convert("folder", "--train", folder, "--out", tmp_path / "out") == 0
     small = overview(Split(tmp_path / "out", "train"), rows=5, columns=8, seed=0)
     assert small.height < 500
 
 
 def test_class_names_that_no_terminal_should_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path / "images", {"plain": 2})
-    assert tool("make_tfrecords").main(["folder", "--train", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert convert("folder", "--train", folder, "--out", tmp_path / "out") == 0
     manifest = tmp_path / "out" / "dataset.json"
     manifest.write_text(manifest.read_text().replace('"plain"', r'"a\u0000\u001b[2Jb"'))
     capsys.readouterr()

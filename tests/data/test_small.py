@@ -9,13 +9,9 @@ import pytest
 from PIL import Image
 
 from dali_train.data.dataset.index import MappedShards, Split
-from tests.data.files import idx, small_photograph, tool, write_folder, write_mnist, write_tar
+from tests.data.files import convert, idx, small_photograph, write_folder, write_mnist, write_tar
 
 RANDOM = np.random.default_rng(0)
-
-
-def convert(*arguments: object) -> int:
-    return tool("make_tfrecords").main([str(argument) for argument in arguments])
 
 
 def stored(out: Path, split: str) -> dict[bytes, int]:

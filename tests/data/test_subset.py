@@ -6,7 +6,7 @@ import pytest
 
 from dali_train.data.dataset.index import MappedShards, Split
 from tests.conftest import write_shard
-from tests.data.files import files_of, records, small_photograph, tool, write_folder
+from tests.data.files import convert, files_of, records, small_photograph, tool, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -14,8 +14,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("subset")
     train = write_folder(root / "train", {"ant": 6, "bee": 7, "cat": 8, "dog": 9})
     validation = write_folder(root / "validation", {"ant": 2, "bee": 3, "cat": 4, "dog": 5}, first_seed=100)
-    arguments = ["folder", "--train", str(train), "--validation", str(validation), "--out", str(root / "out")]
-    assert tool("make_tfrecords").main(arguments) == 0
+    assert convert("folder", "--train", train, "--validation", validation, "--out", root / "out") == 0
     return root / "out"
 
 
@@ -50,12 +49,7 @@ def test_so_many_classes_and_images(whole: Path, tmp_path: Path) -> None:
 
 def test_a_subset_of_raw_pixels(tmp_path: Path) -> None:
     train = write_folder(tmp_path / "train", {"ant": 3, "bee": 3})
-    assert (
-        tool("make_tfrecords").main(
-            ["folder", "--train", str(train), "--format", "raw", "--out", str(tmp_path / "raw")]
-        )
-        == 0
-    )
+    assert convert("folder", "--train", train, "--format", "raw", "--out", tmp_path / "raw") == 0
     (tmp_path / "list").write_text("bee")
     assert make_subset(tmp_path / "raw", "--class-list", tmp_path / "list", "--out", tmp_path / "out") == 0
     split, original = Split(tmp_path / "out", "train"), Split(tmp_path / "raw", "train")

@@ -13,7 +13,7 @@ BATCH_PIXELS = 8_000_000  # decoded together at most, but for a larger single im
 _NOISE = re.compile(r"Current pipeline object|Critical error in pipeline|C\+\+ context|\[")
 
 
-def why_undecodable(encoded: bytes, error: RuntimeError) -> str:
+def _why_undecodable(encoded: bytes, error: RuntimeError) -> str:
     """Return why DALI failed on an image with `error`: in PIL's words if it fails, too, since DALI has hardly any."""
     try:
         image_size(encoded)
@@ -66,5 +66,5 @@ class DecodeChecker:
             self._pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in images])
             self._pipeline.run()
         except RuntimeError as error:
-            return why_undecodable(bytes(images[0]), error)
+            return _why_undecodable(bytes(images[0]), error)
         return None

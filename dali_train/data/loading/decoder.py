@@ -1,11 +1,7 @@
 """How images are decoded: the format that they leave the data path in, and what depends on nvImageCodec's version."""
 
-import ctypes
-import ctypes.util
-import importlib.util
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,20 +108,8 @@ def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
         "decodes": "boxes" if decodes_boxes(pixels) else "complete images, then slices",
     }
     if pixels.device_id is not None:
-        described |= {"hw_decoder_load": hardware_share(data, pixels.num_threads), "nvjpeg": nvjpeg_library()}
+        described["hw_decoder_load"] = hardware_share(data, pixels.num_threads)
     return described
-
-
-def nvjpeg_library() -> str | None:
-    """Return the libnvjpeg that nvImageCodec will load; None: "mixed" silently decodes on the CPU."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
-    folders = [folder for root in roots for folder in [*sorted(root.glob("cu[0-9]*/lib")), root / "nvjpeg" / "lib"]]
-    for folder in [*folders, Path("/usr/local/cuda/lib64")]:
-        found = next(iter(sorted(folder.glob("libnvjpeg.so*"))), None)
-        if found is not None:
-            return str(found)
-    return ctypes.util.find_library("nvjpeg")
 
 
 def decoder_in_log(log: str) -> dict[str, str | int]:

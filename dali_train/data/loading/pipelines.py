@@ -14,7 +14,7 @@ from nvidia.dali.pipeline import Pipeline
 from torch.autograd.profiler import record_function
 
 from dali_train.config import DataConfig
-from dali_train.data.dataset.decode import why_undecodable
+from dali_train.data.dataset.decode import DecodeChecker
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.augment import Augmentation
 from dali_train.data.loading.cache import Node
@@ -25,7 +25,6 @@ from dali_train.data.loading.dali import (
     Feed,
     crop_graph,
     crop_inputs,
-    decode,
     evaluation_graph,
     graph_options,
     in_format,
@@ -289,12 +288,11 @@ def find_undecodable(split: Split, storage: Storage, images: NDArray[np.int64], 
     """
     if split.manifest.encoding == "raw":  # nothing was decoded
         return error
+    checker = DecodeChecker()
     for image, encoded in zip(images.tolist(), read_stored(storage, split, images), strict=True):
-        try:
-            decode(encoded, device_id=None)
-        except RuntimeError as fault:
+        if reasons := checker.failures([encoded]):
             return DatasetError(
-                f"{split.describe(image)} cannot be decoded: {why_undecodable(encoded.tobytes(), fault)}. "
-                f"Run `dali-train data verify {split.root}` for all such images, and convert again without them"
+                f"{split.describe(image)} cannot be decoded: {reasons[0]}. Run `dali-train data verify {split.root}` "
+                "for all such images, and convert again without them"
             )
     return error
