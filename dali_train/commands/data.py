@@ -277,11 +277,10 @@ def _index(options: argparse.Namespace) -> int:
 
 def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetch: "Fetch") -> int:
     from dali_train.data.dataset.build_index import DEFAULT_FEATURES, Features, build_index, unused_classes
+    from dali_train.data.dataset.manifest import read_class_names
 
     num_classes = options.num_classes
-    names = options.class_names.read_text().splitlines() if options.class_names is not None else ()
-    if options.class_names is not None and len({name for name in names if name.strip()}) < max(1, len(names)):
-        raise DatasetError(f"--class-names {options.class_names}: use one name per line, each class another")
+    names = read_class_names(options.class_names) if options.class_names is not None else []
     manifest = build_index(
         dataset,
         out=out,

@@ -28,10 +28,8 @@ class Member(NamedTuple):
     size: int
 
 
-class Container(Protocol):
+class Readable(Protocol):
     path: Path
-
-    def members(self) -> Iterator[Member]: ...
 
     def read(self, member: Member) -> bytes:
         """Read from any thread. Raises SourceError: it is no longer there as it was listed."""
@@ -40,6 +38,10 @@ class Container(Protocol):
     def place(self, name: str) -> str:
         """Return where people find the member called `name`."""
         ...
+
+
+class Container(Readable, Protocol):
+    def members(self) -> Iterator[Member]: ...
 
 
 class MembersByName(dict[str, Member]):
@@ -114,7 +116,8 @@ class Archive:
         self.path = path
         try:
             self._file: IO[bytes] = path.open("rb", buffering=0)
-            if self._file.read(2) == b"\x1f\x8b":
+            self.is_gzipped = self._file.read(2) == b"\x1f\x8b"
+            if self.is_gzipped:
                 self._file = _unpacked(path)
         except OSError as error:
             raise SourceError(f"{path}: cannot be opened ({error.strerror or error})") from error
@@ -175,6 +178,25 @@ class Archive:
                 f"the archive seems to end here, but {end - position:,} bytes follow: damaged, an unfinished download, "
                 "or two archives joined into one file (join them with `tar --concatenate`)"
             )
+
+
+class FileRanges:
+    """Parts of a file that is opened for each of them: there may be more such files than a process may hold open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, member: Member) -> bytes:
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                content = os.pread(file.fileno(), member.size, member.offset)
+        except FileNotFoundError:
+            raise SourceError(f"{self.path}: vanished while converting") from None
+        _check_length(content, member, self.place(member.name))
+        return content
+
+    def place(self, name: str) -> str:
+        return printable(f"{self.path}:{name}")
 
 
 class _Part:

@@ -23,6 +23,32 @@ if TYPE_CHECKING:
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
 SOURCE: Arguments = {"--source": {"type": Path, "metavar": "PATH", "help": "the published files"}}
+_HELD_OUT: Arguments = {
+    "--validation-fraction": {
+        "type": float,
+        "metavar": "F",
+        "help": "without a validation split: hold out this fraction of each class",
+    },
+}
+_SHARDS: Arguments = {
+    "--source": {
+        "type": Path,
+        "required": True,
+        "metavar": "PATH",
+        "help": "one file, or a directory: the word train, val or test in a file's path below it names the split",
+    },
+    **_HELD_OUT,
+    "--class-names": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "one name per line in the order of the labels, which count from 0 (default: the names in the files, or "
+        "the numbers)",
+    },
+}
+
+
+def _label_key(text: str) -> Arguments:
+    return {"--label-key": {"metavar": "NAME", "help": text}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +112,18 @@ def _folder(options: Namespace) -> "Sources":
     )
 
 
+def _webdataset(options: Namespace) -> "Sources":
+    from dali_train.data.convert.webdataset import webdataset
+
+    return webdataset(
+        options.source,
+        label_key=options.label_key,
+        class_names=options.class_names,
+        validation_fraction=options.validation_fraction,
+        seed=options.seed,
+    )
+
+
 def _cifar10(options: Namespace) -> "Sources":
     from dali_train.data.convert.small import cifar10
 
@@ -138,12 +176,13 @@ DATASETS: dict[str, Converter] = {
                 "help": "holds CLASS/name.jpg, the sorted names are the labels; or train/ and val/ or test/",
             },
             "--validation": {"type": Path, "metavar": "DIR", "help": "the same classes"},
-            "--validation-fraction": {
-                "type": float,
-                "metavar": "F",
-                "help": "instead: hold out this fraction of each class",
-            },
+            **_HELD_OUT,
         },
+    ),
+    "webdataset": Converter(
+        help="WebDataset: tars of KEY.jpg (or png, webp, ...) and KEY.cls, which are read in place.",
+        load=_webdataset,
+        arguments={**_SHARDS, **_label_key("the field of KEY.json that has the label (default: KEY.cls has it)")},
     ),
     "cifar10": Converter(
         help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",

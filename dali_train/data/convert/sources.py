@@ -1,15 +1,19 @@
 """What the converter reads from: a list of labelled images, each read where it is when its turn comes."""
 
+import json
 from array import array
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.convert.archive import Container, Member, SourceError, printable
+from dali_train.data.convert.archive import Member, Readable, SourceError, printable
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
+from dali_train.data.convert.plan import held_out
 from dali_train.data.dataset.manifest import SplitName
 
 
@@ -38,13 +42,37 @@ Sources = tuple[dict[SplitName, Source], Sequence[str]]
 """The splits, and the class names in the order of the labels."""
 
 
+def hold_out(sources: Mapping[SplitName, Source], fraction: float | None, *, seed: int) -> dict[SplitName, Source]:
+    """Return `sources`; if there is a `fraction`, with that part of each class of the training split, chosen by `seed`,
+    as the validation split.
+
+    Raises:
+        SourceError: it is no fraction, or there is another split than that for training.
+    """
+    if fraction is None:
+        return dict(sources)
+    if not 0 < fraction < 1:
+        raise SourceError(f"--validation-fraction is {fraction}: use a fraction between 0 and 1, e.g. 0.1")
+    if set(sources) != {"train"}:
+        raise SourceError(
+            f"--validation-fraction is {fraction} where there is a validation split, or none for training: give a "
+            "training split alone, which it divides, or leave it out"
+        )
+    source = sources["train"]
+    chosen = held_out(source.labels, fraction, seed=seed)
+    return {
+        "train": SourcePart(source, np.flatnonzero(~chosen)),
+        "validation": SourcePart(source, np.flatnonzero(chosen)),
+    }
+
+
 class ImageFiles:
     """Image files in an archive or a directory, with their labels.
 
     A million files are a few columns and one string: as Python objects they would take half a gigabyte.
     """
 
-    def __init__(self, container: Container, files: Iterable[tuple[Member, int]]) -> None:
+    def __init__(self, container: Readable, files: Iterable[tuple[Member, int]]) -> None:
         """`files` yields members and their labels. Raises SourceError: a file too large for an image."""
         self._container = container
         names, name_ends = bytearray(), array("Q", [0])
@@ -114,6 +142,42 @@ class SourcePart:
             "num_chosen": len(self._images),
             "chosen_crc32c": f"{crc32c(self._images.data):08x}",
         }
+
+
+class JoinedSources:
+    """What many files hold, one after the other."""
+
+    def __init__(self, title: str, sources: Sequence[Source]) -> None:
+        self._title = title
+        self._sources = sources
+        self._ends = list(accumulate(len(source.labels) for source in sources))
+        self.labels = np.concatenate([source.labels for source in sources])
+        self.num_bytes = sum(source.num_bytes for source in sources)
+
+    def read(self, image: int) -> RawImage:
+        source, number = self._find(image)
+        return source.read(number)
+
+    def name(self, image: int) -> str:
+        source, number = self._find(image)
+        return source.name(number)
+
+    def locate(self, image: int) -> tuple[str, int]:
+        source, number = self._find(image)
+        return source.locate(number)
+
+    def identity(self) -> dict[str, Any]:
+        listing = crc32c(json.dumps([source.identity() for source in self._sources]).encode())
+        return {
+            "name": self._title,
+            "num_images": len(self.labels),
+            "num_bytes": self.num_bytes,
+            "listing_crc32c": f"{listing:08x}",
+        }
+
+    def _find(self, image: int) -> tuple[Source, int]:
+        number = bisect_right(self._ends, image)
+        return self._sources[number], image - (self._ends[number - 1] if number else 0)
 
 
 class PixelSource:

@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from dali_train.data.convert.archive import Container, Member, SourceError, open_container, printable
-from dali_train.data.convert.plan import held_out
-from dali_train.data.convert.sources import ImageFiles, SourcePart, Sources
+from dali_train.data.convert.sources import ImageFiles, Sources, hold_out
 from dali_train.data.dataset.found import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 
@@ -29,7 +28,7 @@ def folders(train: Path | None, validation: Path | None, *, validation_fraction:
     With `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
 
     Raises:
-        SourceError: no class folders, a class that only `validation` has, or a class too small to be divided.
+        SourceError: no class folders, a class that only `validation` has, or nothing that can be divided.
     """
     paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
     if train is None and validation is None:
@@ -46,18 +45,7 @@ def folders(train: Path | None, validation: Path | None, *, validation_fraction:
             f"and --validation with the folder of the other split, of an archive once it is unpacked"
         )
     sources, names = _with_common_labels(listed)
-    if validation_fraction is None:
-        return sources, names
-    if not 0 < validation_fraction < 1:
-        raise SourceError(f"--validation-fraction is {validation_fraction}: use a fraction between 0 and 1, e.g. 0.1")
-    if train is None or validation is not None:
-        raise SourceError("--validation-fraction divides --train: give --train, and no --validation")
-    source = sources["train"]
-    chosen = held_out(source.labels, validation_fraction, seed=seed)
-    return {
-        "train": SourcePart(source, np.flatnonzero(~chosen)),
-        "validation": SourcePart(source, np.flatnonzero(chosen)),
-    }, names
+    return hold_out(sources, validation_fraction, seed=seed), names
 
 
 def split_folders(path: Path) -> Sources:

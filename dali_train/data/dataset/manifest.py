@@ -115,6 +115,21 @@ class Manifest:
         write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
+def read_class_names(path: Path) -> list[str]:
+    """Return the lines of a file, the class names in the order of the labels.
+
+    Raises:
+        DatasetError: it cannot be read, has an empty line or one that stands twice, or none.
+    """
+    try:
+        names = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"--class-names {path}: cannot be read ({error})") from error
+    if len({name for name in names if name.strip()}) < max(1, len(names)):
+        raise DatasetError(f"--class-names {path}: use one name per line, each class another")
+    return names
+
+
 def index_path(root: Path, split: str) -> Path:
     """Return the path of a split's columnar index."""
     return root / "index" / f"{split}.npy"

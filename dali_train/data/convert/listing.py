@@ -1,0 +1,102 @@
+"""What sources of many files with labels that are numbers have in common: splits, labels and class names."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dali_train.data.convert.archive import Archive, Directory, FileRanges, Member, SourceError, printable
+from dali_train.data.convert.sources import ImageFiles, JoinedSources, Source
+from dali_train.data.dataset.manifest import MAX_CLASSES, SplitName, read_class_names
+from dali_train.data.progress import Progress
+
+_SPLIT_WORD = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
+_log = logging.getLogger(__name__)
+
+
+def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[Source]]) -> dict[SplitName, Source]:
+    """Return the splits that `list_file` finds in the files below `source` whose names end in `ending`, sorted.
+
+    The last of the words train, val (valid, validation) and test in a file's path below `source` is its split; without
+    any such word all files are for training. Where there is no other, test is the validation split.
+
+    Raises:
+        SourceError: no files, no images in them, or files of no split beside others.
+    """
+    if not source.exists():
+        raise SourceError(f"--source {source}: does not exist: name a directory of *{ending}, or one such file")
+    files: dict[str, list[Path]] = {}
+    names = [member.name for member in Directory(source).members()] if source.is_dir() else [""]
+    for name in names:
+        if (source / name).name.endswith(ending):
+            words = _SPLIT_WORD.findall(name)
+            files.setdefault(words[-1].lower() if words else "", []).append(source / name)
+    if not files:
+        raise SourceError(f"--source {source}: has no *{ending}: name the directory that holds them, or one such file")
+    if "" in files and len(files) > 1:
+        raise SourceError(
+            f"{printable(str(files[''][0]))}: train, val or test stands in the names of other files, not in this one: "
+            "rename it, or move it out of --source"
+        )
+    chosen: dict[SplitName, list[Path]] = {
+        "train": files.get("train", []) + files.get("", []),
+        "validation": files.get("val") or files.get("test", []),
+    }
+    if "val" in files and "test" in files:
+        _log.warning("%s: %d files of the test split are left out", source, len(files["test"]))
+    sources: dict[SplitName, Source] = {}
+    with Progress(f"listing {source}", total=sum(map(len, chosen.values())), unit="files") as progress:
+        for split, paths in chosen.items():
+            parts: list[Source] = []
+            for path in paths:
+                parts += list_file(path)
+                progress.update(1)
+            if paths and not sum(len(part.labels) for part in parts):
+                raise SourceError(f"{paths[0]}: has no images{', nor have the others' if paths[1:] else ''}: fetch it")
+            if paths:
+                sources[split] = JoinedSources(source.name, parts)
+    return sources
+
+
+def list_archive(path: Path, images: Callable[[Archive], Iterable[tuple[Member, int]]]) -> list[Source]:
+    """Return what `images` finds in a tar, to be read in place. Raises SourceError: it is gzipped, or by `images`."""
+    archive = Archive(path)
+    if archive.is_gzipped:
+        raise SourceError(f"{path}: is gzipped, and images are read in place: gunzip it first")
+    return [ImageFiles(FileRanges(path), images(archive))]
+
+
+def checked_label(label: object, place: str) -> int:
+    """Return `label`. Raises SourceError: it is not a whole number from 0 on, or larger than any class's."""
+    if type(label) is not int or not 0 <= label < MAX_CLASSES:
+        text = repr(label)
+        raise SourceError(
+            f"{place}: its label is {text if len(text) < 60 else text[:56] + '...'}: labels are whole numbers from 0 "
+            f"to {MAX_CLASSES - 1:,}; correct it, or leave the file out"
+        )
+    return label
+
+
+def names_of_classes(
+    sources: Mapping[SplitName, Source], names: Sequence[str] | None, class_names: Path | None
+) -> Sequence[str]:
+    """Return the lines of the file `class_names`, else `names` of the source itself, else the labels as text.
+
+    Raises:
+        DatasetError: a file that cannot be used.
+        SourceError: an image whose label has no name.
+    """
+    if class_names is not None:
+        names = read_class_names(class_names)
+    if names is None:
+        return [str(label) for label in range(1 + max(int(source.labels.max()) for source in sources.values()))]
+    for source in sources.values():
+        nameless = np.flatnonzero(source.labels >= len(names))
+        if len(nameless):
+            raise SourceError(
+                f"{source.locate(int(nameless[0]))[0]}: its label is {source.labels[nameless[0]]}, and there are "
+                f"{len(names)} class names, for labels from 0: give a file with a name for each to --class-names"
+            )
+    return names
