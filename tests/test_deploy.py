@@ -16,6 +16,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
 from dali_train.commands.arguments import command_parser
@@ -235,11 +236,29 @@ def test_the_image_has_what_the_manifests_use() -> None:
 def test_torchrun_with_the_trainers_status(action: str, status: int, tmp_path: Path) -> None:
     config, log = tmp_path / "config.py", tmp_path / "log"
     config.write_text(f"import os\n{action}\n")
-    words = ["--nproc-per-node=2", "-m", "dali_train", "train", f"--config={config}"]
+    words = ["--nproc-per-node=1", "-m", "dali_train", "train", f"--config={config}"]
     assert POOL.run(1, torchrun.main, words, log=log) == [status]
     said = log.read_text()
     assert ("ZeroDivisionError: division by zero" in said) == (status == MISTAKE)
     assert ("dali_train FAILED" in said) == (status != START_AGAIN)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [((2, -15), 2), ((-15, 75), 75), ((1, 75), 1), ((1, 2), 2), ((-9, 1), 1), ((-15,), 1)],
+)
+def test_ranks_that_end_differently(statuses: tuple[int, ...], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the others with TERM once it sees that one has ended."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="<N/A>")
+        for rank, code in enumerate(statuses)
+    }
+
+    def fail(_: object) -> None:
+        raise ChildFailedError("dali_train", failures)
+
+    monkeypatch.setattr(torchrun, "run", fail)
+    assert torchrun.main(["-m", "dali_train", "train"]) == status
 
 
 def test_term_reaches_the_ranks_and_starts_them_again(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints are verified by checksum when they are read, and reading one runs no code."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dali_train.checkpoint.directory import checkpoint_paths, step_of, wrong_path
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, read_safetensors
+from dali_train.checkpoint.transfer import at_hand
 from dali_train.errors import ConfigError
 from dali_train.runtime.process_group import first_fault, on_rank_0
 
@@ -117,11 +118,12 @@ def find_checkpoint(
 def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint if every rank can read it; else None and what the first rank that cannot says."""
     checkpoint, fault = None, ""
-    try:
-        checkpoint = load_checkpoint(path)
-    except (CheckpointError, ConfigError) as error:
-        fault = str(error)
-    fault, rank = first_fault(fault, group)
+    with at_hand(path, group) as place:
+        try:
+            checkpoint = replace(load_checkpoint(place), path=path)
+        except (CheckpointError, ConfigError) as error:
+            fault = str(error)
+        fault, rank = first_fault(fault, group)
     if fault and group is not None:
         fault = f"{fault} (seen by rank {rank})"
     return (None if fault else checkpoint), fault

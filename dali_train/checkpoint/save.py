@@ -6,6 +6,7 @@ on disk, so a name without ``.partial`` is a promise. The only position is the s
 follow from it (the invariant).
 """
 
+import logging
 import os
 import shutil
 import threading
@@ -21,9 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, Writer
+from dali_train.checkpoint.transfer import collect, ranks_apart
 from dali_train.files import NO_SPACE, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
 from dali_train.runtime.process_group import on_rank_0
+from dali_train.text import plural
+
+logger = logging.getLogger("dali_train")
 
 # More writers than this do not make a file system faster, and each has to hold its share in host memory.
 _MAX_WRITERS = 8
@@ -44,6 +49,7 @@ class CheckpointWriter:
         self._group = group
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
         self._num_stages = num_stages
+        self._apart: list[int] = []
         self.held: set[str] = set()  # names of checkpoints that are being read, and stay as long
         self._keep = keep
         self._thread: threading.Thread | None = None
@@ -61,9 +67,17 @@ class CheckpointWriter:
             CheckpointError: the directory cannot be written to.
         """
         try:
-            return on_rank_0(lambda: self._tidy(start_step), self._group)
+            best = on_rank_0(lambda: self._tidy(start_step), self._group)
+            self._apart = ranks_apart(self._directory, self._group)
         except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
+        if self._apart:
+            logger.info(
+                "run.dir is not on a disk that all hosts share: %s of %d send their part of each checkpoint to rank 0. "
+                "With run.mirror the run also survives the loss of its host",
+                *(plural(len(self._apart), "rank"), self._world_size),
+            )
+        return best
 
     def save(self, step: int, state: Mapping[str, Mapping[str, torch.Tensor]], values: dict[str, Any]) -> None:
         """Copy this rank's share of `state` to host memory, then write it in the background.
@@ -148,8 +162,9 @@ class CheckpointWriter:
             dcp.save(dict(self._host), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
             digests = [writer.digests]
             if self._group is not None:
-                digests = [{} for _ in range(self._world_size)] if self._rank == 0 else []
-                dist.gather_object(writer.digests, digests or None, dst=0, group=self._group)
+                digests = [{} for _ in range(self._world_size)]
+                dist.all_gather_object(digests, writer.digests, group=self._group)
+            collect(partial, digests, self._apart, self._group)
             files = {name: digest for part in digests for name, digest in part.items()}
             on_rank_0(lambda: self._commit(partial, final, step, values, files), self._group)
         except BaseException as fault:  # raised in the main thread, by wait()

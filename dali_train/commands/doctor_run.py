@@ -235,9 +235,10 @@ def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iter
         shared = (directory / f".doctor-{mark[0]}").read_text() == mark[0]
     except OSError:
         shared = False
-    if launch.rank != 0 and not shared:
-        remedy = "set run.dir to a file system that all hosts share"
-        yield Finding("run directory", "fail", f"{directory} is not that of rank 0", remedy)
+    if launch.rank != 0 and not shared and run.mirror is None:
+        remedy = "set run.mirror, or run.dir to a file system that all hosts share"
+        words = f"{directory} is not that of rank 0, whose host alone has the checkpoints"
+        yield Finding("run directory", "warn", words, remedy)
     if launch.world_size > 1:
         dist.barrier()
     if launch.rank != 0:

@@ -36,7 +36,7 @@ class RunConfig:
     """Newest checkpoints that are kept, besides the one with the best top-1, which is always saved."""
     mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None
     """URL (s3://, gs://, az://) where checkpoints, metrics, status, accuracies and report are copied to in the
-    background. An empty run.dir resumes from there."""
+    background. An empty run.dir resumes from there, so nodes need not share one."""
     max_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
     """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's
     end."""

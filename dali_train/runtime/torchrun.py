@@ -4,6 +4,7 @@ torchrun itself ends with status 1 whatever its workers end with, and Kubernetes
 a run again (75) or not (2). Options, environment and output are torchrun's.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -11,20 +12,22 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from dali_train.runtime.status import FINISHED, START_AGAIN
+from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this node's ranks, and return the status of the first that failed; after a signal, which they got too, 75."""
+    """Run this node's ranks, and return their exit status; after a signal, which they got too, 75."""
     try:
         run(parse_args(sys.argv[1:] if arguments is None else arguments))
     except SignalException:
         return START_AGAIN
     except ChildFailedError as error:
-        status = int(error.get_first_failure()[1].exitcode)
-        if status != START_AGAIN:
-            print(error, file=sys.stderr)
-        return max(status, 1)  # negative: the signal that killed it
+        # One of them may have been ended by torchrun before it could say the same as the first.
+        statuses = {failure.exitcode for failure in error.failures.values()} - {-signal.SIGTERM}
+        if statuses == {START_AGAIN}:
+            return START_AGAIN
+        print(error, file=sys.stderr)
+        return MISTAKE if MISTAKE in statuses else 1
     return FINISHED
 
 
