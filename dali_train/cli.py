@@ -96,14 +96,12 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.num_processes is not None:
         stop_requests.close()  # the processes have their own
         result = run(config, num_processes=_num_processes(options.num_processes))
-        return FINISHED if result.stopped == StopReason.NONE else START_AGAIN
-    try:
-        result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
-    finally:
-        stop_requests.ignore_further()  # torchrun sends TERM as soon as another rank has ended
-    if result.stopped == StopReason.NONE:
-        return FINISHED
-    return START_AGAIN
+    else:
+        try:
+            result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
+        finally:
+            stop_requests.ignore_further()  # torchrun sends TERM as soon as another rank has ended
+    return FINISHED if result.stopped == StopReason.NONE else START_AGAIN
 
 
 def _num_processes(text: str) -> int | Literal["auto"]:

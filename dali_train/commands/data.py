@@ -210,12 +210,10 @@ def _convert(options: argparse.Namespace) -> int:
         quality=options.quality,
         decode_check=options.decode_check,
     )
-    return _write(options.source_kind, load_sources(options), options, encoding, skip_bad=options.on_bad == "skip")
+    return _write(options.source_kind, load_sources(options), options, encoding)
 
 
-def _write(
-    name: str, sources: "Sources", options: argparse.Namespace, encoding: "EncodingOptions", *, skip_bad: bool
-) -> int:
+def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding: "EncodingOptions") -> int:
     from dali_train.data.convert.run import Conversion, convert
 
     splits, class_names = sources
@@ -229,7 +227,7 @@ def _write(
         num_shards={"train": options.train_shards, "validation": options.validation_shards},
         seed=options.seed,
         workers=options.workers,
-        on_bad="skip" if skip_bad else "fail",
+        on_bad=getattr(options, "on_bad", "fail"),
     )
     for line in convert(conversion, getattr(options, "phase", "all")):
         print(line)
@@ -254,10 +252,9 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     classes.add_argument("--num-classes", type=int, metavar="N", help="default: the largest label decides")
     text = "the classes' names in the order of their labels, one per line (default: those in the records, if there are)"
     classes.add_argument("--class-names", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--image-key", metavar="NAME", help="the feature that holds the image (default: image/encoded)")
-    parser.add_argument(
-        "--label-key", metavar="NAME", help="the feature that holds the label (default: image/class/label)"
-    )
+    for key, feature in (("image", "image/encoded"), ("label", "image/class/label")):
+        text = f"the feature that holds the {key} (default: %(default)s)"
+        parser.add_argument(f"--{key}-key", default=feature, metavar="NAME", help=text)
     parser.add_argument(
         "--no-crc", dest="check_crc", action="store_false", help="check only the framing: far less is read"
     )
@@ -276,7 +273,7 @@ def _index(options: argparse.Namespace) -> int:
 
 
 def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetch: "Fetch") -> int:
-    from dali_train.data.dataset.build_index import DEFAULT_FEATURES, Features, build_index, unused_classes
+    from dali_train.data.dataset.build_index import Features, build_index, unused_classes
     from dali_train.data.dataset.manifest import read_class_names
 
     num_classes = options.num_classes
@@ -286,10 +283,7 @@ def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetc
         out=out,
         label_base=options.label_base,
         num_classes=len(names) or num_classes,
-        features=Features(
-            image=options.image_key or DEFAULT_FEATURES.image,
-            label=options.label_key or DEFAULT_FEATURES.label,
-        ),
+        features=Features(image=options.image_key, label=options.label_key),
         check_crc=options.check_crc,
         workers=options.workers,
         fetch=fetch,
@@ -337,7 +331,7 @@ def _subset(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     # The large dataset's images were checked when it was made.
-    return _write("subset", sources, options, EncodingOptions(decode_check=False), skip_bad=False)
+    return _write("subset", sources, options, EncodingOptions(decode_check=False))
 
 
 # data verify

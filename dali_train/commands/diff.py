@@ -15,6 +15,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
+from dali_train.report.runs import differences
 from dali_train.text import printable
 
 # Of these the order matters: what comes first explains what follows.
@@ -34,7 +35,7 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
         ConfigError, DatasetError: no such run, or its dataset is gone.
     """
     runs = RunDirectory(first), RunDirectory(second)
-    findings = compare_settings(*runs)
+    findings = [f"{name}: {ours} | {theirs}" for name, (ours, theirs) in differences(runs)]
     print("settings")
     for finding in findings or ["the same"]:
         print(f"  {printable(finding)}")
@@ -43,13 +44,6 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
     losses = compare_losses(*runs)
     print(f"losses\n  {losses or 'the same in every line that both logged'}")
     return not (findings or samples or losses)
-
-
-def compare_settings(first: RunDirectory, second: RunDirectory) -> list[str]:
-    """Return ``section.field: value | value`` for each that differs, but for run.dir, which always does."""
-    ours, theirs = first.settings, second.settings
-    names = sorted({*ours, *theirs} - {"run.dir"})
-    return [f"{name}: {ours.get(name)} | {theirs.get(name)}" for name in names if ours.get(name) != theirs.get(name)]
 
 
 def compare_samples(first: Config, second: Config, *, steps: int) -> str:

@@ -220,7 +220,7 @@ class Config:
 
     def to_json(self) -> str:
         """The settings as run.dir/config.json has them; `load_config` reads it. User hooks are written by name."""
-        return json.dumps(asdict(self), indent=1, default=_callable_name) + "\n"
+        return json.dumps(asdict(self), indent=1, default=lambda hook: str(getattr(hook, "__qualname__", hook))) + "\n"
 
 
 class Setting(NamedTuple):
@@ -256,8 +256,3 @@ def _by_full_name(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tup
             yield from _by_full_name(value, inside)
         else:
             yield prefix + name, value
-
-
-def _callable_name(value: Any) -> str:
-    """What stands in JSON for a user's hook."""
-    return str(getattr(value, "__qualname__", value))

@@ -153,7 +153,7 @@ def by_result(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     return sorted(runs, key=lambda run: -1.0 if run.best_top1 is None else run.best_top1, reverse=True)
 
 
-def differences(runs: list[ReportedRun]) -> list[tuple[str, list[Any]]]:
+def differences(runs: Sequence[RunDirectory]) -> list[tuple[str, list[Any]]]:
     """Return the settings in which the runs differ, each with every run's value; not their directories."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "run.dir")
     rows = [(name, [run.settings.get(name) for run in runs]) for name in names]

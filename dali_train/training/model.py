@@ -57,7 +57,7 @@ def build_model(
     """
     name = config.model.name
     check_name(name, "model.name")
-    check_arguments(config.model.kwargs, "model.kwargs")
+    check_arguments(config.model.kwargs)
     # On the meta device there is no autocast to ask for its format (torch 2.11 raises), and nothing to gain.
     fast_norm = config.model.fast_norm and device.type != "meta"
     torch.manual_seed(torch_seed(config.data.seed, Purpose.INITIALISATION))

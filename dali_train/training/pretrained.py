@@ -100,7 +100,6 @@ def weights_that_fit(
     Raises:
         ConfigError: the weights are missing, or do not fit.
     """
-    check_arguments(kwargs, "model.kwargs")
     if tensors is None and is_path(weights):
         tensors = read_weights(weights, field)
     if tensors is None:
@@ -233,15 +232,16 @@ _NOT_FOR_THE_MODEL = {
 } - {"model_name", "kwargs"}
 
 
-def check_arguments(kwargs: dict[str, Any], field: str) -> None:
-    """Check that `kwargs` only describe an architecture.
+def check_arguments(kwargs: dict[str, Any]) -> None:
+    """Check that model.kwargs only describe an architecture.
 
     Raises:
         ConfigError: one of them would load weights.
     """
     if names := sorted(_NOT_FOR_THE_MODEL & kwargs.keys()):
-        source = "loss.teacher_weights" if field.startswith("loss") else "model.weights"
-        raise ConfigError(f"{field} has {names[0]}: it is no argument of the model; weights come from {source}")
+        raise ConfigError(
+            f"model.kwargs has {names[0]}: it is no argument of the model; weights come from model.weights"
+        )
 
 
 def check_name(name: str, field: str) -> None:

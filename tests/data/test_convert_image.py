@@ -230,7 +230,6 @@ def test_budget_holds_workers_back() -> None:
     ("options", "message"),
     [
         ({"max_side": 0}, "--max-side is 0: use 1 to 65500 pixels"),
-        ({"short_side": 256, "max_side": 400}, "--max-side 400 and --short-side 256 exclude each other: use one"),
         ({"quality": 101}, "--quality is 101: use 1 to 100, e.g. 90"),
     ],
 )

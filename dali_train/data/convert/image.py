@@ -49,10 +49,6 @@ class EncodingOptions:
         for option, value in (("--max-side", self.max_side), ("--short-side", self.short_side)):
             if value is not None and not 1 <= value <= MAX_SIDE:
                 raise DatasetError(f"{option} is {value}: use 1 to {MAX_SIDE} pixels")
-        if self.max_side is not None and self.short_side is not None:
-            raise DatasetError(
-                f"--max-side {self.max_side} and --short-side {self.short_side} exclude each other: use one"
-            )
         if not 1 <= self.quality <= 100:
             raise DatasetError(f"--quality is {self.quality}: use 1 to 100, e.g. 90")
 
