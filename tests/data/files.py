@@ -30,6 +30,7 @@ def small_photograph(seed: int) -> bytes:
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, mode: str = "w") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(tar_bytes(members, mode=mode))
     return path
 
