@@ -28,12 +28,10 @@ class FirstPixels(nn.Module):
         return images[:, 0, 3, 3:10]
 
 
-def evaluator(config_path: Path, micro_batch: int, rank: int = 0, size: int = 1) -> Evaluator:
+def evaluator(config_path: Path, micro_batch: int) -> Evaluator:
     config = load_config(config_path)
     object.__setattr__(config.batch, "micro_batch", micro_batch)  # of any size: the global batch does not matter here
-    return Evaluator(
-        Split(config.data.root, "validation"), config, CPU, Layout(rank=rank, replicas=size), num_threads=1
-    )
+    return Evaluator(Split(config.data.root, "validation"), config, CPU, Layout(rank=0), num_threads=1)
 
 
 def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
@@ -62,13 +60,6 @@ def test_scores_that_are_not_numbers_are_wrong(tiny_config: Path) -> None:
 
     result = evaluator(tiny_config, 4).run(Dead(), Precision(load_config(tiny_config).precision, CPU).autocast())
     assert (result.top1, result.top5) == (0, 0)
-
-
-def test_a_rank_without_images_evaluates_none(tiny_config: Path) -> None:
-    """Alone, without the others to sum with: only this rank's part is counted, and the count does not fit."""
-    config = load_config(tiny_config)
-    with pytest.raises(AssertionError, match=r"evaluated 0.0 of 13 images"):
-        evaluator(tiny_config, 13, rank=1, size=2).run(FirstPixels(), Precision(config.precision, CPU).autocast())
 
 
 @pytest.mark.parametrize("micro_batch", [4, 16])  # on two ranks 8 and 5 images, 13 and none
