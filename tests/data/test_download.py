@@ -1,11 +1,10 @@
 """Downloads from a real server on this machine: complete, broken off, and wrong."""
 
 import hashlib
-import http.server
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,56 +12,30 @@ from dali_train.data.convert.datasets import DATASETS
 from dali_train.data.convert.download import Download, download
 from dali_train.errors import RunError
 from tests.data.files import convert, write_mnist
+from tests.object_server import ObjectServer
 
 CONTENT = bytes(range(256)) * 2000
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Serves CONTENT under any name, and can be made to misbehave."""
-
-    def __init__(self) -> None:
-        super().__init__(("localhost", 0), Handler)
-        self.num_requests = 0
-        self.break_off_after: int | None = None
-        self.status = 200
-
-    @property
-    def address(self) -> str:
-        return f"http://localhost:{self.server_address[1]}/files/"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        self.server.num_requests += 1
-        if self.server.status != 200:
-            self.send_error(self.server.status)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(CONTENT)))
-        self.end_headers()
-        self.wfile.write(CONTENT[: self.server.break_off_after])
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with ObjectServer(tmp_path_factory.mktemp("served")) as server:
+        (server.directory / "a.bin").write_bytes(CONTENT)
         yield server
         server.shutdown()
-        thread.join()
 
 
-def files(server: Server, content: bytes = CONTENT) -> Download:
-    return Download(address=server.address, sha256={"a.bin": hashlib.sha256(content).hexdigest()})
+def files(server: ObjectServer, content: bytes = CONTENT) -> Download:
+    return Download(address=server.url, sha256={"a.bin": hashlib.sha256(content).hexdigest()})
 
 
-def test_fetches_once(server: Server, tmp_path: Path) -> None:
+def break_off(handler: Any, path: str, content: bytes) -> bool:
+    handler.close_connection = True
+    handler.reply(200, content[:100_000], size=len(content))
+    return True
+
+
+def test_fetches_once(server: ObjectServer, tmp_path: Path) -> None:
     download(files(server), tmp_path / "new")
     download(files(server), tmp_path / "new")
     assert (tmp_path / "new" / "a.bin").read_bytes() == CONTENT
@@ -70,18 +43,18 @@ def test_fetches_once(server: Server, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.bin"]
 
 
-def test_a_download_that_breaks_off_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    server.break_off_after = 100_000
+def test_a_download_that_breaks_off_leaves_nothing(server: ObjectServer, tmp_path: Path) -> None:
+    server.fault = break_off
     (tmp_path / "a.bin.1234.partial").write_bytes(b"what a killed download left")
     with pytest.raises(RunError, match=r"broke off, or is not the official file .*: start the same command again"):
         download(files(server), tmp_path)
     assert list(tmp_path.iterdir()) == []
-    server.break_off_after = None
+    server.fault = None
     download(files(server), tmp_path)
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
 
-def test_wrong_content_is_deleted_and_named(server: Server, tmp_path: Path) -> None:
+def test_wrong_content_is_deleted_and_named(server: ObjectServer, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"broke off, or is not the official file \(invalid hash value"):
         download(files(server, b"other"), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -91,8 +64,8 @@ def test_wrong_content_is_deleted_and_named(server: Server, tmp_path: Path) -> N
     assert (tmp_path / "a.bin").read_bytes() == b"mine"
 
 
-def test_servers_that_refuse_or_are_not_there(server: Server, tmp_path: Path) -> None:
-    server.status = 404
+def test_servers_that_refuse_or_are_not_there(server: ObjectServer, tmp_path: Path) -> None:
+    (server.directory / "a.bin").unlink()
     with pytest.raises(
         RunError, match="the server answers 404 Not Found: start the same command again, try another --mirror"
     ):
@@ -108,28 +81,26 @@ def test_servers_that_refuse_or_are_not_there(server: Server, tmp_path: Path) ->
 
 @pytest.mark.parametrize("dataset", ["cifar10", "mnist", "fashion-mnist"])
 def test_the_command_insists_on_the_official_files(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: str
+    server: ObjectServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], dataset: str
 ) -> None:
-    assert convert(dataset, "--download", "--mirror", server.address, "--out", tmp_path / "out") == 1
+    official = DATASETS[dataset].download
+    assert official is not None
+    for name in official.sha256:
+        (server.directory / name).write_bytes(CONTENT)
+    assert convert(dataset, "--download", "--mirror", server.url, "--out", tmp_path / "out") == 1
     assert "broke off, or is not the official file" in capsys.readouterr().err
 
 
-def test_the_command_fetches_and_converts(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fetches_and_converts(
+    server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With checksums of a small stand-in in place of the official ones."""
-    source = tmp_path / "source"
-    write_mnist(source, packed=True)
-    monkeypatch.setattr(Handler, "do_GET", lambda self: _serve(self, source))
-    sha256 = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in source.iterdir()}
-    official = Download(address=server.address, sha256=sha256)
-    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], download=official))
+    server.directory = tmp_path / "source"
+    write_mnist(server.directory, packed=True)
+    sha256 = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in server.directory.iterdir()}
+    monkeypatch.setitem(
+        DATASETS, "mnist", replace(DATASETS["mnist"], download=Download(address=server.url, sha256=sha256))
+    )
     for _ in range(2):
         assert convert("mnist", "--download", "--out", tmp_path / "out") == 0
         assert (tmp_path / "out" / "downloads" / "t10k-labels-idx1-ubyte.gz").exists()
-
-
-def _serve(handler: Handler, directory: Path) -> None:
-    content = (directory / handler.path.rpartition("/")[2]).read_bytes()
-    handler.send_response(200)
-    handler.send_header("Content-Length", str(len(content)))
-    handler.end_headers()
-    handler.wfile.write(content)
