@@ -51,6 +51,11 @@ def _label_key(text: str) -> Arguments:
     return {"--label-key": {"metavar": "NAME", "help": text}}
 
 
+def _columns(image: str, label: str) -> Arguments:
+    image_key = {"metavar": "NAME", "help": f"the column of the images (default: {image})"}
+    return {**_SHARDS, "--image-key": image_key, **_label_key(f"the column of the labels (default: {label})")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Converter:
     """How one published dataset is read."""
@@ -112,16 +117,28 @@ def _folder(options: Namespace) -> "Sources":
     )
 
 
+def _imagenet21k(options: Namespace) -> "Sources":
+    from dali_train.data.convert.imagenet import imagenet21k
+
+    return imagenet21k(options.source, validation_fraction=options.validation_fraction, seed=options.seed)
+
+
 def _webdataset(options: Namespace) -> "Sources":
     from dali_train.data.convert.webdataset import webdataset
 
-    return webdataset(
-        options.source,
-        label_key=options.label_key,
-        class_names=options.class_names,
-        validation_fraction=options.validation_fraction,
-        seed=options.seed,
-    )
+    return webdataset(options)
+
+
+def _parquet(options: Namespace) -> "Sources":
+    from dali_train.data.convert.parquet import parquet
+
+    return parquet(options)
+
+
+def _mds(options: Namespace) -> "Sources":
+    from dali_train.data.convert.mds import mds
+
+    return mds(options)
 
 
 def _cifar10(options: Namespace) -> "Sources":
@@ -166,6 +183,15 @@ DATASETS: dict[str, Converter] = {
         command="--train-archive ROOT/ILSVRC2012_img_train.tar --validation-archive ROOT/ILSVRC2012_img_val.tar "
         "--devkit ROOT/ILSVRC2012_devkit_t12.tar.gz",
     ),
+    "imagenet21k": Converter(
+        help="ImageNet-21k (winter 2021): a tar per synset, in a directory or in one tar, read in place.",
+        load=_imagenet21k,
+        arguments={
+            "--source": {**_SHARDS["--source"], "help": "a directory with n*.tar, or a tar of them"},
+            **_HELD_OUT,
+        },
+        files=r"n\d{8}\.tar",
+    ),
     "folder": Converter(
         help="Image files in one folder per class, in directories or tar archives.",
         load=_folder,
@@ -183,6 +209,20 @@ DATASETS: dict[str, Converter] = {
         help="WebDataset: tars of KEY.jpg (or png, webp, ...) and KEY.cls, which are read in place.",
         load=_webdataset,
         arguments={**_SHARDS, **_label_key("the field of KEY.json that has the label (default: KEY.cls has it)")},
+    ),
+    "parquet": Converter(
+        help="Parquet files of images as on the Hugging Face hub; row groups are unpacked into TMPDIR, or DATASET, "
+        "meanwhile. Needs dali-train[parquet].",
+        load=_parquet,
+        arguments=_columns("image", "label"),
+        files=r"(.*[-_.])?(train|test|val|validation)[-_.].*parquet$",
+    ),
+    "mds": Converter(
+        help="MosaicML Streaming's MDS: directories with index.json and shards, which are read in place; compressed "
+        "ones are unpacked into TMPDIR, or DATASET, meanwhile, and need dali-train[parquet].",
+        load=_mds,
+        arguments=_columns("x or image", "y or label"),
+        files=r"shard\.\d+\.mds",
     ),
     "cifar10": Converter(
         help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",

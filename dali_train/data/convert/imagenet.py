@@ -1,4 +1,4 @@
-"""ImageNet (ILSVRC 2012) as it is published: two tar archives and the development kit.
+"""ImageNet (ILSVRC 2012) as it is published, two tar archives and the development kit; and ImageNet-21k.
 
 The training archive is a tar of one tar per synset. The validation archive is a flat tar, and only the development kit
 knows its labels, as ILSVRC ids; its ``meta.mat`` has each id's synset. Labels here are the place of the synset in
@@ -7,13 +7,15 @@ sorted order, as in every pretrained model: not the ILSVRC id.
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from dali_train.data.convert.archive import Archive, Member, MembersByName, SourceError
-from dali_train.data.convert.sources import ImageFiles, Source, Sources
+from dali_train.data.convert.archive import Archive, Directory, Member, MembersByName, SourceError
+from dali_train.data.convert.listing import list_archive, list_splits
+from dali_train.data.convert.sources import ImageFiles, Source, Sources, hold_out
 from dali_train.data.dataset.manifest import SplitName
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
@@ -55,6 +57,29 @@ def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -
     return sources, synsets
 
 
+def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int) -> Sources:
+    """Return the splits of ImageNet-21k as of winter 2021, a tar per synset in a directory or a tar, and the synsets.
+
+    Raises:
+        SourceError: a tar of something else.
+    """
+    if source.is_file():
+        splits, synsets = imagenet(source, None, None)
+        return hold_out(splits, validation_fraction, seed=seed), synsets
+    files = Directory(source).members() if source.exists() else ()
+    synsets = sorted({match[1] for member in files if (match := _SYNSET_ARCHIVE.search(member.name))})
+    label_of = {synset: label for label, synset in enumerate(synsets)}
+
+    def list_synset(path: Path) -> list[Source]:
+        match = _SYNSET_ARCHIVE.fullmatch(path.name)
+        if match is None:
+            raise SourceError(f"{path}: is not SYNSET.tar, such as n01440764.tar: move it out of --source")
+        images = partial(_images_of, synset=match[1], label=label_of[match[1]], place=str(path))
+        return list_archive(path, lambda archive: images(archive.members()))
+
+    return hold_out(list_splits(source, ".tar", list_synset), validation_fraction, seed=seed), synsets
+
+
 def _synset(archive: Archive, member: Member) -> str:
     match = _SYNSET_ARCHIVE.search(member.name) or _SYNSET_IMAGE.search(member.name)
     if match is None:
@@ -71,11 +96,15 @@ def _training_images(archive: Archive, synsets: list[str]) -> Iterator[tuple[Mem
         synset = _synset(archive, outer)
         # Some copies hold the images themselves instead of a tar per synset.
         images = archive.members(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
-        for image in images:
-            match = _SYNSET_IMAGE.search(image.name)
-            if match is None or match[1] != synset:
-                raise SourceError(f"{archive.place(outer.name)}: holds {image.name!r}, expected {synset}_NUMBER.JPEG")
-            yield image, label_of[synset]
+        yield from _images_of(images, synset, label_of[synset], archive.place(outer.name))
+
+
+def _images_of(images: Iterable[Member], synset: str, label: int, place: str) -> Iterator[tuple[Member, int]]:
+    for image in images:
+        match = _SYNSET_IMAGE.search(image.name)
+        if match is None or match[1] != synset:
+            raise SourceError(f"{place}: holds {image.name!r}, expected {synset}_NUMBER.JPEG")
+        yield image, label
 
 
 def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tuple[Member, int]]:

@@ -2,18 +2,46 @@
 
 import logging
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dali_train.data.convert.archive import Archive, Directory, FileRanges, Member, SourceError, printable
-from dali_train.data.convert.sources import ImageFiles, JoinedSources, Source
+from dali_train.data.convert.sources import ImageFiles, JoinedSources, Source, Sources, hold_out
 from dali_train.data.dataset.manifest import MAX_CLASSES, SplitName, read_class_names
 from dali_train.data.progress import Progress
 
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 _log = logging.getLogger(__name__)
+
+
+def sources_of(
+    options: Namespace, ending: str, list_file: Callable[[Path], Iterable[Source]], names: Sequence[str] = ()
+) -> Sources:
+    """Return the splits and the class names of what `list_file` finds in each file whose name ends in `ending`.
+
+    Args:
+        options: ``source``, ``validation_fraction``, ``class_names`` and ``seed``, see `DATASETS`.
+        names: those of the classes where ``class_names`` has none; without any, the labels as text.
+
+    Raises:
+        SourceError: no files, no images in them, or an image whose label has no name.
+    """
+    splits = list_splits(options.source, ending, list_file)
+    if options.class_names is not None:
+        names = read_class_names(options.class_names)
+    if not names:
+        names = [str(label) for label in range(1 + max(int(source.labels.max()) for source in splits.values()))]
+    for source in splits.values():
+        nameless = np.flatnonzero(source.labels >= len(names))
+        if len(nameless):
+            raise SourceError(
+                f"{source.locate(int(nameless[0]))[0]}: its label is {source.labels[nameless[0]]}, and there are "
+                f"{len(names)} class names, for labels from 0: give a file with a name for each to --class-names"
+            )
+    return hold_out(splits, options.validation_fraction, seed=options.seed), names
 
 
 def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[Source]]) -> dict[SplitName, Source]:
@@ -56,7 +84,7 @@ def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[
             if paths and not sum(len(part.labels) for part in parts):
                 raise SourceError(f"{paths[0]}: has no images{', nor have the others' if paths[1:] else ''}: fetch it")
             if paths:
-                sources[split] = JoinedSources(source.name, parts)
+                sources[split] = JoinedSources(source if source.is_dir() else source.parent, parts)
     return sources
 
 
@@ -68,6 +96,22 @@ def list_archive(path: Path, images: Callable[[Archive], Iterable[tuple[Member, 
     return [ImageFiles(FileRanges(path), images(archive))]
 
 
+def find_column(path: Path, columns: Mapping[str, str], option: str, key: str | None, usual: Sequence[str]) -> str:
+    """Return the column that `key`, the value of `option`, names, else the first of the `usual`.
+
+    Args:
+        columns: name -> type, for people.
+
+    Raises:
+        SourceError: `path` has none.
+    """
+    found = [name for name in ((key,) if key else usual) if name in columns]
+    if not found:
+        there = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
+        raise SourceError(f"{path}: has no column {key or ' or '.join(usual)}, but {there}: name one with {option}")
+    return found[0]
+
+
 def checked_label(label: object, place: str) -> int:
     """Return `label`. Raises SourceError: it is not a whole number from 0 on, or larger than any class's."""
     if type(label) is not int or not 0 <= label < MAX_CLASSES:
@@ -77,26 +121,3 @@ def checked_label(label: object, place: str) -> int:
             f"to {MAX_CLASSES - 1:,}; correct it, or leave the file out"
         )
     return label
-
-
-def names_of_classes(
-    sources: Mapping[SplitName, Source], names: Sequence[str] | None, class_names: Path | None
-) -> Sequence[str]:
-    """Return the lines of the file `class_names`, else `names` of the source itself, else the labels as text.
-
-    Raises:
-        DatasetError: a file that cannot be used.
-        SourceError: an image whose label has no name.
-    """
-    if class_names is not None:
-        names = read_class_names(class_names)
-    if names is None:
-        return [str(label) for label in range(1 + max(int(source.labels.max()) for source in sources.values()))]
-    for source in sources.values():
-        nameless = np.flatnonzero(source.labels >= len(names))
-        if len(nameless):
-            raise SourceError(
-                f"{source.locate(int(nameless[0]))[0]}: its label is {source.labels[nameless[0]]}, and there are "
-                f"{len(names)} class names, for labels from 0: give a file with a name for each to --class-names"
-            )
-    return names

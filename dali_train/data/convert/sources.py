@@ -5,6 +5,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -147,8 +148,9 @@ class SourcePart:
 class JoinedSources:
     """What many files hold, one after the other."""
 
-    def __init__(self, title: str, sources: Sequence[Source]) -> None:
-        self._title = title
+    def __init__(self, root: Path, sources: Sequence[Source]) -> None:
+        """The files lie below `root`."""
+        self._root = root
         self._sources = sources
         self._ends = list(accumulate(len(source.labels) for source in sources))
         self.labels = np.concatenate([source.labels for source in sources])
@@ -159,8 +161,8 @@ class JoinedSources:
         return source.read(number)
 
     def name(self, image: int) -> str:
-        source, number = self._find(image)
-        return source.name(number)
+        """Return the place in `root`: different files may use the same names."""
+        return self.locate(image)[0].removeprefix(printable(f"{self._root}/"))
 
     def locate(self, image: int) -> tuple[str, int]:
         source, number = self._find(image)
@@ -169,7 +171,7 @@ class JoinedSources:
     def identity(self) -> dict[str, Any]:
         listing = crc32c(json.dumps([source.identity() for source in self._sources]).encode())
         return {
-            "name": self._title,
+            "name": self._root.name,
             "num_images": len(self.labels),
             "num_bytes": self.num_bytes,
             "listing_crc32c": f"{listing:08x}",

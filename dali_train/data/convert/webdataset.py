@@ -4,33 +4,28 @@ https://github.com/webdataset/webdataset describes it: KEY ends at the first dot
 """
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 from dali_train.data.convert.archive import Archive, Member, SourceError
-from dali_train.data.convert.listing import checked_label, list_archive, list_splits, names_of_classes
-from dali_train.data.convert.sources import Sources, hold_out
+from dali_train.data.convert.listing import checked_label, list_archive, sources_of
+from dali_train.data.convert.sources import Sources
 from dali_train.data.dataset.found import IMAGE_SUFFIXES
 from dali_train.text import plural
 
 _MAX_LABEL_BYTES = 1 << 20  # of a JSON file
 
 
-def webdataset(
-    source: Path, *, label_key: str | None, class_names: Path | None, validation_fraction: float | None, seed: int
-) -> Sources:
-    """Return the splits and the class names of a tar, or of a directory of tars.
-
-    Args:
-        label_key: the field of KEY.json that has the label; None: KEY.cls has it.
+def webdataset(options: Namespace) -> Sources:
+    """Return the splits and the class names. With ``options.label_key``, that field of KEY.json is the label.
 
     Raises:
         SourceError: a damaged tar, a sample without image or label or with two, or a label that cannot be.
     """
-    splits = list_splits(source, ".tar", lambda path: list_archive(path, partial(_images, label_key=label_key)))
-    return hold_out(splits, validation_fraction, seed=seed), names_of_classes(splits, None, class_names)
+    images = partial(_images, label_key=options.label_key)
+    return sources_of(options, ".tar", lambda path: list_archive(path, images))
 
 
 def _images(archive: Archive, label_key: str | None) -> Iterator[tuple[Member, int]]:

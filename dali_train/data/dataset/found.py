@@ -9,7 +9,7 @@ from typing import Any
 
 IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _MOST_ENTRIES = 2000  # of a directory that are looked at
-_TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}", re.IGNORECASE)
+_TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}(?!.*\.parquet$)", re.IGNORECASE)
 _SPLIT_FOLDERS = ("train", "validation", "val", "test")
 
 
@@ -37,7 +37,8 @@ def converter_for(root: Path, *, indexing: bool = False) -> str:
     if archives:
         return (
             f"it holds tar archives: run `dali-train data convert folder --train {root}/{archives[0]} --out DATASET` "
-            "if they hold CLASS/name.jpg"
+            f"if they hold CLASS/name.jpg, `dali-train data convert webdataset --source {root} --out DATASET` if they "
+            "hold KEY.jpg and KEY.cls"
         )
     inner = [root / split / name for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
     found = (Path(name) for inside in [*below.values(), *map(_names, inner)] for name in inside)
