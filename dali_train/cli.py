@@ -7,6 +7,7 @@ Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -64,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell_torchrun(line, is_said=is_said)
     if not is_said:  # in one piece, line break and all, since several ranks may have something to say at once
         sys.stderr.write(line + "\n")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all as soon as one has ended, the one that says it too
+        time.sleep(1)
     return status
 
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 try:
@@ -49,18 +50,6 @@ _POLL_S, _STOP_S = 0.5, 60.0
 _rank: subprocess.Popen[bytes] | None = None  # in a worker of Ray's, the process that it has started
 
 
-class StopRequest:
-    """An actor by which workers hear of a Ctrl-C, or of the TERM of `ray job stop`."""
-
-    asked = False
-
-    def ask(self) -> None:
-        self.asked = True
-
-    def is_asked(self) -> bool:
-        return self.asked
-
-
 class RanksBackend(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Have all ranks save and stop before Ray ends their workers, to go on with more or fewer."""
@@ -86,7 +75,7 @@ def run_rank(words: Sequence[str], directory: Path, run_dir: Path, stop: Any) ->
     Args:
         words: of the command line, behind `dali-train train`.
         directory: where it was given.
-        stop: the handle of a StopRequest.
+        stop: the handle of an actor that is an Event.
 
     Raises:
         RunError: the rank failed after its run has saved something new, so Ray is to start all of them again.
@@ -108,12 +97,15 @@ def run_rank(words: Sequence[str], directory: Path, run_dir: Path, stop: Any) ->
     _rank = subprocess.Popen(command, cwd=directory, env=os.environ | environment)
     while _rank.poll() is None:
         time.sleep(_POLL_S)
-        if rank == 0 and ray.get(stop.is_asked.remote()):
+        if rank == 0 and ray.get(stop.is_set.remote()):
             _rank.send_signal(signal.SIGUSR1)
     status = _rank.returncode
-    if status not in (FINISHED, MISTAKE, START_AGAIN) and newest_step(run_dir) != before:
+    if status in (FINISHED, MISTAKE, START_AGAIN):
+        return status
+    if newest_step(run_dir) != before:
         raise RunError(f"rank {rank} ended with status {status}, after a new checkpoint: all ranks are started again")
-    return status if status >= 0 else 1
+    print(f"rank {rank} ended with status {status} and no new checkpoint: not started again", file=sys.stderr)
+    return 1
 
 
 def _meeting_place() -> tuple[str, int, str]:
@@ -125,7 +117,7 @@ def _meeting_place() -> tuple[str, int, str]:
 def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int:
     """Train on between workers[0] and workers[1] ranks; return the trainer's exit status."""
     run_dir, device = Path(config.run.dir).absolute(), config.run.device
-    stop = ray.remote(num_cpus=0)(StopRequest).remote()
+    stop = ray.remote(num_cpus=0)(Event).remote()  # an actor, by which workers hear of a Ctrl-C
     trainer = DataParallelTrainer(
         partial(run_rank, words, Path.cwd(), run_dir, stop),
         backend_config=Ranks(),
@@ -142,7 +134,7 @@ def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
-        stop.ask.remote()
+        stop.set.remote()
 
     signal.signal(signal.SIGINT, note)
     signal.signal(signal.SIGTERM, note)
@@ -152,9 +144,8 @@ def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int
         raise RunError(f"Ray gave up: {error}") from error
 
 
-def convert(words: Sequence[str], parts: int | None) -> int:
+def convert(words: Sequence[str], threads: int, parts: int | None) -> int:
     """Convert a dataset in parts, each a task of Ray's; return the exit status of `dali-train data convert`."""
-    threads = command_parser().parse_args(["data", "convert", *words]).workers
     total = parts or max(1, int(ray.cluster_resources()["CPU"]) // threads)
     if status := data.main("convert", [*words, "--plan"]):
         return status
@@ -180,13 +171,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("convert", help=text, description=text, allow_abbrev=False)
     command.add_argument("--parts", type=int, metavar="N", help="default: what the cluster has cores for")
     options, words = parser.parse_known_args(arguments)
-    # A task of Ray's has one core unless it asks for more, and a part takes as many.
-    threads = [] if any(word.partition("=")[0] == "--workers" for word in words) else ["--workers", "1"]
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     try:
         if options.command == "convert":
+            if not any(word.partition("=")[0] == "--workers" for word in words):
+                words += ["--workers", "1"]  # a part has as many threads as its task has cores
+            threads = command_parser().parse_args(["data", "convert", *words]).workers
             with ray.init():
-                return convert([*words, *threads], options.parts)
+                return convert(words, threads, options.parts)
         config = config_with(options.config, words, "python -m dali_train.ray train")
         with ray.init():  # the cluster that RAY_ADDRESS names, that of this machine, or one for this command
             return train(config, ["--config", options.config, *words], options.workers)
