@@ -1,7 +1,10 @@
 """Sources of many files: WebDataset, Parquet as on the Hugging Face hub, MosaicML Streaming's MDS, ImageNet-21k."""
 
 import json
+import os
 import shutil
+import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,7 @@ from pyarrow import parquet
 
 from dali_train.data.convert.datasets import DATASETS
 from dali_train.data.convert.sources import Sources
+from dali_train.data.dataset.found import converter_for
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import DatasetError, RunError
@@ -131,6 +135,9 @@ def test_images_labels_and_names(kind: str, tmp_path: Path) -> None:
     for phase in (["--plan"], ["--part", "2/2"], ["--part", "1/2"], ["--finish"]):
         assert convert(tmp_path / "parts", *phase, "--workers", 3, "--train-shards", 3) == 0
     assert files_of(tmp_path / "parts") == files_of(out)
+    # The advice to who takes it for a dataset.
+    directory = tmp_path / "source" / {"parquet": "data", "webdataset": ""}.get(kind, "train")
+    assert f"`dali-train data convert {kind} --source {directory} --out DATASET`" in converter_for(directory)
 
 
 SAMPLE = [("a/1.jpg", small_photograph(0)), ("a/1.cls", b"2")]
@@ -164,30 +171,26 @@ def test_splits_by_the_names_of_files(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_broken_files(tmp_path: Path) -> None:
     """In what all kinds have in common."""
-    assert f"--source {tmp_path}/none: does not exist: name a directory of *.tar" in error_of(
-        "webdataset", tmp_path / "none"
-    )
-    assert f"--source {tmp_path}: has no *.tar: name the directory" in error_of("webdataset", tmp_path)
+
+    def error(source: Path = tmp_path, **options: object) -> str:
+        return error_of("webdataset", source, **options)
+
+    assert f"--source {tmp_path}/none: does not exist: name a directory of *.tar" in error(tmp_path / "none")
+    assert f"--source {tmp_path}: has no *.tar: name the directory" in error()
     tar = write_tar(tmp_path / "train-0.tar", SAMPLE)
     for path in (tmp_path / "a", tar):
-        assert f"--class-names {path}: cannot be read" in error_of("webdataset", tmp_path, class_names=path)
+        assert f"--class-names {path}: cannot be read" in error(class_names=path)
     (tmp_path / "names").write_text("ant\nant\n")
-    assert "use one name per line, each class another" in error_of(
-        "webdataset", tmp_path, class_names=tmp_path / "names"
-    )
+    assert "use one name per line, each class another" in error(class_names=tmp_path / "names")
     other = write_tar(tmp_path / "val-0.tar", SAMPLE)
-    assert "--validation-fraction is 0.5 where there is a validation split" in error_of(
-        "webdataset", tmp_path, validation_fraction=0.5
-    )
+    assert "--validation-fraction is 0.5 where there is a validation split" in error(validation_fraction=0.5)
     other = other.rename(tmp_path / "other.tar")
-    assert f"{other}: train, val or test stands in the names of other files, not in this one: rename" in error_of(
-        "webdataset", tmp_path
-    )
+    assert f"{other}: train, val or test stands in the names of other files, not in this one: rename" in error()
     other.unlink()
     tar.write_bytes(tar.read_bytes()[:1500])
-    assert f"{tar}: at byte 0: member 'a/1.jpg' has" in error_of("webdataset", tmp_path)
+    assert f"{tar}: at byte 0: member 'a/1.jpg' has" in error()
     write_tar(tar, SAMPLE, mode="w:gz")
-    assert f"{tar}: is gzipped, and images are read in place: gunzip it first" in error_of("webdataset", tmp_path)
+    assert f"{tar}: is gzipped, and images are read in place: gunzip it first" in error()
 
 
 @pytest.mark.parametrize(
@@ -268,99 +271,69 @@ def test_parquet_of_other_datasets_plain_bytes_and_null(tmp_path: Path) -> None:
     assert f"{path}: damaged, cut off or not Parquet" in error_of("parquet", path)
 
 
-def change_shard(field: str, value: object) -> Callable[[Path], None]:
-    """Set a field, or "field of a field", of the first shard in the index of the training split."""
+Spoil = Callable[[Path], object]  # the directory of the training split
+SHARD, INDEX = "shard.00000.mds", "index.json"
+
+
+def with_shard(**changes: object) -> Spoil:
+    """Set fields of the first shard in the index; of "raw_data" only those that are given."""
 
     def change(root: Path) -> None:
-        path = root / "train" / "index.json"
-        index = json.loads(path.read_text())
-        *above, name = field.split(".")
-        target = index["shards"][0]
-        for key in above:
-            target = target[key]
-        target[name] = value
-        path.write_text(json.dumps(index))
+        index = json.loads((root / INDEX).read_text())
+        shard = index["shards"][0]
+        shard.update({**changes, "raw_data": {**shard["raw_data"], **changes.get("raw_data", {})}})
+        (root / INDEX).write_text(json.dumps(index))
 
     return change
 
 
-def change_bytes(offset: int, content: bytes) -> Callable[[Path], None]:
+def with_bytes(offset: int, content: bytes) -> Spoil:
     def change(root: Path) -> None:
-        with (root / "train" / "shard.00000.mds").open("r+b") as file:
-            file.seek(offset, 2 if offset < 0 else 0)
-            file.write(content)
+        shard = bytearray((root / SHARD).read_bytes())
+        shard[offset : (offset + len(content)) or None] = content
+        (root / SHARD).write_bytes(shard)
 
     return change
-
-
-def truncate(root: Path) -> None:
-    path = root / "train" / "shard.00000.mds"
-    path.write_bytes(path.read_bytes()[:-5])
 
 
 @pytest.mark.parametrize(
-    ("spoil", "options", "place", "message"),
+    ("spoil", "place", "message"),
     [
-        (truncate, {}, "train/shard.00000.mds", "by index.json: cut off or another's: fetch it again"),
+        (lambda root: os.truncate(root / SHARD, 9000), SHARD, "has 9,000 bytes, 14,614 by index.json: cut off or"),
+        (with_shard(samples=5), SHARD, "damaged, or not the shard that index.json describes"),
+        (with_shard(samples=10**9), SHARD, "damaged, or not the shard"),
+        (with_shard(column_sizes=[8, None, None, None]), INDEX, "column y is int: name one of int or uint8"),
+        (with_shard(column_sizes=[8, 8, None, 8]), SHARD, "again (sample 0)"),
+        (with_shard(column_names=["i", "x"]), INDEX, "column_sizes do not fit each other: use the index.json of MDS"),
+        (with_shard(column_encodings=["int", "str", "pil", "int"]), INDEX, "column x is pil: name one of jpeg, png"),
+        (with_shard(column_encodings=["int", "str", "jpeg", "str"]), INDEX, "column y is str: name one of int or"),
         (
-            change_shard("samples", 5),
-            {},
-            "train/shard.00000.mds",
-            "damaged, or not the shard that index.json describes",
+            with_shard(column_names=["i", "note", "img", "y"]),
+            INDEX,
+            "has no column x or image, but i (int), note (str)",
         ),
-        (change_shard("samples", 10**9), {}, "train/shard.00000.mds", "damaged, or not the shard"),
-        (
-            change_shard("column_sizes", [8, None, None, None]),
-            {},
-            "train/index.json",
-            "column y is int: name one of int",
-        ),
-        (change_shard("column_sizes", [8, 8, None, 8]), {}, "train/shard.00000.mds", "again (sample 0)"),
-        (
-            change_shard("column_names", ["i", "x"]),
-            {},
-            "train/index.json",
-            "column_sizes do not fit each other: use the",
-        ),
-        (
-            change_shard("column_encodings", ["int", "str", "pil", "int"]),
-            {},
-            "train/index.json",
-            "column x is pil: name",
-        ),
-        (change_shard("format", "json"), {}, "train/index.json", "format is 'json': use mds"),
-        (change_shard("version", 3), {}, "train/index.json", "version is 3: use 2"),
-        (change_shard("raw_data.basename", "../x"), {}, "train/index.json", "basename is '../x': use a path below"),
-        (change_shard("raw_data.basename", "other.mds"), {}, "train/other.mds", "is missing, and"),
-        (change_bytes(4, b"\0"), {}, "train/shard.00000.mds", "damaged, or not the shard"),
-        (change_bytes(8, b"\xff\xff"), {}, "train/shard.00000.mds", "again (sample 0)"),
-        (change_bytes(-1, b"\xff"), {}, "train/shard.00000.mds:sample 5", "its label is -"),
-        (
-            lambda root: (root / "train/index.json").write_text("{"),
-            {},
-            "train/index.json",
-            "is no JSON that can be read",
-        ),
-        (
-            lambda root: (root / "train/index.json").write_text("[]"),
-            {},
-            "train/index.json",
-            "it is of type list: use an",
-        ),
-        (lambda root: None, {"label_key": "note"}, "train/index.json", "column note is str: name one of int or uint8"),
-        (lambda root: None, {"image_key": "img"}, "train/index.json", "has no column img, but i (int), note (str), x"),
+        (with_shard(format="json"), INDEX, "format is 'json': use mds"),
+        (with_shard(version=3), INDEX, "version is 3: use 2"),
+        (with_shard(raw_data={"basename": "../x"}), INDEX, "basename is '../x': use a path below index.json"),
+        (with_shard(raw_data={"basename": "y.mds"}), "y.mds", "is missing, and"),
+        (with_shard(raw_data={"bytes": 1 << 40}), INDEX, "bytes is 1099511627776: use a number of bytes up to 2**32"),
+        (with_bytes(4, b"\0"), SHARD, "damaged, or not the shard"),
+        (with_bytes(8, b"\xff\xff"), SHARD, "again (sample 0)"),
+        (with_bytes(-1, b"\xff"), f"{SHARD}:sample 5", "its label is -"),
+        (lambda root: (root / INDEX).write_text("{"), INDEX, "is no JSON that can be read"),
+        (lambda root: (root / INDEX).write_text("[]"), INDEX, "it is of type list: use an object"),
     ],
 )
-def test_broken_mds(
-    tmp_path: Path, spoil: Callable[[Path], object], options: Options, place: str, message: str
-) -> None:
-    write_mds(tmp_path / "source")
-    spoil(tmp_path / "source")
-    error = error_of("mds", tmp_path / "source", **options)
-    assert f"{tmp_path}/source/{place}: " in error and message in error
+def test_broken_mds(tmp_path: Path, spoil: Spoil, place: str, message: str) -> None:
+    write_mds(tmp_path)
+    spoil(tmp_path / "train")
+    error = error_of("mds", tmp_path)
+    assert f"{tmp_path}/train/{place}: " in error and message in error
 
 
 def test_compressed_and_merged_mds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    parquet.write_table(table([0]), parquet_file := tmp_path / "0.parquet")
     write_mds(tmp_path)
     packed, index = tmp_path / "val" / "shard.00000.mds.zstd", json.loads((tmp_path / "val/index.json").read_text())
     assert load("mds", tmp_path / "val")[0]["train"].labels.tolist() == [0, 1, 2]
@@ -374,10 +347,14 @@ def test_compressed_and_merged_mds(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load("mds", tmp_path)[0]["train"].name(2) == "0/shard.00000.mds.zstd:sample 2"
 
     source = load("mds", tmp_path)[0]["train"]
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
-    assert f"{tmp_path}/nowhere: the source cannot be unpacked here (No such file or directory)" in error_of(
-        "mds", tmp_path
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("r+b"))  # noqa: SIM115
+        assert f"{tmp_path.parent}: the source cannot be unpacked here (No space left on device): make as much" in (
+            error_of("mds", tmp_path)
+        )
+        patch.setitem(sys.modules, "pyarrow", None)
+        for kind, path in (("mds", tmp_path), ("parquet", parquet_file)):
+            assert "with pyarrow, which is missing: pip install 'dali-train[parquet]'" in error_of(kind, path)
     content = bytearray(packed.read_bytes())
     content[0] ^= 255
     packed.write_bytes(content)

@@ -3,7 +3,6 @@
 They are asked for in random order, so each block is unpacked once, with its first image, into a temporary file.
 """
 
-import errno
 import os
 import tempfile
 import threading
@@ -44,7 +43,7 @@ class Unpacked:
                 places.append(places[-1] + len(image))
             self._file.flush()
         except OSError as error:
-            if error.errno not in (*NO_SPACE, errno.ENOENT):
+            if error.errno not in NO_SPACE:
                 raise
             raise RunError(
                 f"{self._directory}: the source cannot be unpacked here ({error.strerror}): make as much space as it "

@@ -19,7 +19,7 @@ from dali_train.data.convert.listing import checked_label, find_column, sources_
 from dali_train.data.convert.packed import PackedImages, Unpacked
 from dali_train.data.convert.sources import Sources
 
-_ROWS = 16  # of images that are in memory at one time
+_ROWS = 16  # copied from pyarrow at one time; itself it holds a page, which may be a row group, packed and unpacked
 _BUFFER_BYTES = 1 << 20
 
 
