@@ -20,7 +20,7 @@ import numpy as np
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.archive import FileRanges, Member, SourceError
 from dali_train.data.convert.listing import checked_label, find_column, sources_of
-from dali_train.data.convert.packed import PackedImages, Unpacked
+from dali_train.data.convert.packed import PackedImages, Unpacked, import_pyarrow
 from dali_train.data.convert.sources import ImageFiles, Source, Sources
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
@@ -51,13 +51,10 @@ class _Shard:
     compression: str | None = None
 
     def __post_init__(self) -> None:
-        counts = {
-            len(self.column_names),
-            len(set(self.column_names)),
-            len(self.column_encodings),
-            len(self.column_sizes),
-        }
-        require(len(counts) == 1, "column_names, column_encodings and column_sizes do not fit each other")
+        columns = (set(self.column_names), self.column_names, self.column_encodings, self.column_sizes)
+        require(
+            len(set(map(len, columns))) == 1, "column_names, column_encodings and column_sizes do not fit each other"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +110,10 @@ def _find_columns(path: Path, shard: _Shard, options: Namespace) -> _Columns:
         )
     number, kind = shard.column_names.index(label), _LABELS.get(columns[label])
     if kind is None or shard.column_sizes[number] != struct.calcsize(kind):
-        raise SourceError(f"{path}: column {label} is {columns[label]}: name one of int or uint8 ... with --label-key")
+        raise SourceError(
+            f"{path}: column {label} is {columns[label]} of size {shard.column_sizes[number]}: name one of int (8), "
+            "uint8 (1) and the like with --label-key"
+        )
     return _Columns(shard.column_sizes, shard.column_names.index(image), number, kind)
 
 
@@ -185,12 +185,7 @@ def _unpack(path: Path, shard: _Shard) -> bytes:
             f"{path}: compression is {shard.compression}, and {', '.join(_CODECS)} are read: unpack each shard, this "
             f"one to {path.parent / Path(shard.raw_data.basename).name}"
         )
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise SourceError(
-            f"{path}: compressed shards are read with pyarrow, which is missing: pip install 'dali-train[parquet]'"
-        ) from error
+    pyarrow = import_pyarrow()
     try:
         size = shard.raw_data.bytes
         content: bytes = pyarrow.decompress(path.read_bytes(), decompressed_size=size, codec=codec, asbytes=True)

@@ -21,6 +21,17 @@ from dali_train.errors import RunError
 from dali_train.files import NO_SPACE
 
 
+def import_pyarrow() -> Any:
+    """Return the module pyarrow, with pyarrow.parquet. Raises SourceError: it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SourceError(
+            "Parquet and compressed MDS are read with pyarrow, which is missing: pip install 'dali-train[parquet]'"
+        ) from error
+    return pyarrow
+
+
 class Unpacked:
     """A file for the images of all blocks, made when there are some. It vanishes with the process."""
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.listing import checked_label, find_column, sources_of
-from dali_train.data.convert.packed import PackedImages, Unpacked
+from dali_train.data.convert.packed import PackedImages, Unpacked, import_pyarrow
 from dali_train.data.convert.sources import Sources
 
 _ROWS = 16  # copied from pyarrow at one time; itself it holds a page, which may be a row group, packed and unpacked
@@ -51,30 +51,23 @@ def parquet(options: Namespace) -> Sources:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Open a pyarrow.parquet.ParquetFile. Raises SourceError: there is no pyarrow, or what is read is damaged."""
+    pyarrow = import_pyarrow()
     try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise SourceError(
-            "Parquet is read with pyarrow, which is missing: pip install 'dali-train[parquet]'"
-        ) from error
-    try:
-        with ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             yield file
     except (pyarrow.ArrowException, OSError) as error:
         raise SourceError(f"{path}: damaged, cut off or not Parquet ({error}): fetch it again") from error
 
 
 def _row_groups(path: Path, file: Any, image: str, label: str, unpacked: Unpacked) -> Iterator[PackedImages]:
-    import pyarrow
-
+    types = import_pyarrow().types
     kind, label_kind = (file.schema_arrow.field(name).type for name in (image, label))
     leaf = image
-    if pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         leaf, kind = f"{image}.bytes", kind.field("bytes").type
-    if not (pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)):
+    if not (types.is_binary(kind) or types.is_large_binary(kind)):
         raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
-    if not pyarrow.types.is_integer(label_kind):
+    if not types.is_integer(label_kind):
         raise SourceError(f"{path}: column {label} is {label_kind}: name one of whole numbers with --label-key")
     labels = [
         checked_label(value, f"{path}:row {row}")
