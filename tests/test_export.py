@@ -130,9 +130,9 @@ def test_weights_to_evaluate_name_what_does_not_fit(
         ([str(tmp_path / "four.pth")], "four.pth does not fit vit_tiny_patch16_224"),
         (
             [str(tmp_path / "four.pth"), "--model.name", "test_resnet", "--model.kwargs", "{}"],
-            "four.pth has 4 classes, the dataset 5: use weights for these",
+            "four.pth has 4 classes, the dataset 5: use weights trained on these",
         ),
-        (["resnet50.a1_in1k"], "resnet50.a1_in1k has 1000 classes, the dataset 5: use weights for these"),
+        (["resnet50.a1_in1k"], "resnet50.a1_in1k has 1000 classes, the dataset 5: use weights trained on these"),
         ([str(finished), "--checkpoint", "best"], "--model.weights beside a run or a checkpoint"),
     ):
         assert main([*words, *arguments]) == 2

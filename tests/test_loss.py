@@ -211,7 +211,7 @@ def test_teachers_that_cannot_teach_are_refused(teacher_file: tuple[str, nn.Modu
         teacher(teacher="test_resent", teacher_weights=path)
     with pytest.raises(ConfigError, match=r"loss.teacher: there is no file /nowhere.safetensors"):
         teacher(teacher="test_resnet", teacher_weights="/nowhere.safetensors")
-    with pytest.raises(ConfigError, match=r"has 7 classes, the dataset 5: use weights for these"):
+    with pytest.raises(ConfigError, match=r"has 7 classes, the dataset 5: use weights trained on these"):
         teacher(num_classes=5, teacher="test_resnet", teacher_weights=path)
     with pytest.raises(
         ConfigError, match=r"loss.teacher: .* does not fit test_vit with {}: .* more. Set loss.teacher to"

@@ -169,7 +169,7 @@ def test_a_first_step_that_overflows_leaves_no_trace() -> None:
             {"name": "adamw", "kwargs": {"betas": (0.9, 0.99)}},
             "optimizer.kwargs has betas: set optimizer.betas instead",
         ),
-        ({"name": "sgd", "kwargs": {"momentum": "much"}}, "sgd cannot be made with optimizer.kwargs"),
+        ({"name": "sgd", "kwargs": {"momentum": "much"}}, "sgd cannot be created with optimizer.kwargs"),
         ({"name": "adamw", "bias_correction": False}, "adamw has no such setting"),
         ({"name": "sgd", "betas": (0.8, 0.9)}, r"optimizer.betas is \(0.8, 0.9\), which sgd does not take"),
         ({"name": "lion", "eps": 1e-3}, r"optimizer.eps is 0.001, which lion does not take"),

@@ -428,6 +428,6 @@ def test_layer_decay_is_timms(exclude_vectors: bool) -> None:
 def test_layer_decay_needs_layers() -> None:
     model = build_model(recipe("mnist"), 10, torch.device("meta"))
     with pytest.raises(
-        ConfigError, match=r"optimizer.layer_decay is 0.7, but the model \(LeNet\) does not say what its layers are"
+        ConfigError, match=r"optimizer.layer_decay is 0.7, but the model \(LeNet\) does not declare its layers"
     ):
         make_optimizer(model, OptimizerConfig(lr=0.1, layer_decay=0.7))

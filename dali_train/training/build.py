@@ -1,6 +1,6 @@
-"""Building what trains: data, model, parallelism, optimizer and the trainer over them.
+"""Building the parts of a run: data, model, parallelism, optimizer, and the trainer that uses them.
 
-A checkpoint is restored between `build_state` and `build_trainer`, by the caller: this room knows of none.
+The caller restores a checkpoint between `build_state` and `build_trainer`; this package knows nothing of checkpoints.
 """
 
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ from dali_train.training.trainer import Trainer, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a rank knows before anything is built: its place among the others, and the data."""
+    """What a rank knows before the model is built: its coordinates in the layout, and the data."""
 
     config: Config
     device: torch.device
     layout: Layout
-    num_threads: int  # that decode
-    dataset: DatasetRoot  # held, so that nobody removes a local copy in use
+    num_threads: int  # for decoding
+    dataset: DatasetRoot  # held, so that a local copy in use is not removed
     node: Node | None  # the cache of this node
     split: Split  # to train on
 
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def grad_accum_steps(self) -> int:
-        """Micro-batches that a rank accumulates per step: where they do not divide, the most of any rank."""
+        """Micro-batches that a rank accumulates per step: the maximum over the ranks, if they differ."""
         return self.config.batch.grad_accum_steps(self.layout.data_size)
 
 
@@ -66,8 +66,9 @@ def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
     """Configure torch for this process, open the dataset, and check the config against both.
 
     Raises:
-        ConfigError: no such loss or schedule, or batch, pipeline or schedule do not fit the ranks or the dataset.
-        DatasetError: there is no such dataset, or it is damaged.
+        ConfigError: there is no such loss or schedule, or the batch, pipeline or schedule does not fit the number of
+            ranks or the dataset.
+        DatasetError: the dataset does not exist, or is damaged.
     """
     loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before anything slow
     num_threads = configure_torch(config, launch, device)
@@ -130,13 +131,13 @@ def build_state(
     weights: Tensors | None = None,
     saved_seeding: str | None = None,
 ) -> TrainState:
-    """Return the model with its first weights, spread over the ranks of `layout`, and its optimizer.
+    """Return the model with its initial weights, split over the ranks of `layout`, and its optimizer.
 
     Args:
-        evaluates: the model must take images of data.eval_size too.
+        evaluates: the model must accept images of data.eval_size too.
         resumes: a checkpoint will replace the weights, so model.weights is not read.
-        weights: what model.weights names, where that is a run or a checkpoint, which this room cannot read.
-        saved_seeding: how the checkpoint's run seeds dropout, see `choose_seeding`; None for a new run.
+        weights: the tensors of model.weights, if that is a run or a checkpoint, which this package cannot read.
+        saved_seeding: how the run of the checkpoint seeds dropout, see `choose_seeding`; None for a new run.
 
     Raises:
         ConfigError: model, optimizer or parallelism cannot be built as the config says.
@@ -149,9 +150,9 @@ def build_state(
         seed_each_block(model, device)
     elif config.parallel.pipeline > 1 and drops(model):
         raise ConfigError(
-            "the run to resume began with model.compile model, which seeds dropout once per micro-batch, and stages of "
-            f"parallel.pipeline {config.parallel.pipeline} cannot draw its masks: set parallel.pipeline 1, or choose "
-            "another run.dir to start from the beginning"
+            "the run to resume began with model.compile model, which seeds dropout once per micro-batch; with "
+            f"parallel.pipeline {config.parallel.pipeline} the stages cannot draw the same masks: set "
+            "parallel.pipeline 1, or choose another run.dir to start from the beginning"
         )
     check_training_size(model, config)
     if evaluates or layout.pipeline > 1:  # stages agree at the start on the shapes of their activations
@@ -174,7 +175,7 @@ def build_trainer(
     device: torch.device,
     class_counts: NDArray[np.int64] | None = None,
 ) -> Trainer:
-    """Return the trainer of `state`, whose weights are the first or restored ones: moving averages begin with them.
+    """Return the trainer of `state`. Restore a checkpoint before: moving averages start from the current weights.
 
     Args:
         class_counts: see `make_objective`.
@@ -197,9 +198,9 @@ def build_trainer(
 
 
 def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:
-    """Run passes that leave no trace, see `warm_up`, and time communication from the last gradient on.
+    """Run warm-up passes without side effects, see `warm_up`, and let the clock time the gradient all-reduce.
 
-    A pipeline needs none: each of its steps is like the first.
+    A pipeline needs no warm-up: its first step is like all others.
     """
     if trainer.parallel.stages:
         return

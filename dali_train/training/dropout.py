@@ -1,10 +1,10 @@
-"""Dropout masks as a pure function of the micro-batch and the block, on any rank and however often it is computed.
+"""Dropout masks as a pure function of the micro-batch and the block, on any rank and in every recomputation.
 
-The trainer seeds torch's generators once per micro-batch. That alone lets the masks of a block depend on what its
-process has drawn before, so a pipeline stage without the first blocks would draw others. Here every block seeds the
-generator when it is entered, by `block_seed`. What that needs to know of the micro-batch stands in the generator's
-own seed, which activation checkpointing restores: recomputing a block of an earlier micro-batch draws the masks of that
-micro-batch.
+The trainer seeds torch's generators once per micro-batch. With that alone, a block's masks would depend on the blocks
+computed before it in the same process, so a pipeline stage without the first blocks would draw different masks.
+Therefore every block seeds the generator when it is entered, by `block_seed`. It derives its seed from the generator's
+current seed, which identifies the micro-batch and which activation checkpointing restores: recomputing a block of an
+earlier micro-batch draws the masks of that micro-batch.
 """
 
 from typing import Any, Literal
@@ -18,16 +18,16 @@ from dali_train.training.model import repeated_blocks
 DropoutSeeding = Literal["block", "micro-batch"]
 """What the masks are a function of, besides the micro-batch."""
 
-_RATES = ("p", "drop_prob", "prob", "drop_rate")  # where torch's and timm's layers keep the share that they drop
+_RATES = ("p", "drop_prob", "prob", "drop_rate")  # torch's and timm's attributes for the dropout rate
 
 
 def choose_seeding(config: ModelConfig, saved: str | None) -> DropoutSeeding:
     """Return how a run seeds its dropout.
 
-    A model that is compiled in one piece has no place between its blocks, so there it is one seed per micro-batch.
+    A model compiled as a whole cannot be seeded between its blocks, so it gets one seed per micro-batch.
 
     Args:
-        saved: how the run that it resumes did, so that its masks do not change; None for a new run.
+        saved: the choice of the run that is resumed, which is kept so that the masks do not change; None for a new run.
     """
     return "micro-batch" if saved == "micro-batch" or config.compile == "model" else "block"
 
@@ -36,8 +36,8 @@ def seed_each_block(model: nn.Module, device: torch.device) -> None:
     """Let every repeated block of `model`, and every dropout layer outside them, seed the generator of `device` when
     entered.
 
-    Call it for the complete model, before stages of a pipeline are cut out of it: a block keeps its number. A model
-    that drops nothing is left as it is.
+    Call it on the complete model, before it is cut into pipeline stages, so that each block keeps its number. A model
+    without dropout is left as it is.
 
     Args:
         device: where the model will run; it may still be on the meta device.
@@ -54,8 +54,8 @@ def seed_each_block(model: nn.Module, device: torch.device) -> None:
 def seed_micro_batch(seed: int, device: torch.device) -> None:
     """Seed the generators of the host and of `device`, as ``torch.manual_seed`` would.
 
-    That one notes its caller's stack for each kind of device which is not there: 0.5 ms per call without a GPU (torch
-    2.15), this takes a microsecond.
+    ``torch.manual_seed`` records the call stack for each kind of device that is not present: 0.5 ms per call without a
+    GPU (torch 2.15). This takes a microsecond.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -73,10 +73,10 @@ def _drops(module: nn.Module) -> bool:
 
 
 def block_seed(seed: int, number: int) -> int:
-    """Return the seed of block `number` (from 1), from `seed` of its micro-batch or of any of the micro-batch's blocks.
+    """Return the seed of block `number` (from 1), given the `seed` of its micro-batch or of any block in it.
 
-    The upper 32 bits are the micro-batch's. The lower 32 depend on them and on the block: torch's generator on CPUs
-    uses no others.
+    The upper 32 bits are the micro-batch's. The lower 32 bits depend on them and on the block, because torch's CPU
+    generator uses only these.
     """
     upper = seed >> 32
     return upper << 32 | (upper * 0x9E3779B1 + number * 0x85EBCA77) & 0xFFFFFFFF  # odd, so each bit of both counts

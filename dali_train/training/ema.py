@@ -1,7 +1,7 @@
-"""A moving average of the weights, beside the model: tensors by name, laid out as the model's, with any kind of
+"""A moving average of the weights: tensors by name, with the same placements as the model's, for all kinds of
 parallelism.
 
-It is a function of the steps done and of tensors that checkpoints hold. The rule is that of timm's ModelEmaV3, which
+It is a function of the step and of tensors that checkpoints hold. The update rule is that of timm's ModelEmaV3, which
 keeps a copy of the module instead.
 """
 
@@ -17,7 +17,7 @@ from dali_train.parallel.shardwise import Shardwise
 
 
 def ema_decay(config: EmaConfig, step: int) -> float:
-    """Return the share of the average that stays at the end of optimizer step number `step` (from 0)."""
+    """Return the decay applied at the end of optimizer step number `step` (from 0)."""
     assert config.decay is not None
     if step == 0:
         return 0.0
@@ -28,7 +28,7 @@ class Ema:
     """The average of everything in the model's state dict: weights and buffers. Integers are copied.
 
     Args:
-        model: not wrapped, on its device, with the weights from which the run begins or resumes.
+        model: not wrapped, on its device, with the weights that the run starts or resumes from.
     """
 
     def __init__(self, model: nn.Module, config: EmaConfig) -> None:
@@ -49,15 +49,15 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Average at the end of optimizer step number `step` (from 0). The host waits for nothing."""
+        """Update the average at the end of optimizer step number `step` (from 0), without making the host wait."""
         torch._foreach_lerp_(self._floats, self._live_floats, 1 - ema_decay(self._config, step))
         if self._others:
             torch._foreach_copy_(self._others, self._live_others)
 
     @contextmanager
     def weights_in(self, model: nn.Module) -> Iterator[None]:
-        """Put the averages into the memory of the model's own weights for a while, so that compiled code and CUDA
-        graphs stay valid."""
+        """Swap the averages into the memory of the model's weights for the duration of the context, so that compiled
+        code and CUDA graphs stay valid."""
         before = _copies(model.state_dict())
         _copy(self._averages, model)
         try:

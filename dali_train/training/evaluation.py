@@ -1,8 +1,8 @@
 """Exact evaluation: every image once, on any number of ranks.
 
 The split is cut into batches once; coordinate r of W takes batches r, r + W, ... A rank may have one batch less than
-another, or none: ranks meet only in the sum at the end. Where the model is split over ranks they meet in every forward
-pass, and a rank without a batch passes a blank image through it.
+another, or none: the only collective is the sum at the end. If the model is split over ranks, every forward pass has
+collectives, so a rank that has run out of batches passes a blank image through the model.
 """
 
 import time
@@ -25,7 +25,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.training.metrics import class_accuracies
 
 MAX_SCORES = 20
-"""With more classes than this, tables of predictions hold only the scores of the prediction and of the true class."""
+"""With more classes than this, prediction tables hold only the scores of the predicted and the true class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class EvaluationResult:
     loss: float
     top1: float
     top5: float
-    balanced_top1: float  # mean over the classes of each one's top-1, so that rare ones count as much as others
+    balanced_top1: float  # mean over classes of the class's top-1, so that rare classes count as much as others
     num_images: int
     seconds: float
 
@@ -46,13 +46,13 @@ class EvaluationDetails:
 
     labels: NDArray[np.int64]
     predictions: NDArray[np.int64]
-    shown: NDArray[np.int64]  # numbers of a few images, spread evenly over the split, the same at every evaluation
+    shown: NDArray[np.int64]  # indices of a few images, spread evenly over the split, the same at every evaluation
     # Probabilities (shown, classes); with over MAX_SCORES classes (shown, 2), of the prediction and of the true class.
     scores: NDArray[np.float32]
 
 
 class Evaluator:
-    """Evaluation of one split, again and again; its decoding pipeline stays up and is ready for the next time.
+    """Repeated evaluation of one split; the decoding pipeline is kept from one evaluation to the next.
 
     Args:
         num_shown: images whose scores go into `details`; 0 collects no details.
@@ -89,12 +89,12 @@ class Evaluator:
             and layout.pipeline_rank == 0  # later stages get no images, but what the first makes of them
             else None
         )
-        # One of the ranks that have the same logits, and not those that have none.
+        # Count once among ranks with the same logits, and not on ranks without logits.
         self._counts = layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0
 
     @torch.no_grad()  # not inference_mode: the buffers of gathered weights are used in training again
     def run(self, model: nn.Module, autocast: AbstractContextManager[None]) -> EvaluationResult:
-        """Evaluate `model` (not wrapped for parallelism), in eval mode for the time of the call. All ranks call this
+        """Evaluate `model` (not wrapped for parallelism), in eval mode during the call. All ranks call this
         together."""
         start = time.perf_counter()
         training = model.training
@@ -116,14 +116,16 @@ class Evaluator:
             if len(self._shown):
                 predictions.add(numbers, labels, logits)
             ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
-            ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # nothing is above what is not a number
+            ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # NaN would rank first
             correct.scatter_add_(0, labels, (ranks < 1).long())
             sums += torch.stack(
                 [
                     F.cross_entropy(logits, labels, reduction="sum").double(),
                     (ranks < 1).sum().double(),
                     (ranks < 5).sum().double(),
-                    torch.full((), len(labels), dtype=torch.float64, device=self._device),  # no copy to wait for
+                    torch.full(
+                        (), len(labels), dtype=torch.float64, device=self._device
+                    ),  # made on the device: nothing to wait for
                 ]
             )
         for _ in range(self._num_blank):
@@ -147,14 +149,15 @@ class Evaluator:
         )
 
     def _next(self, numbers: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next batch: images (n, 3, size, size), without pixels where nothing is decoded, labels (n,)."""
+        """Return the next batch: images (n, 3, size, size), with no pixels on ranks that do not decode; labels (n,)."""
         if self._pipeline is not None:
             return self._pipeline.run()
         return torch.empty(len(numbers), 3, 0, 0), torch.from_numpy(self._labels[numbers])
 
 
 class _Predictions:
-    """Predictions for all images and scores for a few. Each rank fills in its own rows; their sum is complete."""
+    """Predictions for all images and scores for a few. Each rank fills in its own rows; the sum over ranks is
+    complete."""
 
     def __init__(self, num_images: int, shown: NDArray[np.int64], num_classes: int, device: torch.device) -> None:
         self._shown = shown
@@ -163,7 +166,7 @@ class _Predictions:
         self._scores = torch.zeros(len(shown), num_classes if self._all_scores else 2, device=device)
 
     def add(self, numbers: NDArray[np.int64], labels: torch.Tensor, logits: torch.Tensor) -> None:
-        """Note the predictions for images `numbers`, ascending and without gaps.
+        """Record the predictions for images `numbers`, which are ascending and without gaps.
 
         Args:
             labels: (n,) int64.

@@ -1,9 +1,9 @@
-"""Model FLOP utilisation: the arithmetic that the model asks for, against the most that the device can do.
+"""Model FLOP utilisation: the model's FLOP/s as a fraction of the device's peak.
 
     MFU = images/s x FLOPs per image / (devices x dense peak)
 
-FLOPs per image are those of the model, counted once on the meta device: what a kernel or activation checkpointing
-computes a second time is not work of the model's. The peak is that of dense matrix products without sparsity.
+FLOPs per image are those of the model, counted once on the meta device; recomputation, in a kernel or by activation
+checkpointing, does not count. The peak is that of dense matrix products.
 """
 
 import re
@@ -16,15 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from dali_train.config import Config
 from dali_train.training.model import build_model
 
-# Dense TFLOP/s of (bf16 and fp16 with float32 sums, TF32, FP32) from NVIDIA's data sheets and architecture papers,
-# which print most of them with sparsity: twice as much. None: the GPU has no such format. The first name that the
-# device's name holds counts, so a variant stands before its family.
+# Dense TFLOP/s of (bf16 and fp16 with float32 accumulation, TF32, FP32) from NVIDIA's data sheets and architecture
+# papers, which print most of them with sparsity: twice as much. None: the GPU lacks the format. The first row whose
+# name occurs in the device's name is used, so a variant must precede its family.
 #   Blackwell: HGX B200 and GB200 NVL72 data sheets (2024), RTX Blackwell architecture paper
 #   Hopper: H100, H200, GH200 and H20 data sheets (2022 to 2024). H100 SXM calls itself "H100 80GB HBM3"
 #   Ada: L4, L40, L40S data sheets (2023), Ada architecture paper (RTX 4090 with float32 sums)
 #   Ampere: A100, A30, A10, A40 data sheets (2021), GA102 architecture paper
 #   Volta, Turing: V100 SXM2 and T4 data sheets (2017, 2018); their matrix format is fp16 alone
-# torch's own table (torch._inductor.analysis.device_info, 2.15) has sparse figures beside dense ones: 1,979 for H100 in
+# torch's own table (torch._inductor.analysis.device_info, 2.15) mixes sparse figures with dense ones: 1,979 for H100 in
 # bf16, 242 for L4.
 _PEAKS: list[tuple[str, tuple[float | None, float | None, float]]] = [
     ("GB200", (2500.0, 1250.0, 80.0)),
@@ -61,7 +61,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Turns a speed into model FLOP utilisation. Made once when a run starts."""
+    """Converts throughput into model FLOP utilisation. Created once per run."""
 
     per_image: dict[int, float]  # of one forward and backward pass, by the side of the images in pixels
     peak: float  # dense FLOP/s of all devices together
@@ -79,8 +79,8 @@ class ModelFlops:
 def model_flops(config: Config, num_classes: int, device: torch.device, *, num_devices: int) -> ModelFlops | None:
     """Return the FLOPs of a run on `num_devices` devices like `device`.
 
-    None where there is no peak to compare with: on a CPU, on a GPU that is not in the table, and for a model that
-    cannot be counted on the meta device.
+    None if there is no peak to compare with (on a CPU, or on a GPU that is not in the table), or if the model cannot be
+    counted on the meta device.
     """
     if device.type != "cuda":
         return None
@@ -89,7 +89,7 @@ def model_flops(config: Config, num_classes: int, device: torch.device, *, num_d
         return None
     try:
         per_image = {size: flops_per_image(config.at_size(size), num_classes) for size in config.data.train_sizes}
-    except (RuntimeError, NotImplementedError):  # it asks for values, which the meta device does not have
+    except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
         return None
     return ModelFlops(per_image, peak.flops_per_second * num_devices)
 

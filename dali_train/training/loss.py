@@ -1,4 +1,4 @@
-"""The loss, for images that are mixtures of two, and their accuracy."""
+"""The losses, for images that may be mixtures of two, and the training accuracy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def mixup_loss(
         logits: (n, classes), any float type; computed in float32 or wider.
         targets: (n, 2) int64.
         lambdas: (n,) float32.
-        class_weights: (classes,) by which each class's cross entropy counts; None: each once.
+        class_weights: (classes,) factors of each class's cross-entropy; None: all 1.
     """
     log_probabilities = _log_probabilities(logits, class_weights)
     first, second = (-log_probabilities.gather(1, targets)).unbind(1)
@@ -67,7 +67,7 @@ def _binary_cross_entropy(
 
 
 LOSSES: dict[str, Loss] = {"cross-entropy": _cross_entropy, "binary-cross-entropy": _binary_cross_entropy}
-"""Each gives the mean loss over the batch from the settings, logits (n, classes), targets (n, 2) and lambdas (n,).
+"""Each takes the settings, logits (n, classes), targets (n, 2) and lambdas (n,), and returns the batch's mean loss.
 
 The target of an image is lambda of its first class and 1 - lambda of its second, as in `mixup_loss`.
 """
@@ -96,8 +96,8 @@ DISTILLATIONS: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torc
     "hard": _hard_distillation,
     "soft": _soft_distillation,
 }
-"""Each gives the mean loss over the batch from the settings, the student's and the teacher's logits, both (n,
-classes)."""
+"""Each takes the settings, the student's and the teacher's logits, both (n, classes), and returns the mean loss of the
+batch."""
 
 
 class Objective:
@@ -120,8 +120,8 @@ class Objective:
         """Return (mean loss of the micro-batch, logits (n, classes)).
 
         Args:
-            output: what the model gave: logits, or the logits of its class token and of its distillation token.
-            images: (n, 3, size, size), as the model had them.
+            output: the model's output: logits, or the logits of its class token and of its distillation token.
+            images: (n, 3, size, size), the model's input.
             targets, lambdas: see `LOSSES`.
         """
         logits, distilled = output if isinstance(output, tuple) else (output, output)
@@ -139,13 +139,12 @@ class Objective:
 
 
 class Teacher:
-    """A trained timm model that sees the student's images, normalised as it expects them. It draws nothing and learns
-    nothing."""
+    """A trained timm model, in eval mode and frozen, applied to the student's images, normalised as it expects them."""
 
     def __init__(self, config: Config, num_classes: int, device: torch.device) -> None:
         """
         Raises:
-            ConfigError: timm does not know it, its weights cannot be loaded, or it has other classes.
+            ConfigError: timm does not know the model, its weights cannot be loaded, or its classes differ.
         """
         loss, data = config.loss, config.data
         assert loss.teacher is not None
@@ -208,8 +207,8 @@ def make_objective(
 
 
 def balanced_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how much an image of each class counts so that all classes count the same, 1 on average over the images;
-    1 for a class without images."""
+    """Return the weight of each class that makes all classes count the same; the mean over the images is 1, and classes
+    without images have 1."""
     present = counts > 0
     return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1.0)
 

@@ -1,4 +1,4 @@
-"""The memory of a rank, computed from shapes alone: no GPU, no data, no arithmetic."""
+"""The memory of a rank, estimated from shapes alone, without a GPU, data or computation."""
 
 import warnings
 from collections import defaultdict
@@ -19,8 +19,8 @@ from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import Precision
 from dali_train.training.recompute import KEPT_RESULTS
 
-# What the estimate does not see: CUDA's context, cuDNN's and cuBLAS's workspaces, the decoder's buffers, and what the
-# allocator loses between blocks.
+# Not in the estimate: CUDA's context, cuDNN's and cuBLAS's workspaces, the decoder's buffers, and fragmentation in the
+# allocator.
 _UNSEEN_BYTES, _USABLE = 3e9, 0.95
 
 
@@ -32,19 +32,19 @@ class Memory:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int  # kept for the backward pass: of one micro-batch, in a pipeline of those in flight
+    activation_bytes: int  # kept for the backward pass: of one micro-batch; in a pipeline of all those in flight
     micro_batch: int  # images
-    gathered_bytes: int = 0  # weights of other ranks that are there during a step
-    keeps_copy: bool = False  # fp16: of weights and optimizer state, while the optimizer steps
+    gathered_bytes: int = 0  # weights gathered from other ranks during a step
+    keeps_copy: bool = False  # fp16: copies weights and optimizer state while the optimizer steps
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer: what is there whatever the micro-batch."""
+        """Weights, gradients and optimizer state: independent of the micro-batch."""
         return self.weight_bytes + self.gathered_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
     def step_bytes(self) -> int:
-        """What comes on top of `state_bytes` in a step: activations, and when they are gone the copy."""
+        """The peak on top of `state_bytes` in a step: activations, or, once they are freed, the copy."""
         return max(self.activation_bytes, self.weight_bytes + self.optimizer_bytes if self.keeps_copy else 0)
 
     def of_rank(
@@ -60,18 +60,18 @@ class Memory:
         """Return the part of this memory that one rank holds.
 
         Args:
-            parameters: of its stages.
-            block_share: the part of the model's blocks that each of its stages has.
-            in_flight: micro-batches that have passed forward through a stage and not yet back, over its stages.
-            level: parallel.shard, among `shard` ranks.
-            num_blocks: of its stages, which are gathered one by one with level full.
+            parameters: the number of parameters in its stages.
+            block_share: the fraction of the model's blocks in each of its stages.
+            in_flight: micro-batches between their forward and backward pass, summed over its stages.
+            level: parallel.shard, over `shard` ranks.
+            num_blocks: the number of blocks in its stages, which are gathered one by one with level full.
         """
         share = parameters / self.num_parameters
         weights, gradients, optimizer = (
             share * b for b in (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes)
         )
         shards = shard if level != "none" else 1
-        # Level full gathers a block while the one before is computed.
+        # Level full gathers a block while the previous one is computed.
         gathered = 0.0 if shards == 1 else min(1.0, 2 / num_blocks) * weights if level == "full" else weights
         return replace(
             self,
@@ -87,8 +87,8 @@ class Memory:
         return self.weight_bytes + self.optimizer_bytes
 
     def largest_micro_batch(self, device_bytes: float, global_batch: int, data_size: int = 1) -> int | None:
-        """Return the largest micro-batch with which a step of `data_size` data-parallel ranks fits into `device_bytes`,
-        and no rank is idle if that can be. None if not even one image does."""
+        """Return the largest micro-batch with which a step on `data_size` data-parallel ranks fits into `device_bytes`,
+        preferably one that leaves no rank idle. None if not even one image fits."""
         room = _USABLE * device_bytes - _UNSEEN_BYTES - self.state_bytes
         if self.keeps_copy and room < self.weight_bytes + self.optimizer_bytes:
             return None
@@ -101,16 +101,17 @@ class Memory:
 def estimate_memory(config: Config, num_classes: int) -> Memory:
     """Estimate the memory of an unsharded rank.
 
-    Parameters come from the model on the meta device. The activations are the tensors that autograd would keep of one
-    micro-batch, found by a forward pass with fake tensors, which computes shapes only. Workspaces and what a compiler
-    fuses away are not in it. (torch's MemTracker finds the same to 0.002 % for ViT-B/16, in five times the time.)
+    Parameters come from the model on the meta device. The activations are the tensors that autograd would keep for one
+    micro-batch, found by a forward pass with fake tensors, which computes only shapes. Workspaces, and savings by
+    fusion in a compiler, are not included. (torch's MemTracker agrees within 0.002 % for ViT-B/16, and takes five times
+    as long.)
 
     Raises:
         ConfigError: the model cannot be built.
     """
     model = build_model(config, num_classes, torch.device("meta"))
     weights = list(model.parameters())
-    kept: dict[int, torch.UntypedStorage] = {}  # the storages are held, or a freed one's address could come again
+    kept: dict[int, torch.UntypedStorage] = {}  # holds the storages, or a freed address could be reused
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
@@ -118,13 +119,13 @@ def estimate_memory(config: Config, num_classes: int) -> Memory:
 
     size, batch = config.data.train_size, config.batch.micro_batch
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-        # torch 2.15 announces that selective checkpointing will hand the hooks below what `_Results` hands over: both
-        # may.
+        # torch 2.15 warns that selective checkpointing will pass to these hooks the tensors that `_Results` passes:
+        # counting them twice is harmless.
         warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
         model.to_empty(device="cpu")  # autocast does nothing on the meta device
         precision = Precision(config.precision, torch.device("cpu"))
         selective = config.model.activation_checkpointing == "selective"
-        results = _Results(keep) if selective else nullcontext()  # what it keeps is kept outside autograd
+        results = _Results(keep) if selective else nullcontext()  # keeps its results outside autograd
         with results, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             with precision.autocast():
                 logits = model(torch.empty(batch, 3, size, size, dtype=precision.image_dtype))
@@ -145,7 +146,7 @@ def estimate_memory(config: Config, num_classes: int) -> Memory:
 
 
 class _Results(TorchDispatchMode):
-    """A mode that calls `keep` with the results of `KEPT_RESULTS`."""
+    """A mode that calls `keep` with the results of the operators in `KEPT_RESULTS`."""
 
     def __init__(self, keep: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -161,9 +162,9 @@ class _Results(TorchDispatchMode):
 
 
 def _optimizer_bytes(model: nn.Module, config: Config) -> int:
-    """Return the size of the optimizer's state after a first step, which fake tensors make at no cost.
+    """Return the size of the optimizer's state after a first step with fake tensors, which computes nothing.
 
-    Parameters of one group and shape have states of one size, so one of them steps for all.
+    Parameters of the same group and shape have states of the same size, so one of each takes the step.
     """
     optimizer = make_optimizer(model, config.optimizer)
     alike: dict[tuple[int, torch.Size], list[nn.Parameter]] = defaultdict(list)

@@ -1,6 +1,6 @@
-"""What is measured: sums that stay on the device while training, and what predictions say about classes.
+"""Training metrics, summed on the device, and tables of accuracy by class.
 
-Nothing here makes the host wait for the device but `TrainingMetrics.read`, which the loop calls on logging steps.
+Only `TrainingMetrics.read` makes the host wait for the device; the loop calls it on logging steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from dali_train.errors import RunError
 from dali_train.parallel.mesh import local
 from dali_train.text import printable
 
-# Where a value was first not finite, as one float64 whose minimum over the ranks is the first place:
+# The place of the first non-finite value, as one float64 so that the minimum over the ranks is the first of all:
 # step * _PER_STEP + micro-batch, with the largest micro-batch number for "in the gradients only".
 _PER_STEP = 1 << 20
 _NEVER = float(1 << 52)
@@ -38,7 +38,7 @@ class TrainingSums:
 
 
 class TrainingMetrics:
-    """Adds up losses and hits on the device, and watches for values that are not finite."""
+    """Sums losses and correct predictions on the device, and watches for values that are not finite."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, hits, images
@@ -50,7 +50,7 @@ class TrainingMetrics:
         self._step_is_finite = torch.ones((), dtype=torch.bool, device=device)
 
     def add_micro_batch(self, loss: torch.Tensor, correct: torch.Tensor, num_images: int, *, step: int, k: int) -> None:
-        """Add the mean `loss` over `num_images`, of which `correct` were right; both 0-dimensional, on the device."""
+        """Add the mean `loss` over `num_images`, and the number `correct`; both 0-dimensional, on the device."""
         loss = loss.detach().double()
         finite = loss.isfinite()
         self._sums += torch.stack([loss * num_images, correct.double(), torch.full_like(loss, num_images)])
@@ -58,7 +58,7 @@ class TrainingMetrics:
         self._first = torch.where(finite, self._first, self._first.clamp(max=float(step * _PER_STEP + k)))
 
     def finish_step(self, grad_norm: torch.Tensor, loss_scale: torch.Tensor, *, step: int) -> None:
-        """End a step. `grad_norm` is equal on all ranks: a loss that is not finite on one of them shows everywhere."""
+        """End a step. `grad_norm` is equal on all ranks, so a non-finite loss on one of them shows on all."""
         finite = grad_norm.isfinite()
         self._skipped += ~finite
         finite = finite & self._step_is_finite
@@ -69,7 +69,7 @@ class TrainingMetrics:
         self._loss_scale = loss_scale.detach()
 
     def read(self) -> TrainingSums:
-        """Wait for the device, sum over all ranks and start again from zero. All ranks call this together.
+        """Wait for the device, sum over all ranks and reset to zero. All ranks call this together.
 
         Raises:
             NonFiniteError: the last `MAX_NONFINITE_STEPS` steps or more had a loss or gradient that is not finite.
@@ -114,12 +114,12 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 NUM_PAIRS = 50
-"""Pairs of classes, of those that are confused most often, in tables: there are as many pairs as classes squared."""
+"""The number of most frequently confused pairs of classes in tables."""
 
 
 @dataclass(frozen=True)
 class ClassTables:
-    """Everything about classes that follows from labels and predictions, both (images,)."""
+    """Statistics by class, computed from labels and predictions, both (images,)."""
 
     labels: NDArray[np.int64]
     predictions: NDArray[np.int64]
@@ -130,7 +130,7 @@ class ClassTables:
         return np.bincount(self.labels, minlength=self.num_classes)
 
     def accuracies(self) -> NDArray[np.float64]:
-        """Return a fraction per class; NaN where the split has no images of it."""
+        """Return the accuracy of each class, a fraction; NaN for classes without images."""
         correct = np.bincount(self.labels[self.labels == self.predictions], minlength=self.num_classes)
         return class_accuracies(correct, self.counts())
 
@@ -147,12 +147,12 @@ class ClassTables:
         return [(*divmod(int(pairs[place]), self.num_classes), int(images[place])) for place in order]
 
     def describe(self, names: Sequence[str]) -> list[str]:
-        """Return lines for people: the mean over classes, the classes with the lowest accuracies, what is confused."""
+        """Return lines to print: the mean over classes, the lowest accuracies, and the most confused pairs."""
         accuracies, counts = self.accuracies(), self.counts()
         lowest = sorted(np.flatnonzero(counts).tolist(), key=lambda number: accuracies[number])[:5]
         words = [f"{printable(names[number])} ({accuracies[number]:.1%} of {counts[number]})" for number in lowest]
         confused = [
-            f"{printable(names[truth])} taken for {printable(names[predicted])} ({images})"
+            f"{printable(names[truth])} mistaken for {printable(names[predicted])} ({images})"
             for truth, predicted, images in self.most_confused()[:5]
         ]
         lines = [f"mean over classes {np.nanmean(accuracies):.2%}", f"lowest: {', '.join(words)}"]

@@ -1,4 +1,4 @@
-"""The network: any model that timm knows, with the same first weights on every rank."""
+"""The network: any timm model, with the same initial weights on every rank."""
 
 import logging
 from collections import defaultdict
@@ -29,7 +29,7 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_torchs_order: list[int] = []  # of attention kernels, as long as it is not in force
+_torchs_order: list[int] = []  # torch's own order of attention kernels, while another one is in force
 
 
 def build_model(
@@ -44,21 +44,21 @@ def build_model(
 ) -> nn.Module:
     """Return the model on `device` in float32 (float64 with precision.dtype fp64), initialised from data.seed.
 
-    On the meta device it is not compiled: nothing runs there.
+    On the meta device it is not compiled.
 
     Args:
-        on_host: leave its weights in host memory, to be sharded over the devices of several ranks; then it is not
-            compiled.
-        with_weights: begin with model.weights instead; not needed where a checkpoint replaces them.
-        tensors, keep_classifier: with weights, see `create_pretrained`.
+        on_host: leave the weights in host memory, to be sharded over the devices of several ranks; the model is then
+            not compiled.
+        with_weights: start from model.weights; not needed if a checkpoint replaces them.
+        tensors, keep_classifier: for model.weights, see `create_pretrained`.
 
     Raises:
-        ConfigError: timm does not know the name, the model refuses the arguments, or cannot do what is asked of it.
+        ConfigError: timm does not know the name, the model refuses the arguments, or does not support a setting.
     """
     name = config.model.name
     check_name(name, "model.name")
     check_arguments(config.model.kwargs)
-    # On the meta device there is no autocast to ask for its format (torch 2.11 raises), and nothing to gain.
+    # On the meta device autocast cannot be queried for its dtype (torch 2.11 raises), and there is nothing to gain.
     fast_norm = config.model.fast_norm and device.type != "meta"
     torch.manual_seed(torch_seed(config.data.seed, Purpose.INITIALISATION))
     try:
@@ -96,7 +96,7 @@ def build_model(
 
 @contextmanager
 def _normalising(*, fast: bool) -> Iterator[None]:
-    """Within, timm's layers normalise in half precision or not: they ask once, when they are made."""
+    """Let timm's layers created in this context normalise in half precision or not; they check only at creation."""
     before = is_fast_norm()
     set_fast_norm(fast)
     try:
@@ -106,9 +106,9 @@ def _normalising(*, fast: bool) -> Iterator[None]:
 
 
 def _keep_stream_in_half_precision(model: nn.Module) -> None:
-    """Under autocast, cast the residual stream where the first block begins, and what LayerScale adds to it.
+    """Under autocast, cast the residual stream to half precision before the first block, and the outputs of LayerScale.
 
-    The class token, the positions and LayerScale's factors are float32, and what meets float32 becomes float32.
+    The class token, the position embeddings and LayerScale's factors are float32, and would promote it to float32.
     """
 
     def halved(x: torch.Tensor) -> torch.Tensor:
@@ -123,13 +123,13 @@ def _keep_stream_in_half_precision(model: nn.Module) -> None:
 
 
 def _choose_attention(first: str, device: torch.device) -> None:
-    """Put the kernel `first` at the head of torch's order, for the entire process, before the compiler asks for it.
+    """Put the kernel `first` at the head of torch's order for the whole process, before the compiler reads the order.
 
-    auto: torch's own order, which knows the GPU and where cuDNN's kernel is to be trusted (pytorch/pytorch#169849).
+    auto: torch's own order, which depends on the GPU and on known bugs of cuDNN's kernel (pytorch/pytorch#169849).
     """
     if first == "auto" and not _torchs_order:
         return
-    if device.type == "cuda":  # torch chooses its own order at the first question, whatever was set before
+    if device.type == "cuda":  # torch sets its own order when it is first read, and discards any earlier setting
         query = torch.empty(1, 1, 8, 64, device=device, dtype=torch.float16)
         torch._fused_sdp_choice(query, query, query)
     if not _torchs_order:
@@ -137,11 +137,11 @@ def _choose_attention(first: str, device: torch.device) -> None:
     order = _torchs_order
     if first != "auto":
         order = [_KERNELS[first].value, *(number for number in order if number != _KERNELS[first].value)]
-    torch._C._set_sdp_priority_order(order)  # torch.nn.attention.sdpa_kernel ends only in the context that began it
+    torch._C._set_sdp_priority_order(order)  # sdpa_kernel() can be left only in the context that entered it
 
 
 def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
-    """Compile in place, so that the weights keep their names; the compiler itself starts at the first call."""
+    """Compile in place, so that the weights keep their names; compilation happens at the first call."""
     if config.cuda_graphs and device.type != "cuda":
         raise ConfigError(
             "model.cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU, set it to false"
@@ -152,8 +152,8 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
         blocks = repeated_blocks(model)
         if not blocks:
             raise ConfigError(
-                f"model.compile is blocks, but {config.name} is not made of blocks that repeat: set model.compile "
-                "model to compile all of it"
+                f"model.compile is blocks, but {config.name} has no repeated blocks: set model.compile model to "
+                "compile the whole model"
             )
         compile_blocks(blocks)
     elif config.compile == "auto" and device.type == "cuda" and (blocks := repeated_blocks(model)):
@@ -164,9 +164,9 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
 
 
 def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
-    """Compile each in place. With `fall_back` all of them run as they were, with a warning, once the compiler fails for
-    one."""
-    # Blocks share a cache. Those that differ in a number need an entry each, for training and for evaluation, with a
+    """Compile each block in place. With `fall_back`, if the compiler fails for one block, all run uncompiled, with a
+    warning."""
+    # Blocks share a cache. Those that differ in a number need separate entries, for training and for evaluation, with a
     # full batch and with the last one; beyond the limit a block runs eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     for block in blocks:
@@ -177,7 +177,8 @@ def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
 
 
 def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> Callable[..., Any]:
-    """Return `compiled`, or the block as it was once the compiler fails: it does so before anything has run."""
+    """Return `compiled`, which falls back to the uncompiled block if the compiler fails; it fails before anything
+    runs."""
 
     def call(*inputs: Any, **named: Any) -> Any:
         try:
@@ -197,21 +198,21 @@ def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> C
 
 
 def check_evaluation_size(model: nn.Module, config: Config) -> None:
-    """Check that `model` takes images of data.eval_size.
+    """Check that `model` accepts images of data.eval_size, by passing it one blank image in eval mode, uncompiled.
 
-    It is passed one blank image on its device, in eval mode and not compiled. On the meta device that computes nothing.
+    On the meta device this computes nothing.
 
     Raises:
-        ConfigError: the model does not take images of data.eval_size.
+        ConfigError: the model does not accept images of data.eval_size.
     """
     _check_size(model, config, config.data.eval_size, "data.eval_size")
 
 
 def check_training_size(model: nn.Module, config: Config) -> None:
-    """Check the same of data.train_size and the sizes of data.progressive.
+    """Check that `model` accepts images of data.train_size and of the sizes in data.progressive.
 
     Raises:
-        ConfigError: the model does not take images of these sizes, or cannot train on them with run.deterministic.
+        ConfigError: the model does not accept these sizes, or cannot train on them with run.deterministic.
     """
     on_gpu = next(model.parameters()).device.type == "cuda"
     if on_gpu and config.run.deterministic and getattr(model, "dynamic_img_size", False):
@@ -252,13 +253,13 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
 
 
 def _not_compiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Keep the compiler from starting for a single image. Where nothing is compiled it is not even imported."""
+    """Run without compiling, for a single image. If nothing is compiled, the compiler is not even imported."""
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def input_size(model: nn.Module) -> int | None:
-    """Return the side of the images that the model was made for, in pixels; None if it does not say."""
+    """Return the side of the images that the model is built for, in pixels; None if it has no such attribute."""
     embedding = getattr(model, "patch_embed", None)
     sizes = getattr(embedding, "img_size", None) or (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
     return int(sizes[-1]) if sizes else None
@@ -267,10 +268,10 @@ def input_size(model: nn.Module) -> int | None:
 def compare_with_timm(
     model: nn.Module, config: Config, side: Literal["train_size", "eval_size"] = "train_size"
 ) -> list[str]:
-    """Return how the config's images, of the size `side`, differ from those that timm names for the model, as
-    sentences.
+    """Return sentences that say how the config's preprocessing, for images of size `side`, differs from timm's for
+    this model.
 
-    Nothing is wrong with that for random weights; pretrained weights expect their own.
+    This matters only for pretrained weights, not for random ones.
     """
     own = getattr(model, "pretrained_cfg", None) or {}
     differences = []
@@ -285,17 +286,17 @@ def compare_with_timm(
 
 
 def describe_parameters(model: nn.Module) -> str:
-    """Return how many parameters `model` has, and if some are frozen how many are trained."""
+    """Return the number of parameters of `model`, and if some are frozen, the number trained."""
     total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     return f"{total:,} parameters" + (f", of which {trained:,} are trained" if trained < total else "")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that the model consists of, such as a transformer's layers; empty if it is not made of such.
+    """Return the model's repeated blocks, such as the layers of a transformer; empty if it has none.
 
-    They are found by structure: of all classes that stand side by side in an nn.Sequential or nn.ModuleList and
-    together hold at least half of the weights, the one with the most instances. So it is blocks, not the stages around
-    them.
+    They are found by structure: among all classes whose instances are in an nn.Sequential or nn.ModuleList and together
+    hold at least half of the weights, the class with the most instances. This finds the blocks, not the stages that
+    contain them.
     """
     kinds: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     for container in model.modules():

@@ -48,13 +48,13 @@ default_cfgs = generate_default_cfgs(
 class LeNet(nn.Module):
     """Two convolutions of 5 x 5 with pooling, two linear layers: the network of PyTorch's early MNIST example.
 
-    The data path delivers RGB, so a grey image comes as three equal channels: with in_chans 3 the first layer has more
-    weights than on one channel, but computes nothing that it could not compute there.
+    The data path delivers RGB, so a grey image has three equal channels: with in_chans 3 the first layer has more
+    weights than with one channel, but no more expressive power.
     """
 
     def __init__(self, num_classes: int = 10, in_chans: int = 3, img_size: int | tuple[int, int] = 28) -> None:
         super().__init__()
-        size = img_size if isinstance(img_size, int) else img_size[0]  # timm passes pairs on
+        size = img_size if isinstance(img_size, int) else img_size[0]  # timm passes a pair
         side = ((size - 4) // 2 - 4) // 2
         self.num_classes = num_classes
         self.num_features = self.head_hidden_size = 500
@@ -96,10 +96,10 @@ def dali_resnet34_cifar(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
 
 
 class SinCosVisionTransformer(VisionTransformer):
-    """timm's ViT as big_vision's config vit_s16_i1k.py has it (Beyer et al., arXiv 2205.01580).
+    """timm's ViT changed to match big_vision's config vit_s16_i1k.py (Beyer et al., arXiv 2205.01580).
 
-    Positions are fixed sines and cosines, the mean of all patches goes through a linear layer with tanh before the
-    classifier, and weights begin as in Flax.
+    Position embeddings are fixed sines and cosines, the mean of all patches goes through a linear layer with tanh
+    before the classifier, and weights are initialised as in Flax.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -113,12 +113,12 @@ class SinCosVisionTransformer(VisionTransformer):
         super().__init__(**{**settings, **kwargs})
         height, width = self.patch_embed.grid_size
         self.pos_embed = nn.Parameter(sines_and_cosines(height, width, self.embed_dim), requires_grad=False)
-        # Where timm's forward pass has it: after pooling, before the classifier.
+        # timm's forward pass applies it after pooling, before the classifier.
         representation = nn.Linear(self.embed_dim, self.embed_dim)
         lecun_normal_(representation.weight)
         nn.init.zeros_(representation.bias)
         self.fc_norm = nn.Sequential(representation, nn.Tanh())
-        for block in self.blocks:  # Flax has a matrix each for queries, keys and values, which begin independently
+        for block in self.blocks:  # Flax has separate matrices for queries, keys and values, initialised independently
             for part in block.attn.qkv.weight.chunk(3):
                 nn.init.xavier_uniform_(part)
 

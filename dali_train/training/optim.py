@@ -32,13 +32,13 @@ def register_optimizer(
     num_betas: int = 2,
     defaults: dict[str, Any] | None = None,
 ) -> None:
-    """Let optimizer.name be `name`, for an optimizer that timm does not have.
+    """Make an optimizer that timm lacks available as optimizer.name `name`.
 
     Args:
-        optimizer_class: takes parameter groups and lr; and weight_decay, betas and eps where its constructor names
-            them. A step changes only parameters and tensors or numbers in ``state`` and in its groups.
-            Of weights that are sharded over ranks it computes what `Shardwise` can.
-        num_betas: how many `betas` it takes; optimizer.betas are two.
+        optimizer_class: takes parameter groups and lr, and weight_decay, betas and eps if its constructor has them.
+            A step may change only parameters, and tensors or numbers in ``state`` and in the groups. On weights that
+            are sharded over ranks it may only use the operations of `Shardwise`.
+        num_betas: the number of `betas` it takes; optimizer.betas has two.
         defaults: more arguments of the constructor, which optimizer.kwargs override.
     """
     parameters = inspect.signature(optimizer_class.__init__).parameters
@@ -56,18 +56,18 @@ def register_optimizer(
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Return the optimizer that `config` names, over `model`.
+    """Return the optimizer that `config` names, for the parameters of `model`.
 
-    From 1.0.31 on timm's LAMB takes its multi-tensor pass where torch has kernels for it, on GPUs, and goes tensor by
-    tensor on a CPU, which is faster there (ViT-B/16 on 2 cores: 0.64 against 2.4 s). Earlier versions know only the
-    latter.
+    Since 1.0.31 timm's LAMB uses a multi-tensor pass on GPUs, where torch has kernels for it, and updates tensor by
+    tensor on a CPU, which is faster there (ViT-B/16 on 2 cores: 0.64 against 2.4 s). Earlier versions always update
+    tensor by tensor.
 
-    Some of timm's optimizers clip by default; the trainer clips once, so that is off. `always_adapt` gives the trust
-    ratio to parameters without weight decay too, as the LAMB of the paper and of ColossalAI does; with vectors excluded
-    they get neither.
+    Some timm optimizers clip by default; this is turned off, because the trainer clips. `always_adapt` applies the
+    trust ratio to parameters without weight decay too, as the LAMB of the paper and of ColossalAI does; vectors that
+    are excluded from weight decay get neither.
 
     Raises:
-        ConfigError: timm has no such optimizer, or it cannot be made with these arguments.
+        ConfigError: timm has no such optimizer, or it cannot be created with these arguments.
     """
     groups = (
         _groups(model, config) if config.layer_decay is None else _groups_by_layer(model, config, config.layer_decay)
@@ -87,20 +87,21 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         RuntimeError,
     ) as error:  # timm's checks are of all these kinds
         raise ConfigError(
-            f"optimizer.name {config.name} cannot be made with optimizer.kwargs {config.kwargs}: {error}"
+            f"optimizer.name {config.name} cannot be created with optimizer.kwargs {config.kwargs}: {error}"
         ) from error
     if more := optimizer.state_dict().keys() - {"state", "param_groups"}:  # Kron's random numbers
         raise ConfigError(
-            f"optimizer.name is {config.name}, which keeps {min(more)}: no checkpoint holds that, choose another"
+            f"optimizer.name is {config.name}, which keeps {min(more)}, and checkpoints cannot store that: choose "
+            "another"
         )
     return optimizer
 
 
 def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -> None:
-    """Check that the optimizer can step where `layout` shards the weights of `model`, by a step of its own.
+    """Check, by a trial step, that the optimizer supports weights of `model` that `layout` shards.
 
     Raises:
-        ConfigError: it computes with entire weights.
+        ConfigError: it needs whole weights.
     """
     if not layout.shards_weights:
         return
@@ -119,9 +120,9 @@ def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -
             optimizer.step()
     except NotImplementedError as error:
         raise ConfigError(
-            f"optimizer.name is {config.name}, which computes with entire weights ({error}), and there are "
-            f"{layout.describe()}: choose lamb, adamw, sgd or another that computes element by element and with norms, "
-            "or split the model by parallel.pipeline alone"
+            f"optimizer.name is {config.name}, which needs whole weights ({error}), but the layout is "
+            f"{layout.describe()}: choose lamb, adamw, sgd or another optimizer that uses only element-wise operations "
+            "and norms, or split the model by parallel.pipeline alone"
         ) from error
 
 
@@ -136,16 +137,16 @@ def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
 
 
 def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: float) -> list[dict[str, Any]]:
-    """Return timm's groups, whose lr_scale the trainer multiplies the rate with.
+    """Return timm's groups; the trainer multiplies the learning rate by their lr_scale.
 
     Raises:
-        ConfigError: the model does not say what its layers are.
+        ConfigError: the model does not declare its layers.
     """
     if not hasattr(model, "group_matcher"):
         raise ConfigError(
-            f"optimizer.layer_decay is {layer_decay}, but the model ({type(model).__name__}) does not say what its "
-            "layers are: leave optimizer.layer_decay out, or choose a model of timm with a group_matcher, such as a "
-            "ViT or ResNet"
+            f"optimizer.layer_decay is {layer_decay}, but the model ({type(model).__name__}) does not declare its "
+            "layers: leave optimizer.layer_decay out, or choose a timm model with a group_matcher, such as a ViT or "
+            "ResNet"
         )
     timm_model: Any = model
     without_decay = timm_model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
@@ -156,10 +157,10 @@ def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: flo
 
 
 def _arguments(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the arguments of the optimizer besides rate and weight decay.
+    """Return the arguments of the optimizer besides learning rate and weight decay.
 
     Raises:
-        ConfigError: the optimizer does not exist, or it does not take what the config says.
+        ConfigError: the optimizer does not exist, or does not take the arguments in the config.
     """
     known = list_optimizers()
     if config.name not in known:
@@ -169,7 +170,8 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
     info = get_optimizer_info(config.name)
     if info.second_order:
         raise ConfigError(
-            f"optimizer.name is {config.name}, which needs second derivatives: they are not computed here"
+            f"optimizer.name is {config.name}, which needs second derivatives, which the trainer does not compute: "
+            "choose another"
         )
     defaults: dict[str, Any] = {
         "betas": config.betas,
@@ -178,7 +180,7 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
         "always_adapt": not config.exclude_vectors,
         "max_grad_norm": None,
     }
-    if info.num_betas != len(config.betas):  # they have to come from kwargs, or stay timm's
+    if info.num_betas != len(config.betas):  # from kwargs, or timm's defaults
         del defaults["betas"]
     accepted = inspect.signature(get_optimizer_class(config.name, bind_defaults=False).__init__).parameters.keys() - {
         "self",

@@ -1,8 +1,8 @@
 """Optimizer steps and evaluation through a pipeline.
 
-The micro-batches of the accumulation are the pipeline's. torch's schedules decide which stage computes what when, and
-send activations and gradients. What a micro-batch needs around that is here: its images, which only the first stage
-decodes, its labels and lambdas, which the index and the draws know, the seed of its dropout, and the clock.
+The micro-batches that would otherwise be accumulated pass through the pipeline. torch's schedules decide what each
+stage computes when, and send activations and gradients. This module adds the rest of a micro-batch: its images, which
+only the first stage decodes, its labels and lambdas, from the index and the draws, its dropout seed, and the clock.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class Pipeline:
         self._num_passes = parallel.num_passes(config.batch.num_micro_batches)
         self._passes: _Passes | None = None
         self._group = parallel.mesh["pipeline"].get_group()
-        # What stages take and give, exactly: torch 2.11 compares it with each micro-batch.
+        # The exact inputs and outputs of stages: torch 2.11 checks each micro-batch against them.
         batch, device = config.batch.micro_batch, next(parallel.model.parameters()).device
         pixels = pixel_format(config, device, num_threads=1)
         images = blank_images(config, pixels, torch.device("meta"))
@@ -64,7 +64,7 @@ class Pipeline:
         )
 
     def run(self, passes: "_Passes") -> None:
-        """All forward and backward passes of a step, on all stages together."""
+        """Run all forward and backward passes of a step, on all stages together."""
         self._passes = passes
         # The last stage's targets are the numbers of the micro-batches, by which `_loss` finds their labels.
         target = torch.arange(self._num_passes) if self._has_last else None
@@ -126,18 +126,18 @@ class PipelineTrainer(Trainer):
     pipeline: Pipeline
 
     def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatch, ...], Batch]:
-        """As in `Trainer`; the batch has no images on ranks without the first stage."""
+        """Do the same as `Trainer.forward_backward`; on ranks without the first stage the batch has no images."""
         passes = _Passes(self, step, loader)
         self.pipeline.run(passes)
         return tuple(batch.micro_batch for batch in passes.batches), passes.batches[-1]
 
     def forward_model(self) -> nn.Module:
-        """As in `Trainer`: all stages together."""
+        """Return the forward pass through all stages, as `Trainer.forward_model`."""
         return PipelineForward(self.parallel)
 
 
 class _Passes:
-    """The passes of one step on this rank; a micro-batch is read when its first pass needs it."""
+    """The passes of one step on this rank; a micro-batch is loaded when its first pass needs it."""
 
     def __init__(self, trainer: PipelineTrainer, step: int, loader: Loader) -> None:
         self._trainer, self._step, self._loader = trainer, step, loader
@@ -147,14 +147,14 @@ class _Passes:
 
     @contextmanager
     def forward(self, number: int) -> Iterator[torch.Tensor]:
-        """Wrap the forward pass of micro-batch `number` in one stage; gives its images."""
+        """Wrap the forward pass of micro-batch `number` in one stage, and yield its images."""
         trainer = self._trainer
         if number == len(self.batches) < self._num_own:
             trainer.clock.enter("data")
             if self.batches:  # images are kept where the backward pass needs them, and the last ones for hooks
                 self.batches[-1] = replace(self.batches[-1], images=self.batches[-1].images[:0].clone())
             self.batches.append(self._loader.next())
-        batch = self.batches[min(number, self._num_own - 1)]  # the last one once more where other ranks have more
+        batch = self.batches[min(number, self._num_own - 1)]  # the last one again if other ranks have more
         trainer.clock.enter("forward")
         seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
         with trainer.precision.autocast():
@@ -164,7 +164,7 @@ class _Passes:
 
     @contextmanager
     def backward(self, number: int, module: VitStage) -> Iterator[None]:
-        """Wrap its backward pass in the stage `module`."""
+        """Wrap the backward pass of micro-batch `number` in the stage `module`."""
         trainer = self._trainer
         trainer.clock.enter("backward")
         trainer.parallel.prepare_backward(module, last=number == self._num_passes - 1)
@@ -185,7 +185,7 @@ class _Passes:
 
 
 class PipelineForward(nn.Module):
-    """The forward pass of all stages together, for evaluation: a stage starts the next batch while later ones compute
+    """The forward pass through all stages, for evaluation: a stage starts the next batch while later stages compute
     this one."""
 
     def __init__(self, parallel: Parallel) -> None:
@@ -198,7 +198,7 @@ class PipelineForward(nn.Module):
         self._sending: list[tuple[Any, torch.Tensor]] = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor | None:
-        """Logits (n, classes) on the rank with the last stage, None elsewhere.
+        """Return logits (n, classes) on the rank with the last stage, None elsewhere.
 
         Args:
             images: (n, 3, size, size) on the rank with the first stage; elsewhere only n and the device count.

@@ -1,7 +1,7 @@
-"""Autocast or pure half precision, float16's loss scale, and steps that overflow without the host having to ask.
+"""Autocast or pure half precision, float16's loss scale, and skipping overflowed steps without waiting on the host.
 
-torch's own ``GradScaler.step`` reads on the host whether a gradient overflowed, which waits for the entire step.
-Here the step is always made and, where a gradient was not finite, taken back on the device.
+torch's own ``GradScaler.step`` reads on the host whether a gradient overflowed, which waits for the whole step.
+Here the step is always taken and, if a gradient was not finite, undone on the device.
 """
 
 import warnings
@@ -22,11 +22,11 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_tf32(allowed: bool) -> None:
-    """Let GPUs compute float32 matrix products and convolutions in TensorFloat-32 or not; for the entire process.
+    """Set whether GPUs compute float32 matrix products and convolutions in TensorFloat-32, for the whole process.
 
-    Through torch's older interface: with the newer one, ``torch.backends.cuda.matmul.fp32_precision``, the compiler's
-    readings of the older one fail (torch 2.15: ``_inductor/kernel/bmm.py``). Some versions recommend the newer one
-    once.
+    This uses torch's older interface: after a call of the newer one, ``torch.backends.cuda.matmul.fp32_precision``, the
+    compiler fails when it reads the older one (torch 2.15: ``_inductor/kernel/bmm.py``). Some versions warn once and
+    recommend the newer one.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
@@ -35,14 +35,16 @@ def choose_tf32(allowed: bool) -> None:
 
 
 class Precision:
-    """Formats of a run's numbers, and optimizer steps in them."""
+    """The number formats of a run, and optimizer steps in them."""
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         half = _HALF.get(config.dtype)
         self._dtype = half if config.autocast else None  # autocast's
-        self.pure_dtype = None if config.autocast else half  # what the model computes in by itself, see `compute_in`
+        self.pure_dtype = (
+            None if config.autocast else half
+        )  # the dtype that the model casts to itself, see `compute_in`
         self._device = device
-        self.image_dtype = torch.float64 if config.dtype == "fp64" else None  # None: as they come
+        self.image_dtype = torch.float64 if config.dtype == "fp64" else None  # None: as the loader returns them
         self.scaler = torch.amp.GradScaler(
             device.type,
             init_scale=config.initial_scale,
@@ -57,14 +59,13 @@ class Precision:
         return self.scaler.scale(torch.ones((), device=self._device))
 
     def step(self, optimizer: Optimizer, clip_grad_norm: float | None, layout: Layout | None = None) -> torch.Tensor:
-        """Unscale, clip and step; in fp16 a step with gradients that are not finite changes nothing but the scale.
+        """Unscale, clip and step; in fp16 a step with non-finite gradients changes only the scale.
 
-        (Counts of steps on the host, which some optimizers correct their moments' bias by, count such a step all the
-        same.)
+        (Step counters on the host, which some optimizers use for bias correction, count such a step as well.)
 
         Args:
-            layout: of a model that is split over ranks, which all call this together; None: every rank has all
-                gradients.
+            layout: the layout of a model that is split over ranks, which all call this together; None: every rank has
+                all gradients.
 
         Returns:
             The global 2-norm of the gradients before clipping, 0-dimensional, on the device; not finite if the
@@ -77,11 +78,11 @@ class Precision:
         else:
             gradients = [p.grad for p in parameters if p.grad is not None]
             parameters, held = _shards(parameters)
-            # a GradScaler begins with the first loss that it scales: only the last stage of a pipeline has one
+            # A GradScaler is initialised by the first loss that it scales: only the last stage of a pipeline has one.
             self.loss_scale()
             self.scaler.unscale_(held)
             norm = total_norm(gradients, layout, self._device)
-            if self.scaler.is_enabled():  # all ranks skip the same steps, wherever the overflow was
+            if self.scaler.is_enabled():  # all ranks skip the same steps, whichever rank overflowed
                 for found in self.scaler._found_inf_per_device(held).values():
                     found.copy_(~norm.isfinite())
         if clip_grad_norm is not None:
@@ -94,8 +95,8 @@ class Precision:
         finite = norm.isfinite()
         changing = _changing(optimizer)
         with torch.no_grad():
-            # A copy of each in a few kernels: multiplied by one. `plan` counts it. Without one the update would have to
-            # be left out by the optimizer itself, which only torch's fused ones do (found_inf), none of timm's.
+            # Copies, made in a few kernels by multiplying by one; `plan` counts them. Without them the optimizer itself
+            # would have to skip the update, which only torch's fused ones do (found_inf), none of timm's.
             before = dict(zip(changing, torch._foreach_mul(list(changing.values()), 1), strict=True))
             have_state = {parameter for parameter, values in optimizer.state.items() if values}
             with shardwise:
@@ -103,8 +104,8 @@ class Precision:
             for place, tensor in _changing(optimizer).items():
                 if place in before:
                     torch.where(finite, tensor, before[place], out=tensor)
-            # State that this step has made starts differently in each optimizer, so it is made again. The host waits
-            # for the device only here: in the first step, and in those after it until one is finite.
+            # New optimizer state starts differently in each optimizer, so it is discarded and created again. The host
+            # waits for the device only here: in the first step, and until one step was finite.
             made = [
                 parameter for parameter, values in optimizer.state.items() if values and parameter not in have_state
             ]
@@ -116,7 +117,7 @@ class Precision:
 
 
 class _Held:
-    """Stands in for an optimizer where a GradScaler asks it for gradients."""
+    """Passes gradients to a GradScaler, which expects an optimizer."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.param_groups = [{"params": parameters}]
@@ -134,8 +135,8 @@ def _shards(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
 
 
 def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
-    """Return what a step of `optimizer` writes to on the device, as far as this rank holds it: parameters, and their
-    state by its key."""
+    """Return this rank's device tensors that a step of `optimizer` writes to: parameters, and their state by its
+    key."""
     parameters = {(id(p), ""): local(p) for group in optimizer.param_groups for p in group["params"]}
     state = {
         (id(p), key): local(value)
@@ -147,12 +148,12 @@ def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let `model` compute in `dtype` from its first layer to its logits, which it gives as float32.
+    """Make `model` compute in `dtype` from its first layer to its logits, which it returns as float32.
 
-    ColossalAI's NAIVE mode: everything in half precision, without autocast's exceptions. The parameters stay float32,
-    for the optimizer, checkpoints and moving averages, and gradients gather in float32; while a module computes, it
-    finds copies in half precision in their place. Batch normalisation keeps its parameters, as it keeps its statistics.
-    Call it before the model is sharded or wrapped.
+    This is ColossalAI's NAIVE mode: everything in half precision, without autocast's exceptions. The parameters stay
+    float32 for the optimizer, checkpoints and moving averages, and gradients accumulate in float32; while a module
+    computes, its parameters are replaced by half-precision copies. Batch normalisation keeps its float32 parameters and
+    statistics. Call this before the model is sharded or wrapped.
     """
     for module in model.modules():
         if module._parameters and not isinstance(module, _BatchNorm):

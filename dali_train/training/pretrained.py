@@ -22,13 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dali_train.errors import ConfigError
 
 ALL_BUT_HEAD = "all-but-head"
-"""In model.freeze, all weights but those of the classifier, or of all of them."""
+"""In model.freeze: all weights except the classifier's, or the classifiers', if there are several."""
 Tensors = dict[str, torch.Tensor]
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
 def is_path(weights: str) -> bool:
-    """Return whether `weights` name a file or directory, which need not be there, rather than what timm fetches."""
+    """Return whether `weights` is the path of a file or directory, which need not exist, and not a timm name."""
     if not weights or ":" in weights:  # local-dir: and hf-hub:
         return False
     return "/" in weights or weights.endswith(_SUFFIXES) or (Path(weights).exists() and not timm.is_model(weights))
@@ -44,16 +44,16 @@ def create_pretrained(
     keep_classifier: bool = False,
     tensors: Tensors | None = None,
 ) -> Any:
-    """Return timm's model `name` with trained weights; timm fits position embeddings to another resolution.
+    """Return timm's model `name` with trained weights; timm resamples position embeddings to another resolution.
 
     Args:
-        weights: see `weights_that_fit`; empty for what `name` itself names.
+        weights: see `weights_that_fit`; empty for the weights that `name` itself names.
         field: the setting, for messages.
-        keep_classifier: refuse weights for other classes, for which the classifier would be initialised again.
-        tensors: what `weights` hold, if they are read already.
+        keep_classifier: refuse weights with other classes, for which the classifier would be initialised from scratch.
+        tensors: the tensors of `weights`, if they have been read already.
 
     Returns:
-        A module, with timm's own attributes, such as `pretrained_cfg`, if it is timm's.
+        A module; a timm model has timm's attributes, such as `pretrained_cfg`.
 
     Raises:
         ConfigError: the weights are missing, cannot be fetched, or do not fit.
@@ -66,7 +66,8 @@ def create_pretrained(
     def check_classes(found: int | None) -> None:
         if keep_classifier and found not in (num_classes, None):
             raise ConfigError(
-                f"{field}: {source} has {found} classes, the dataset {num_classes}: use weights for these"
+                f"{field}: {source} has {found} classes, the dataset {num_classes}: use weights trained on these "
+                "classes"
             )
 
     check_classes(found)  # before anything is fetched
@@ -86,16 +87,16 @@ def create_pretrained(
 def weights_that_fit(
     name: str, weights: str, num_classes: int, kwargs: dict[str, Any], *, field: str, tensors: Tensors | None = None
 ) -> Tensors | None:
-    """Return the tensors of `weights`, which fit the model `name` but for the number of classes.
+    """Return the tensors of `weights`, which fit the model `name` except for the number of classes.
 
     Args:
         weights: a file, see `read_weights`, or a timm name with the same architecture
             (``vit_base_patch16_224.augreg_in1k``, ``local-dir:DIRECTORY``, ``hf-hub:OWNER/NAME``).
-        num_classes: of the model, where `weights` do not show how many they have.
-        tensors: what `weights` hold, if they are read already.
+        num_classes: of the model, used if the number cannot be told from `weights`.
+        tensors: the tensors of `weights`, if they have been read already.
 
     Returns:
-        None for a timm name, of which no more than the architecture is known before timm fetches it.
+        None for a timm name, of which only the architecture is known until timm fetches it.
 
     Raises:
         ConfigError: the weights are missing, or do not fit.
@@ -107,7 +108,7 @@ def weights_that_fit(
             check_name(weights or name, field)
             if weights and weights.partition(".")[0] != name.partition(".")[0]:
                 raise ConfigError(
-                    f"{field}: {weights} are weights of another architecture than {name}: name some of {name}"
+                    f"{field}: {weights} are weights of another architecture than {name}: use weights of {name}"
                 )
         return None
     check_name(name, field)
@@ -120,41 +121,40 @@ def weights_that_fit(
 
 
 def _check_all_fit(create: Callable[[], Any]) -> None:
-    """Call `create` on the meta device, for as many classes as its weights have: for others timm loads what fits, and
-    says nothing of the rest.
+    """Call `create` on the meta device, with the weights' own number of classes: with another one timm silently loads
+    only what fits.
 
     Raises:
         RuntimeError: not all weights fit the model.
     """
     try:
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # that nothing is copied
+        with torch.device("meta"), warnings.catch_warnings(action="ignore"):  # copies nothing
             create()
     except RuntimeError as error:
-        if _misfits(str(error)):  # and not that some operation is unknown on the meta device
+        if _misfits(str(error)):  # not an operation that the meta device lacks
             raise
 
 
 def _misfit(error: Exception, weights: str, name: str, kwargs: dict[str, Any], field: str) -> ConfigError:
-    """Return the error of weights that timm could not load, three names and a count where it is the architecture."""
+    """Return the error for weights that timm could not load; for a wrong architecture, three names and a count."""
     if not (misfits := _misfits(str(error))):
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
         return ConfigError(
-            f"{field}: {weights} cannot be loaded into timm's {name} with {kwargs}: {reason}. Where no hub can be "
-            "reached, name a file that fits"
+            f"{field}: {weights} cannot be loaded into timm's {name} with {kwargs}: {reason}. If the hub cannot be "
+            "reached, use a file of weights"
         )
     more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""
     chosen = "model.name and model.kwargs" if field.startswith("model") else field
     return ConfigError(
         f"{field}: {weights} does not fit {name} with {kwargs}: {'; '.join(misfits[:3])}{more}. Set {chosen} to the "
-        "architecture of these weights, or name other weights"
+        "architecture of these weights, or use other weights"
     )
 
 
 def read_weights(weights: str, field: str) -> Tensors:
     """Return the tensors of a safetensors file, or of a file that torch.save has written, by name.
 
-    Where that is a trainer's checkpoint, timm finds the weights in it, their moving average first. Nothing in a file is
-    run.
+    In a trainer's checkpoint timm finds the weights, preferring their moving average. No code in a file is executed.
 
     Raises:
         ConfigError: there is no such file, or it holds something else.
@@ -170,18 +170,18 @@ def read_weights(weights: str, field: str) -> Tensors:
     except (SafetensorError, OSError, RuntimeError, ValueError, AttributeError, EOFError, UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{field}: {weights} cannot be read as weights ({reason}): use a safetensors file, or one that "
-            "torch.save(model.state_dict(), FILE) wrote"
+            f"{field}: {weights} cannot be read as weights ({reason}): use a safetensors file, or one written by "
+            "torch.save(model.state_dict(), FILE)"
         ) from error
     return tensors
 
 
 def image_settings(model: nn.Module, *, eval_size: int | None = None, for_tests: bool = False) -> dict[str, Any]:
-    """Return the settings in the section data that prepare images as the model's ``pretrained_cfg`` says.
+    """Return the data settings for the preprocessing in the model's ``pretrained_cfg``.
 
     Args:
-        eval_size: in pixels, instead of the model's; as large a share is cut out.
-        for_tests: with the size and the share that timm names for tests, where it does.
+        eval_size: in pixels, instead of the model's; the cropped fraction stays the same.
+        for_tests: use timm's size and crop fraction for tests, if the model has them.
     """
     cfg = resolve_data_config({}, model=model, use_test_size=for_tests)
     size = eval_size or cfg["input_size"][-1]
@@ -195,12 +195,12 @@ def image_settings(model: nn.Module, *, eval_size: int | None = None, for_tests:
 
 
 def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str, Any]) -> Any:
-    """Return the model with `tensors`, but for a classifier of other classes.
+    """Return the model with `tensors`, except for the classifier if it has another number of classes.
 
     Raises:
-        RuntimeError: they do not fit, see `_misfits`; for as many classes as `tensors` have, every one counts.
+        RuntimeError: the tensors do not fit, see `_misfits`; with the same number of classes all of them must.
     """
-    if timm.get_pretrained_cfg(name) is None:  # a model of the user's own, which timm does not load weights into
+    if timm.get_pretrained_cfg(name) is None:  # the user's own model, into which timm does not load weights
         model = timm.create_model(name, num_classes=num_classes, **kwargs)
         model.load_state_dict(tensors)
         return model
@@ -212,7 +212,7 @@ def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str
 
 
 def _misfits(message: str) -> list[str]:
-    """Return what torch's load_state_dict says that does not fit, each as "NAME THERE, HERE"; the shapes first."""
+    """Return the misfits in the error of torch's load_state_dict, each as "NAME THERE, HERE"; shapes first."""
     sizes = re.findall(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", message)
     absent = [
         f"{key} absent {where}"
@@ -223,8 +223,8 @@ def _misfits(message: str) -> list[str]:
     return [f"{key} {theirs} there, {ours} here" for key, theirs, ours in sizes] + absent
 
 
-# Arguments of timm.create_model that are not the architecture's: with some it loads files and fetches URLs, and a
-# config.json may be somebody else's.
+# Arguments of timm.create_model that are not part of the architecture. With some it loads files or fetches URLs, and a
+# config.json may come from an untrusted source.
 _NOT_FOR_THE_MODEL = {
     *inspect.signature(timm.create_model).parameters,
     "pretrained_strict",
@@ -240,7 +240,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     """
     if names := sorted(_NOT_FOR_THE_MODEL & kwargs.keys()):
         raise ConfigError(
-            f"model.kwargs has {names[0]}: it is no argument of the model; weights come from model.weights"
+            f"model.kwargs has {names[0]}, which is not an argument of the model: set model.weights to load weights"
         )
 
 
@@ -259,10 +259,10 @@ def check_name(name: str, field: str) -> None:
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Do not train weights whose name matches one of `patterns` (``*`` for anything, `ALL_BUT_HEAD`).
+    """Freeze weights whose name matches one of `patterns` (``*`` matches anything; or `ALL_BUT_HEAD`).
 
-    A BatchNorm of which no weight is trained stays in evaluation mode: it normalises with its running statistics, which
-    do not move.
+    A BatchNorm with no trained weights stays in evaluation mode: it normalises with its running statistics and does not
+    update them.
 
     Raises:
         ConfigError: a pattern matches nothing, or all of them everything.
@@ -274,7 +274,8 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
             matches = [name for name in parameters if name.rpartition(".")[0] not in heads]
             if len(matches) == len(parameters):
                 raise ConfigError(
-                    "model.freeze: timm does not say which weights of the model are its head: name all others"
+                    "model.freeze all-but-head: timm does not know the classifier of this model: list the weights to "
+                    "freeze by name"
                 )
         else:
             matches = fnmatch.filter(parameters, pattern)
@@ -287,7 +288,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         for name in matches:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(f"model.freeze {patterns} leaves nothing to train: name fewer weights")
+        raise ConfigError(f"model.freeze {patterns} leaves nothing to train: freeze fewer weights")
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and is_frozen(layer):
             layer.eval()
@@ -295,19 +296,19 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def is_frozen(layer: nn.Module) -> bool:
-    """Return whether a layer has weights of which none is trained."""
+    """Return whether a layer has weights, none of which is trained."""
     parameters = list(layer.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _num_classes(name: str, tensors: Tensors) -> int | None:
-    """Return the number of classes of the classifier in `tensors`; None if they have none, or none is known."""
+    """Return the number of classes of the classifier in `tensors`; None if there is no classifier, or none is known."""
     cfg = timm.get_pretrained_cfg(name)
     weights = [tensors.get(f"{head}.weight") for head in _classifiers(cfg.to_dict() if cfg is not None else {})]
     return len(weights[0]) if weights and weights[0] is not None else None
 
 
 def _classifiers(cfg: dict[str, Any]) -> list[str]:
-    """Return the names of the last layers, as timm's description of a model has them."""
+    """Return the names of the classifier layers in timm's description of a model."""
     names = cfg.get("classifier") or []
     return [names] if isinstance(names, str) else list(names)

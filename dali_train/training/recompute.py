@@ -1,4 +1,4 @@
-"""Activation checkpointing: what the backward pass computes again instead of keeping it."""
+"""Activation checkpointing: recomputing activations in the backward pass instead of keeping them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,20 +25,20 @@ KEPT_RESULTS = [
 
 
 def recompute_activations(model: nn.Module, blocks: list[nn.Module], config: ModelConfig) -> None:
-    """Let `model` keep as little as `config` says. Before it is compiled.
+    """Apply model.activation_checkpointing to `model`. Call this before the model is compiled.
 
     Args:
         blocks: the repeated blocks of the model.
 
     Raises:
-        ConfigError: the model cannot do it.
+        ConfigError: the model does not support it.
     """
     setting = config.activation_checkpointing
     if setting == "selective":
         if not blocks:
             raise ConfigError(
-                f"model.activation_checkpointing is selective, but {config.name} is not made of blocks that repeat: "
-                "set it to true or false"
+                f"model.activation_checkpointing is selective, but {config.name} has no repeated blocks: set it to "
+                "true or false"
             )
         for block in blocks:
             block.forward = partial(_selectively, block, block.forward)
@@ -48,8 +48,8 @@ def recompute_activations(model: nn.Module, blocks: list[nn.Module], config: Mod
             timm_model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
             raise ConfigError(
-                f"model.activation_checkpointing is true, but timm's {config.name} has none: set it to false, and "
-                "use a smaller batch.micro_batch if memory is short"
+                f"model.activation_checkpointing is true, but timm's {config.name} does not support it: set it to "
+                "false, and use a smaller batch.micro_batch if memory is short"
             ) from error
 
 
@@ -63,6 +63,6 @@ def _selectively(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **
 
 
 def _draws_nothing_in_attention(block: nn.Module) -> bool:
-    """Dropout within a kept result would not be drawn again, and all that is drawn after it would differ."""
+    """Return whether attention draws no dropout, which a kept result would not redraw, shifting all later draws."""
     dropout = getattr(getattr(block, "attn", None), "attn_drop", None)
     return getattr(dropout, "p", 0) == 0

@@ -1,4 +1,4 @@
-"""BatchNorm under the invariant: what evaluation sees does not depend on the number of ranks."""
+"""BatchNorm under the invariant: running statistics that do not depend on the number of ranks."""
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,9 @@ from dali_train.training.pretrained import is_frozen
 class RunningStatistics:
     """BatchNorm's running mean and variance, updated once per step with the mean over all its micro-batches.
 
-    Left alone, each rank would fold its own micro-batches in one after the other, and what evaluation sees would
-    depend on the number of ranks. A step with statistics that are not finite leaves no trace: one micro-batch with an
-    infinite value would make them NaN for good. Frozen layers have none to update.
+    Otherwise each rank would average in its own micro-batches one after the other, and evaluation would depend on the
+    number of ranks. A step with non-finite statistics is skipped, because one infinite value would make them NaN
+    forever. Frozen layers are not updated.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class RunningStatistics:
         self._sums = [torch.zeros_like(t) for t in self._running]
 
     def add_micro_batch(self) -> None:
-        """Note the statistics of a micro-batch, after its forward pass."""
+        """Record the statistics of a micro-batch, after its forward pass."""
         if self._running:
             torch._foreach_add_(self._sums, self._running)
 
@@ -47,7 +47,7 @@ class RunningStatistics:
         if dist.is_initialized():
             dist.all_reduce(flat)
         flat /= num_micro_batches
-        # The entire step is left out, on all ranks; its sum shows if one micro-batch was not finite.
+        # The whole step is skipped on all ranks; the sum shows whether any micro-batch was not finite.
         flat = torch.where(flat.isfinite().all(), flat, torch.cat([t.flatten() for t in self._before]))
         means = flat.split([t.numel() for t in self._sums])
         for running, before, mean, weight in zip(self._running, self._before, means, self._weights, strict=True):

@@ -11,9 +11,9 @@ from dali_train.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Where in the decay a step is. Times are optimizer steps, or epochs where the rate moves once per epoch."""
+    """A step's place in the decay. Times are optimizer steps, or epochs if the rate changes once per epoch."""
 
-    elapsed: float  # since the decay is counted; less than `total`
+    elapsed: float  # since the start of the decay; less than `total`
     total: float
     decay: float | None  # schedule.decay_epochs
 
@@ -49,7 +49,7 @@ SCHEDULES: dict[str, Schedule] = {
     "step": _step,
     "warmup-stable-decay": _warmup_stable_decay,
 }
-"""Each gives the rate after the warmup from the settings, the peak rate and the place in the decay."""
+"""Each takes the settings, the peak rate and the place in the decay, and returns the rate after the warmup."""
 
 
 def schedule_of(settings: ScheduleConfig) -> Schedule:
@@ -62,12 +62,12 @@ def schedule_of(settings: ScheduleConfig) -> Schedule:
 
 
 def learning_rate(config: Config, step: int, num_images: int) -> float:
-    """Return the rate of optimizer step number `step` (from 0).
+    """Return the learning rate of optimizer step number `step` (from 0).
 
-    With t the step (or the epoch in which the step begins, where the rate moves once per epoch) and W the warmup: while
-    t < W, (t + 1) / (W + 1) of the peak, or warmup_lr + (peak - warmup_lr) * t / W where schedule.warmup_lr is set.
-    Then one of `SCHEDULES`. The linear one from W to the end T is (T - t) / (T - W) of the peak: how ColossalAI's
-    LinearWarmupLR counts, once per epoch, in its ViT example (recipe A of the configs).
+    Let t be the step (or the epoch in which it begins, if the rate changes once per epoch) and W the length of the
+    warmup. While t < W, the rate is (t + 1) / (W + 1) of the peak, or warmup_lr + (peak - warmup_lr) * t / W if
+    schedule.warmup_lr is set. Then it follows one of `SCHEDULES`. The linear one, from W to the end T, is
+    (T - t) / (T - W) of the peak, as in ColossalAI's LinearWarmupLR, which its ViT example steps once per epoch.
     """
     schedule = config.schedule
     peak = peak_learning_rate(config)
@@ -96,7 +96,7 @@ def check_schedule(config: Config, num_images: int) -> None:
     """Check that the warmup is not longer than the run.
 
     Raises:
-        ConfigError: with this number of images it is.
+        ConfigError: with this number of images the warmup is too long.
     """
     schedule, total = config.schedule, config.steps(config.run.epochs, num_images)
     if schedule.warmup_steps is not None and schedule.warmup_steps > total:
@@ -108,7 +108,7 @@ def check_schedule(config: Config, num_images: int) -> None:
 
 
 def _times(config: Config, step: int, num_images: int) -> tuple[float, float, float]:
-    """Return (now, warmup, total) in the unit in which the rate moves."""
+    """Return (now, warmup, total) in steps, or in epochs if the rate changes once per epoch."""
     schedule = config.schedule
     if schedule.step_every == "epoch":
         return float(step * config.batch.global_batch // num_images), schedule.warmup_epochs, config.run.epochs

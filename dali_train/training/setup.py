@@ -15,7 +15,7 @@ def configure_torch(config: Config, launch: Launch, device: torch.device) -> int
     cores = cores_per_process(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # The training loop, autograd and what feeds DALI need a core each, or the GPU waits for its next kernel.
+        # The training loop, autograd and DALI's feed need a core each, or the GPU waits for its next kernel.
         cores = max(1, min(cores, bind_to_numa_node(device)) - 3)
         choose_tf32(config.precision.tf32)
         torch.backends.cudnn.benchmark = not config.run.deterministic  # shapes are the same in every step

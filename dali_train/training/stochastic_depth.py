@@ -1,4 +1,4 @@
-"""Stochastic depth whose rate is a tensor, so that blocks which differ in nothing else share their compiled code."""
+"""Stochastic depth with its rate in a tensor, so that blocks that differ only in the rate share compiled code."""
 
 import torch
 from timm.layers import DropPath
@@ -8,8 +8,8 @@ from torch import nn
 class TensorRateDropPath(nn.Module):
     """timm's `DropPath`: drop each sample's residual branch with probability `drop_prob` in training.
 
-    There the rate is a Python number, for which torch.compile makes a graph per block. Masks differ from timm's, which
-    draws them with another operator.
+    timm's rate is a Python number, for which torch.compile makes one graph per block. The masks differ from timm's,
+    which are drawn by another operator.
     """
 
     keep_prob: torch.Tensor  # (), float32
@@ -29,7 +29,7 @@ class TensorRateDropPath(nn.Module):
 
 
 def share_graphs(block: nn.Module) -> None:
-    """Replace the stochastic depth of a block by one that compiles to the same code whatever its rate."""
+    """Replace the stochastic depth of a block by one that compiles to the same code for every rate."""
     device = next(block.parameters()).device
     for module in list(block.modules()):
         for name, child in module.named_children():

@@ -1,9 +1,9 @@
-"""Where the time of a run goes. At every moment exactly one phase is open, so the phases sum to the wall clock.
+"""Time by phase. Exactly one phase is open at any moment, so the phases sum to the wall clock.
 
-On a GPU the host only queues work and runs ahead, so its clock says nothing about a phase. There the borders between
-phases are CUDA events in the compute stream: they cost about a microsecond and are read when the host has waited for
-the device anyway. On that time line "data" is the time in which the GPU had run dry and the next images were not there
-yet, whatever the host did meanwhile. Without a GPU the borders are readings of the host's clock.
+On a GPU the host only queues work and runs ahead, so its clock cannot time a phase. There phases are separated by CUDA
+events in the compute stream: they cost about a microsecond and are read when the host has waited for the device anyway.
+"data" is then the time in which the GPU was idle because the next images were not ready, whatever the host did. Without
+a GPU phases are timed by the host's clock.
 """
 
 import time
@@ -33,9 +33,9 @@ class StepTimes:
 
 
 class PhaseClock:
-    """``enter(phase)`` closes the phase that is open and opens another.
+    """``enter(phase)`` closes the open phase and opens another.
 
-    The watchdog's thread reads `step`, `phase` and `phase_start` (of ``time.monotonic``), which say where the host is.
+    The watchdog's thread reads `step`, `phase` and `phase_start` (of ``time.monotonic``), the state of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class PhaseClock:
         self._lap_start = first if isinstance(first, float) else time.perf_counter()
 
     def enter(self, phase: str, *, exchange_follows: bool = False) -> None:
-        """Count time to `phase` from here on; with `exchange_follows`, to "exchange" once all gradients are there."""
+        """Count time as `phase` from now on; with `exchange_follows`, as "exchange" once all gradients are computed."""
         self._exchange_follows = exchange_follows
         self.phase, self.phase_start = phase, time.monotonic()
         if self._annotating:
@@ -65,8 +65,8 @@ class PhaseClock:
         self._add_border(phase)
 
     def watch_exchange(self, parameter: nn.Parameter | None) -> None:
-        """Take the rest of a backward pass for communication once the gradient of `parameter` is there, which comes
-        last: what is left is the all-reduce that did not overlap with computation."""
+        """Count the rest of a backward pass as communication once the gradient of `parameter`, the last one, is
+        computed: what remains is the part of the all-reduce that did not overlap with computation."""
 
         def all_gradients_are_there(_: torch.Tensor) -> None:
             if self._exchange_follows:
@@ -78,7 +78,7 @@ class PhaseClock:
             parameter.register_post_accumulate_grad_hook(all_gradients_are_there)
 
     def finish_step(self) -> None:
-        """End a step. After the first one of the process the host waits for the device, so as to time it apart."""
+        """End a step. After the first step of the process the host waits for the device, to time it separately."""
         if self._is_first:
             self._is_first = False
             self._first = self._lap()
@@ -92,7 +92,7 @@ class PhaseClock:
         elapsed -= sum(outside.values())
         first, num_steps = self._first, self._num_steps
         self._first, self._num_steps = None, 0
-        if num_steps == 0 and first is not None:  # nothing but the first step: better than nothing
+        if num_steps == 0 and first is not None:  # only the first step has been timed
             (elapsed, phases), num_steps = first, 1
         return StepTimes(
             step_s=elapsed / num_steps,

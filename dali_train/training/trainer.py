@@ -1,5 +1,5 @@
-"""One optimizer step: accumulate this rank's micro-batches, all-reduce gradients, clip, update. The host waits for
-nothing."""
+"""One optimizer step, without making the host wait: accumulate this rank's micro-batches, all-reduce gradients, clip,
+update."""
 
 from dataclasses import dataclass
 
@@ -21,23 +21,23 @@ from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.timing import PhaseClock
 
 StepImages = tuple[tuple[MicroBatch, ...], Batch]
-"""This rank's micro-batches of a step, and the last of them with its pixels."""
+"""This rank's micro-batches of a step, and the batch of the last one with its pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What a checkpoint restores: weights, optimizer state and loss scale. Built once; the tensors in it change."""
+    """What a checkpoint restores: weights, optimizer state and loss scale, updated in place."""
 
-    model: nn.Module  # not wrapped for parallelism; in a pipeline this rank's stages
+    model: nn.Module  # not wrapped for parallelism; in a pipeline, this rank's stages
     parallel: Parallel
     optimizer: Optimizer
     precision: Precision
-    dropout: DropoutSeeding  # as checkpoints note it
+    dropout: DropoutSeeding  # recorded in checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer(TrainState):
-    """Everything that a step needs."""
+    """The model, optimizer and everything else needed to compute steps."""
 
     objective: Objective
     statistics: RunningStatistics
@@ -45,16 +45,15 @@ class Trainer(TrainState):
     clock: PhaseClock
     num_micro_batches: int  # per step, of all ranks
     clip_grad_norm: float | None
-    # CUDA graphs replay kernels that write each gradient to a fixed address, so gradients are zeroed in place, not
-    # freed.
+    # Zero gradients in place instead of freeing them: CUDA graphs write each gradient to a fixed address.
     keep_gradients: bool = False
     ema: Ema | None = None
 
     def step(self, step: int, lr: float, loader: Loader) -> StepImages:
-        """Do optimizer step number `step` (from 0) at learning rate `lr`."""
+        """Compute optimizer step number `step` (from 0) at learning rate `lr`."""
         self.clock.step = step
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)  # a layer's own share, with layer-wise decay
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # the layer's factor, with layer-wise decay
         micro_batches, batch = self.forward_backward(step, loader)
         self.parallel.finish_gradients()
         self.clock.enter("optimizer")
@@ -72,8 +71,7 @@ class Trainer(TrainState):
         return micro_batches, batch
 
     def forward_backward(self, step: int, loader: Loader) -> StepImages:
-        """Leave the gradient of the mean loss over the step's micro-batches in the parameters: the seam for pipeline
-        schedules."""
+        """Compute the gradient of the step's mean loss into each parameter's `grad`. Pipelines override this."""
         micro_batches = []
         num_own = self.parallel.layout.num_own(self.num_micro_batches)
         num_passes = self.parallel.num_passes(self.num_micro_batches)
@@ -83,7 +81,7 @@ class Trainer(TrainState):
                 self.clock.enter("data")
                 batch = loader.next()
             self.clock.enter("forward")
-            # Dropout belongs to the micro-batch. Blocks derive their own seeds from it (`seed_each_block`).
+            # Blocks derive their own dropout seeds from the micro-batch's (`seed_each_block`).
             seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
             with self.parallel.accumulating(last=last):
                 with self.precision.autocast():
@@ -93,7 +91,7 @@ class Trainer(TrainState):
                         loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
                 self.clock.enter("backward", exchange_follows=last)
                 (self.scaled(loss) if counts else without_weight(output)).backward()
-            if not counts:  # the last micro-batch once more, since other ranks wait in each pass: it leaves nothing
+            if not counts:  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
                 break
             self.statistics.add_micro_batch()
             correct = first_target_correct(logits, batch.targets)
@@ -102,19 +100,19 @@ class Trainer(TrainState):
         return tuple(micro_batches), batch
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the mean `loss` of one micro-batch for its backward pass: with its weight in the step, in float16's
-        scale. DDP and FSDP take the mean over ranks, so what they leave is the mean over all micro-batches."""
+        """Scale the mean `loss` of one micro-batch by its weight in the step and by float16's loss scale. DDP and FSDP
+        average over ranks, so the result is the gradient of the mean over all micro-batches."""
         return self.precision.scaler.scale(loss / (self.num_micro_batches / self.parallel.layout.data_size))
 
     def forward_model(self) -> nn.Module:
-        """Return the complete model for evaluation: a function of images, called by all ranks together where it is
-        split."""
+        """Return the complete model for evaluation: a function of images; if it is split, all ranks call it
+        together."""
         return self.model
 
     def is_finite(self, group: dist.ProcessGroup | None) -> bool:
-        """Return whether weights and last loss are finite on all ranks of `group`, which call this together.
+        """Return whether the weights and the last loss are finite on all ranks of `group`, which call this together.
 
-        Otherwise they are not worth saving. float16's overflows leave the weights as they were.
+        Otherwise no checkpoint is saved. With float16 the last loss may overflow, since such steps are skipped.
         """
         last_step = self.precision.scaler.is_enabled() or self.metrics.last_step_was_finite()
         finite = (all_finite(self.parallel.model.state_dict().values()).cpu() & last_step).to(torch.uint8)

@@ -1,11 +1,11 @@
-"""What is drawn for an image's augmentation: which operators, how strong, and which box is erased.
+"""Draws for an image's augmentation: its operators, their strengths, and the erased box.
 
-A policy is groups one after the other; of each group an image gets one alternative, and an alternative is steps one
-after the other. RandAugment is n groups of one-step alternatives; AutoAugment one group of two-step alternatives; color
-jitter one group that has each order of three steps.
+A policy is a sequence of groups. Each image gets one alternative of every group, and an alternative is a sequence of
+steps. RandAugment is n groups of one-step alternatives; AutoAugment is one group of two-step alternatives; color jitter
+is one group with every order of three steps.
 
-A level says how strong: 1 is the strong end of an operator's usual range, and its sign says in which direction, for
-operators that have two. What operators do with a level, and with pixels, is in one table, in data/loading/augment.py.
+A level is the strength of an operator: 1 is the strong end of its usual range, and the sign is the direction, for
+operators that have two. The operators themselves are in one table, in data/loading/augment.py.
 """
 
 import itertools
@@ -91,7 +91,7 @@ class Policy:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Return the operators in use; the first one is the identity, which a step that is not applied gets."""
+        """Return the operators in use; the first one is the identity, for steps that are not applied."""
         used = (step.operator for group in self.groups for alternative in group for step in alternative)
         return tuple(dict.fromkeys([IDENTITY, *used]))
 
@@ -101,7 +101,7 @@ class Policy:
 
 
 def policy_of(data: DataConfig) -> Policy:
-    """Return what data.augment and data.color_jitter say. Without groups nothing is augmented."""
+    """Return the policy of data.augment and data.color_jitter. A policy without groups augments nothing."""
     spec = parse_augment(data.augment)
     groups = _groups(spec)
     if data.color_jitter > 0:
@@ -157,9 +157,9 @@ _CIFAR_NAMES = {
 
 
 def draw_operators(seed: int, policy: Policy, of: Images) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Return (operators, levels), each (n, policy.num_steps): numbers in policy.names, and how strong with a sign.
+    """Return (operators, levels), each (n, policy.num_steps): indices into policy.names, and signed strengths.
 
-    Each step of each image has a counter of its own, and so has each choice among a group's alternatives.
+    Each step of each image has its own counter, and so has each choice among a group's alternatives.
     """
     count = len(of.images)
     operators = np.zeros((count, policy.num_steps), dtype=np.int32)
@@ -195,7 +195,7 @@ def _table(policy: Policy, group: Group, place: int) -> NDArray[np.float64]:
 
 
 def erased_boxes(seed: int, of: Images, *, probability: float, size: int) -> NDArray[np.int32]:
-    """Return the box that is erased of each training image, (n, 4): top, left, height, width in pixels; all 0: none.
+    """Return the box to erase from each training image, (n, 4): top, left, height, width in pixels; all 0: none.
 
     Zhong et al., "Random erasing", arXiv 1708.04896, with timm's ranges: 2 % to a third of the area, aspects from 0.3
     to 1 / 0.3.
@@ -205,17 +205,17 @@ def erased_boxes(seed: int, of: Images, *, probability: float, size: int) -> NDA
     sides = np.full(len(of.images), size)
     squares = replace(of, heights=sides, widths=sides)
     boxes = crop_boxes(seed, squares, area=(0.02, 1 / 3), aspect=(0.3, 1 / 0.3), purpose=Purpose.ERASE)
-    block = np.full_like(of.images, 11)  # those up to 10 are the tries
+    block = np.full_like(of.images, 11)  # blocks 1 to 10 are the attempts
     draws = uniform(seed, Purpose.ERASE, block, low=of.images, high=of.epochs)
     boxes[draws[:, 0] >= probability] = 0
     return boxes
 
 
 def erasing_noise(data: DataConfig, *, step: int, k: int) -> NDArray[np.uint8]:
-    """Return the pixels that a micro-batch's erased boxes show, (train_size, train_size, 3); (0, 0, 3): the mean.
+    """Return the noise for a micro-batch's erased boxes, (train_size, train_size, 3); (0, 0, 3): use the mean color.
 
-    Normally distributed around the mean with the standard deviation of data.normalise, as in timm, but limited to what
-    a pixel can be. One for all of its images: a box shows the part that it covers.
+    Normally distributed with the mean and standard deviation of data.normalise, as in timm, but clipped to valid pixel
+    values. All images of the micro-batch share it: a box shows the part of the noise under it.
     """
     if data.random_erasing == 0 or data.random_erasing_fill == "mean":
         return np.zeros((0, 0, 3), dtype=np.uint8)

@@ -1,16 +1,16 @@
-"""One epoch's order for storage that wants long reads: shuffled blocks of neighbours, mixed within windows.
+"""One epoch's order for storage that needs long reads: shuffled blocks of adjacent images, shuffled again in windows.
 
-Two bijections of the epoch, one after the other, both closed-form but for one sort of the blocks' numbers:
+It is the composition of two bijections, both closed-form except for one sort of the block numbers:
 
 1. *Dealing.* Micro-batch k of every step reads its own contiguous stretch of the shuffled order, lane k. Otherwise
-   every rank would touch every block, and nothing would be read sequentially. With any number of ranks each block is
-   read by one of them (by two where a lane ends within a window), and a global batch comes from as many places of the
-   dataset as there are micro-batches.
-2. *Shuffling.* The images in file order are cut into blocks of neighbours, the blocks are permuted, and within windows
-   of consecutive permuted blocks the images are permuted: a shuffle buffer without state. Where cutting begins changes
-   from epoch to epoch (and goes round the end of the dataset), so that the same images do not always share a block.
+   every rank would touch every block, and nothing would be read sequentially. With any number of ranks, each block is
+   read by one rank (by two if a lane ends inside its window), and a global batch comes from as many places of the
+   dataset as the step has micro-batches.
+2. *Shuffling.* The images in file order are cut into blocks of adjacent images, the blocks are permuted, and within
+   windows of consecutive permuted blocks the images are permuted: a shuffle buffer without state. The first cut moves
+   from epoch to epoch (blocks wrap around the end of the dataset), so that the same images do not always share a block.
 
-The number of ranks is nowhere in it; that of micro-batches in a step is, as it is in every draw of a micro-batch.
+The order does not depend on the number of ranks. It depends on the number of micro-batches in a step, as k does.
 """
 
 from dataclasses import dataclass
@@ -24,33 +24,33 @@ from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The sizes that a block order depends on besides seed and epoch."""
+    """The sizes that a block order depends on, besides the seed and the epoch."""
 
     num_images: int
-    block_images: int  # a block's length; images and not bytes, so that a dataset stored smaller has the same order
+    block_images: int  # a block's length in images, not bytes, so that a dataset with smaller images has the same order
     window_blocks: int
     global_batch: int
     micro_batch: int
 
 
 class BlockOrder:
-    """The order of `epoch`. Only the permuted block numbers are kept, and the windows used last."""
+    """The order of `epoch`. Only the permuted block numbers and the most recent windows are kept in memory."""
 
     def __init__(self, blocks: Blocks, *, seed: int, epoch: int) -> None:
         self._blocks, self._seed, self._epoch = blocks, seed, epoch
         generator = philox_generator(seed, Purpose.BLOCKS, low=0, high=epoch)
         self._shift = int(generator.random_raw()) % blocks.num_images
         self._permuted = shuffled(generator, -(-blocks.num_images // blocks.block_images)).astype(np.int64)
-        ends = np.cumsum(self._lengths(self._permuted))  # the last block, wherever it is now, may be shorter
+        ends = np.cumsum(self._lengths(self._permuted))  # the block that was last in file order may be shorter
         self._window_starts = np.concatenate([[0], ends[blocks.window_blocks - 1 : -1 : blocks.window_blocks]])
-        # For each lane: how many images it was dealt before this epoch, and how many of this epoch the lanes before it
-        # get.
+        # For each lane: the number of images dealt to it before this epoch, and the number of this epoch's images dealt
+        # to the lanes before it.
         lanes = np.arange(blocks.global_batch // blocks.micro_batch)
         self._start = epoch * blocks.num_images
         self._before = self._num_dealt(np.int64(self._start), lanes)
         in_epoch = self._num_dealt(np.int64(self._start + blocks.num_images), lanes) - self._before
         self._lane_starts = np.cumsum(in_epoch) - in_epoch
-        # A rank comes back to each of its lanes.
+        # A rank alternates between its lanes.
         self._window = lru_cache(maxsize=2 * len(lanes))(self._shuffled_window)
 
     def images_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -78,13 +78,13 @@ class BlockOrder:
         ) % self._blocks.num_images
 
     def _deal(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return places in the shuffled order: lane after lane, in each its micro-batches' positions as they come."""
+        """Map positions to places in the shuffled order, which is lane after lane, each in order of position."""
         positions = self._start + within
         lanes = positions % self._blocks.global_batch // self._blocks.micro_batch
         return self._lane_starts[lanes] + self._num_dealt(positions, lanes) - self._before[lanes]
 
     def _num_dealt(self, positions: NDArray[np.int64] | np.int64, lanes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many of the sequence's first `positions` belong to each of `lanes`."""
+        """Return how many of the first `positions` of the training sequence belong to each of `lanes`."""
         steps, rest = np.divmod(positions, self._blocks.global_batch)
         micro_batch = self._blocks.micro_batch
         return np.asarray(steps * micro_batch + np.clip(rest - lanes * micro_batch, 0, micro_batch))

@@ -1,4 +1,4 @@
-"""The draws for an image and for a micro-batch: crop boxes, flips and mixing, each a pure function of its place."""
+"""Crop boxes and flips as pure functions of (seed, epoch, image), mixing as a pure function of (seed, step, k)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dali_train.config import MixupConfig
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled, uniform
 
 Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.bool_]]]
-"""(boxes, whether they fit) of image ``who[i]`` at attempt ``attempts[i]``, counted from 1."""
+"""Takes (who, attempts), returns (boxes, whether they fit): of image ``who[i]`` at attempt ``attempts[i]``, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ def crop_boxes(
 ) -> NDArray[np.int32]:
     """Draw torchvision's RandomResizedCrop, one box per image: (top, left, height, width) in pixels, shape (n, 4).
 
-    Up to ten tries with an area uniform in `area` (fraction of the image) and an aspect ratio log-uniform in `aspect`
-    (width / height), then the largest central box with an allowed ratio.
+    Up to ten attempts with an area uniform in `area` (fraction of the image) and an aspect ratio log-uniform in
+    `aspect` (width / height), then the largest central box with an allowed ratio.
     """
 
     def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -62,12 +62,12 @@ def crop_boxes(
 def inception_boxes(
     seed: int, of: Images, *, area: tuple[float, float], aspect: tuple[float, float]
 ) -> NDArray[np.int32]:
-    """Draw TensorFlow's sample_distorted_bounding_box, the original Inception crop, as `crop_boxes`: (n, 4).
+    """Draw TensorFlow's sample_distorted_bounding_box, the original Inception crop, in the form of `crop_boxes`.
 
-    The aspect ratio is uniform in `aspect`, then the height uniform between those of the smallest and of the largest
-    `area` with that ratio that the image has room for: small crops are more frequent than with an area that is uniform.
-    A box that does not start at 0 leaves out the last possible row and column, as there. After ten tries: the complete
-    image.
+    The aspect ratio is uniform in `aspect`. The height is uniform between that of the smallest `area` with that ratio
+    and that of the largest one that fits into the image, so small crops are more frequent than with a uniform area. As
+    in TensorFlow, a box that does not start at 0 never reaches the last row and column. After ten attempts the box is
+    the whole image.
     """
 
     def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -79,7 +79,7 @@ def inception_boxes(
         highest = np.where(np.rint(highest * ratio) > width, np.floor((width + 0.5 - 1e-7) / ratio), highest)
         lowest = np.minimum(np.rint(np.sqrt(least / ratio)), highest)
         box_height = lowest + np.floor(draws[:, 1] * (highest - lowest + 1))
-        # Rounding may have left the range of areas.
+        # Rounding may leave the range of areas.
         box_height += np.rint(box_height * ratio) * box_height < least
         box_height -= np.rint(box_height * ratio) * box_height > most
         box_width = np.rint(box_height * ratio)
@@ -96,17 +96,17 @@ def inception_boxes(
 
 
 BOXES = {"random-resized": crop_boxes, "inception": inception_boxes}
-"""What data.crop chooses."""
+"""The values of data.crop."""
 
 
 def _first_that_fits(
     candidates: Candidates, count: int, otherwise: Callable[[NDArray[np.intp]], NDArray[np.int64]]
 ) -> NDArray[np.int32]:
-    """Return the first of ten candidates that fits for each of `count` images, `otherwise` for images without any."""
+    """Return the first of ten candidates that fits, for each of `count` images, or `otherwise` if none fits."""
     boxes, fits = candidates(np.arange(count), np.ones(count, dtype=np.int64))
     pending = np.flatnonzero(~fits)
     if len(pending):
-        # All other attempts at once: a few dozen NumPy calls cost more here than the numbers they work on.
+        # All other attempts at once, because the overhead of a NumPy call exceeds the arithmetic here.
         later, fits = candidates(np.tile(pending, 9), np.repeat(np.arange(2, 11), len(pending)))
         later, fits = later.reshape(9, -1, 4), fits.reshape(9, -1)
         first = later[fits.argmax(axis=0), np.arange(len(pending))]
@@ -121,11 +121,13 @@ def flips(seed: int, of: Images, *, probability: float) -> NDArray[np.int32]:
 
 
 def padded_crops(seed: int, of: Images, *, side: int, padding: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Draw squares of `side` pixels, anywhere in images with `padding` black pixels on each side: (boxes, offsets).
+    """Draw squares of `side` pixels from images with `padding` black pixels on each side, as torchvision's RandomCrop.
 
-    boxes: (n, 4), the part of the square that is in the image: top, left, height, width in pixels of the stored image;
-    offsets: (n, 2), where that part begins in the square, from the top and from the left. As torchvision's RandomCrop.
     The square must be larger than the padding, and not larger than the padded images.
+
+    Returns:
+        boxes, (n, 4): the part of the square inside the image: top, left, height, width in pixels of the stored image.
+        offsets, (n, 2): where that part begins in the square, from the top and from the left.
     """
     draws = uniform(seed, Purpose.CROP, np.ones_like(of.images), low=of.images, high=of.epochs)
     starts, lengths, offsets = [], [], []
@@ -140,19 +142,20 @@ def padded_crops(seed: int, of: Images, *, side: int, padding: int) -> tuple[NDA
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """The mixing of one micro-batch, which data/loading/mixing.py defines. One row per image."""
+    """The mixing of one micro-batch, applied by data/loading/mixing.py. One row per image."""
 
-    partners: NDArray[np.int32]  # place of the partner within the micro-batch
+    partners: NDArray[np.int32]  # index of the partner within the micro-batch
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
     cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels; all zero: no CutMix
 
 
 def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int, side: int) -> Mixing:
-    """Draw the mixing of `size` images of `side` pixels, once for all of them.
+    """Draw the mixing of a micro-batch of `size` images with `side` pixels.
 
-    Mixup (Zhang et al., arXiv 1710.09412) has lambda from Beta(alpha, alpha). CutMix (Yun et al., arXiv 1905.04899) has
-    a square of about 1 - lambda of the area around a uniformly random center, cut off at the image's edges, after which
-    lambda is what is left of the image. Rounded as in timm. With both alphas 0 nothing is mixed.
+    Mixup (Zhang et al., arXiv 1710.09412) draws lambda from Beta(alpha, alpha). CutMix (Yun et al., arXiv 1905.04899)
+    pastes a square of about 1 - lambda of the area around a uniformly random center. The square is clipped to the
+    image, and lambda becomes the remaining fraction of the image. Rounded as in timm. With both alphas 0 nothing is
+    mixed.
     """
     cuts = np.zeros((size, 4), dtype=np.int32)
     if not config.enabled:
@@ -173,7 +176,7 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
 
 
 def _cut_box(share: float, y: float, x: float, side: int) -> tuple[int, int, int, int]:
-    """Return top, left, height and width of a square that covers 1 - share of an image, as far as it is within it.
+    """Return top, left, height and width of a square of 1 - `share` of the image's area, clipped to the image.
 
     Its center is (y, x), in fractions of the image.
     """

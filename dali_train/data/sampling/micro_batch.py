@@ -1,7 +1,7 @@
-"""The invariant's core: micro-batch k of step s is a pure function of (dataset, seed, s, k).
+"""The core of the invariant: micro-batch k of step s is a pure function of (dataset, seed, s, k).
 
-The world size is not among the arguments. Whoever computes a micro-batch computes the same one, so a run can be
-spread over any number of ranks, stopped, and resumed on another number.
+The world size is not an argument. Every rank would compute the same micro-batch, so a run can be spread over any number
+of ranks, stopped, and resumed on another number.
 """
 
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ from dali_train.data.sampling.rng import Purpose, torch_seed
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Everything about one micro-batch but the pixels. Arrays have one row per image, in the batch's order."""
+    """Everything about one micro-batch except the pixels. Arrays have one row per image, in the batch's order."""
 
     step: int
     k: int
     positions: NDArray[np.int64]  # in the training sequence
-    images: NDArray[np.int64]  # numbers in the split's index; -1 with data.reader dali, where DALI alone knows them
+    images: NDArray[np.int64]  # rows of the split's index; -1 with data.reader dali, where only DALI knows them
     labels: NDArray[np.int64]  # from 0; -1 with data.reader dali
     boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
     offsets: NDArray[np.int32]  # (n, 2): where the box begins in the square of data.crop_side; else 0
     flips: NDArray[np.int32]  # 1: mirrored
-    operators: NDArray[np.int32]  # (n, steps): numbers in the policy's names, applied one after the other
-    levels: NDArray[np.float32]  # (n, steps): how strong each of them is, with a sign
+    operators: NDArray[np.int32]  # (n, steps): indices into the policy's names, applied one after the other
+    levels: NDArray[np.float32]  # (n, steps): signed strength of each operator
     erased: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the training image; all zero: none
-    noise: NDArray[np.uint8]  # (size, size, 3): what erased boxes show, each its part of it; empty: the mean color
-    partners: NDArray[np.int32]  # place of the partner that it is mixed with within the micro-batch
+    noise: NDArray[np.uint8]  # (size, size, 3): fills the erased boxes, each with its part; empty: the mean color
+    partners: NDArray[np.int32]  # index within the micro-batch of the image that this one is mixed with
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
     cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels; all zero: no CutMix
     dropout_seed: int
@@ -79,7 +79,7 @@ class MicroBatches:
             )
 
     def positions(self, step: int, k: int) -> NDArray[np.int64]:
-        """Return where the images of micro-batch `k` of `step` stand in the training sequence, (n,)."""
+        """Return the positions of micro-batch `k` of `step` in the training sequence, (n,)."""
         batch = self._config.batch
         start = step * batch.global_batch + k * batch.micro_batch
         return np.arange(start, start + batch.micro_batch, dtype=np.int64)

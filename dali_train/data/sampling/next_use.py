@@ -1,8 +1,8 @@
-"""When a node needs each image next. The order of all epochs is a pure function of the seed, so this is known.
+"""When a node needs each image next: known in advance, because the order of all epochs is a pure function of the seed.
 
-A cache that always removes the image that is needed latest (L. A. Belady, IBM Systems Journal 5(2), 1966) serves the
-largest possible share of reads. It needs the future, which is known here; so does the prefetching of N. Dryden et al.,
-"Clairvoyant prefetching for distributed machine learning I/O" (SC 2021, arXiv:2101.08734).
+A cache that always evicts the image needed furthest in the future (L. A. Belady, IBM Systems Journal 5(2), 1966) has
+the highest possible hit rate. The prefetching of N. Dryden et al., "Clairvoyant prefetching for distributed machine
+learning I/O" (SC 2021, arXiv:2101.08734) uses the same knowledge.
 """
 
 from heapq import heappop, heappush
@@ -14,27 +14,27 @@ from dali_train.config import Config
 from dali_train.data.sampling.order import SampleOrder
 
 _MOST_EVENTS_PER_IMAGE = 3
-"""Uses that are looked at ahead, per image of the split: 12 bytes each. What a node with a W-th of the ranks needs
-within W ln(1 / (1 - c)) epochs fills a cache of the share c of the dataset, so 3 are enough for c = 0.95."""
+"""The look-ahead, in uses per image of the split, 12 bytes each. A node with 1 / W of the ranks needs a fraction c of
+the dataset within W ln(1 / (1 - c)) epochs, so 3 uses per image are enough for a cache of c = 0.95."""
 
 
 class NextUse:
     """When the data-parallel coordinates of one node use each image next.
 
-    Time is counted in micro-batches of coordinate 0, which has as many in a step as any: the others compute theirs of
-    the same step at the same time.
+    Time is counted in micro-batches of coordinate 0, which has at least as many per step as any other; all coordinates
+    compute theirs at the same time.
 
     Args:
         labels: of all images of the split, (N,).
         dp_size: number of data-parallel coordinates.
         coordinates: those whose ranks are on this node.
-        start_step: uses in earlier steps are not known.
+        start_step: the first step whose uses are known.
     """
 
     def __init__(
         self, config: Config, labels: NDArray[np.integer], *, dp_size: int, coordinates: frozenset[int], start_step: int
     ) -> None:
-        self._order = SampleOrder.of(config, labels)  # of its own: it is asked about other epochs than training
+        self._order = SampleOrder.of(config, labels)  # not shared with training, which is in other epochs
         batch = config.batch
         mine = np.array([k for k in range(batch.num_micro_batches) if k % dp_size in coordinates])
         self._within = (mine[:, None] * batch.micro_batch + np.arange(batch.micro_batch)).ravel()  # a step's positions
@@ -44,12 +44,12 @@ class NextUse:
         total = config.steps(config.run.epochs, len(labels))
         self.total_steps = min(total, config.run.max_steps or total)
         self._steps_per_chunk = max(1, len(labels) // batch.global_batch)
-        self._end = start_step  # of the steps that are known
+        self._end = start_step  # uses are known in steps before it
         self._images = np.empty(0, dtype=np.int32)  # uses in the order of time
         self._times = np.empty(0, dtype=np.int32)
 
     def uses(self, first_step: int, end_step: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return (images, times) of this node's uses in these steps, in their order."""
+        """Return (images, times) of this node's uses in these steps, in order of time."""
         steps = np.arange(first_step, max(first_step, min(end_step, self.total_steps)), dtype=np.int64)
         positions = steps[:, None] * self._global_batch + self._within
         images, _ = self._order.images_at(positions.ravel())
@@ -61,7 +61,7 @@ class NextUse:
         return step * self._per_step + k // self._dp_size
 
     def forget(self, end: int) -> None:
-        """Forget the uses before time `end`: nobody will ask about them again."""
+        """Forget the uses before time `end`, which will not be asked for again."""
         keep = int(np.searchsorted(self._times, end))
         self._images, self._times = self._images[keep:], self._times[keep:]
 
@@ -75,7 +75,7 @@ class NextUse:
     def first_use(self, sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int32]:
         """Return the time of each image's first use that was not forgotten, (N,).
 
-        Those that are not needed before images of `capacity` bytes are needed, or never again, have the largest int32.
+        It is the largest int32 for images that are never used again, or only after other images of `capacity` bytes.
 
         Args:
             sizes: of all images, bytes.
@@ -96,10 +96,10 @@ class NextUse:
 
 
 def simulate_cache(uses: NDArray[np.int32], sizes: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
-    """Return which of one node's `uses`, image numbers in their order, a cache of `capacity` bytes serves, (uses,).
+    """Return which of a node's `uses`, image numbers in order of time, hit a cache of `capacity` bytes, (uses,).
 
-    The cache is empty at first, and removes what is used latest (Belady's MIN); an image that would be removed at once
-    is not taken in.
+    The cache starts empty and evicts the image used furthest in the future (Belady's MIN); an image that would be
+    evicted at once is not stored.
     """
     last: dict[int, int] = {}
     next_use = np.empty(len(uses), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Which image stands at which position of the training sequence.
+"""Which image is at which position of the training sequence.
 
-The sequence is continuous: position p is image ``p mod N`` of the shuffled epoch ``p div N``, so an epoch has every
-image exactly once (but in a balanced order) and nothing is dropped or padded where epochs meet, whatever the batch
+The sequence is continuous: position p is image ``p mod N`` of the shuffled epoch ``p div N``. Every epoch has each
+image exactly once (except in a balanced order), and nothing is dropped or padded between epochs, whatever the batch
 size.
 """
 
@@ -29,11 +29,11 @@ class FullOrder:
 
 
 class BalancedOrder:
-    """An order of one epoch of N images in which every class stands equally often.
+    """An order of one epoch of N images in which all classes are equally frequent.
 
-    Of C classes that have images, one with n of them gets N / C places, rounded up or down, and each of its images
-    N / (C n), rounded up or down: systematic sampling (Madow, "On the theory of systematic sampling, II", 1949) of the
-    images in a random order, class after class.
+    With C non-empty classes, each class gets N / C positions, and each image of a class with n images gets N / (C n),
+    both rounded up or down: systematic sampling (Madow, "On the theory of systematic sampling, II", 1949) of the images
+    in a random order, class after class.
 
     Args:
         labels: (N,) the images' classes.
@@ -46,7 +46,7 @@ class BalancedOrder:
         expected = balanced_share(labels)[images]
         offset = float(int(generator.random_raw()) >> 11) * 2.0**-53
         ends = np.floor(np.cumsum(expected) + offset).astype(np.int64)
-        ends[-1] = len(labels)  # as it is, but for rounding
+        ends[-1] = len(labels)  # exact despite rounding
         times = np.diff(ends, prepend=0)
         places = shuffled(generator, len(labels))
         self._images = np.repeat(images, times)[places]
@@ -56,24 +56,24 @@ class BalancedOrder:
         return self._images[within].astype(np.int64)
 
     def nth_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many places of the epoch the same image has before, in no particular order, at each position."""
+        """Number the positions that have the same image from 0, in no particular order; return each one's number."""
         return self._nth[within]
 
 
 def balanced_share(labels: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return how often each image is expected in an epoch of a balanced order, (N,), N in all."""
+    """Return the expected count of each image in an epoch of a balanced order, (N,); the sum is N."""
     counts = np.bincount(labels)
     return len(labels) / (np.count_nonzero(counts) * counts[labels])
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The images at positions of the training sequence: a pure function, which remembers the epochs in use.
+    """The images at positions of the training sequence: a pure function that caches the epochs in use.
 
     Args:
-        shuffle: Blocks for a block order, full for a uniformly random one, none for that on disk; the labels of all
-            images for a balanced one.
-        repeats: so many neighbouring positions have the same image. Blocks are those of the order without repeats.
+        shuffle: Blocks for a block order, full for a uniformly random order, none for the order on disk; the labels of
+            all images for a balanced order.
+        repeats: the number of adjacent positions with the same image. Blocks are those of the order without repeats.
     """
 
     num_images: int
@@ -82,12 +82,12 @@ class SampleOrder:
     shuffle: Literal["full", "none"] | Blocks | NDArray[np.integer]
     repeats: int = 1
     _orders: dict[int, FullOrder | BlockOrder | BalancedOrder] = field(default_factory=dict)
-    # Reading ahead asks too, and makes the next epoch's order before it begins.
+    # Two epochs: reading ahead reaches into the next one.
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
     def _most(self) -> int:
-        """The largest number of places that an image has in an epoch."""
+        """The largest number of positions that an image has in an epoch."""
         return int(np.ceil(balanced_share(self.shuffle).max())) if isinstance(self.shuffle, np.ndarray) else 1
 
     @classmethod
@@ -107,8 +107,8 @@ class SampleOrder:
     def images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (images, epochs) at `positions`, each of the same shape.
 
-        With repeats and in a balanced order, epochs count the times that an image may have been seen: no two of the
-        same image are equal, so that each is augmented differently.
+        With repeats or in a balanced order, `epochs` also numbers the repeats, so that no two positions with the same
+        image have the same number and each is augmented differently.
         """
         if self.repeats > 1:
             images, passes = self._images_at(positions // self.repeats)
@@ -116,7 +116,7 @@ class SampleOrder:
         return self._images_at(positions)
 
     def _images_at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the same in the sequence without repeats, where `positions` count images and epochs count passes."""
+        """Do the same in the sequence without repeats: `positions` count images, and epochs count passes."""
         epochs, within = np.divmod(positions, self.num_images)
         if isinstance(self.shuffle, str) and self.shuffle == "none":
             return within, epochs
@@ -141,7 +141,7 @@ class SampleOrder:
         ]
 
     def images_in(self, epoch: int, window: int) -> NDArray[np.int64]:
-        """Return all images of such a window, block after block."""
+        """Return all images of a window, block after block."""
         return self._block_order(epoch).images_in(window)
 
     def _block_order(self, epoch: int) -> BlockOrder:

@@ -1,10 +1,10 @@
-"""Every random number of the data path and of dropout, as pure functions of where it is used.
+"""All random numbers of the data path and of dropout, as pure functions of their place in training.
 
 The generator is Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a block
-cipher that turns (key, counter) into random bits, with no state in between. The key is (seed, purpose); the counter
-says which epoch and image, or which step and micro-batch. So a draw does not depend on who makes it, nor on which
-draws were made before. NumPy ships the same generator; `philox` is its vectorised form (a test compares the two),
-since one generator object per image would cost more than all the arithmetic here.
+cipher that turns (key, counter) into random bits, without state. The key is (seed, purpose); the counter is (epoch,
+image) or (step, k). So a draw depends neither on the rank that makes it nor on earlier draws. NumPy has the same
+generator; `philox` is a vectorised form (a test compares the two), because one generator object per image would cost
+more than all the arithmetic here.
 """
 
 from enum import IntEnum
@@ -16,7 +16,7 @@ UInt64s = NDArray[np.uint64]
 
 
 class Purpose(IntEnum):
-    """The key's second half: what the numbers are for. Never renumber: old runs would not be reproduced."""
+    """The second half of the key: what the numbers are for. Never renumber, or old runs cannot be reproduced."""
 
     ORDER = 0
     CROP = 1
@@ -50,7 +50,7 @@ def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt
 
 
 def philox_generator(seed: int, purpose: Purpose, *, low: int, high: int) -> np.random.Philox:
-    """Return NumPy's own generator for one place, where many numbers are drawn from it."""
+    """Return NumPy's own generator for one counter (low, high), for drawing many numbers."""
     words = np.array([seed, int(purpose), 0, low, high, 0], dtype=np.uint64)
     return np.random.Philox(key=words[:2], counter=words[2:])
 
@@ -58,10 +58,10 @@ def philox_generator(seed: int, purpose: Purpose, *, low: int, high: int) -> np.
 def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
     """Return ``range(count)`` in a uniformly random order, shape (count,).
 
-    Each number gets random bits and they are sorted by them. The number itself fills the low bits, so that one
-    vectorised sort of plain integers does it and a tie falls the same way everywhere. For 14 million numbers 40
-    random bits are left: about 90 pairs tie, which no training can notice. Only the generator's raw bits are used:
-    NumPy keeps those the same for ever, but not its own `permutation` (NEP 19).
+    The numbers are sorted by random bits. The number itself fills the low bits, so that one vectorised sort of plain
+    integers is enough and ties are broken the same way everywhere. For 14 million numbers 40 random bits are left:
+    about 90 pairs tie, which is negligible. Only the generator's raw bits are used, because NumPy guarantees that these
+    never change, which it does not for `permutation` (NEP 19).
     """
     bits = np.uint64((count - 1).bit_length())
     keys: UInt64s = generator.random_raw(count)
@@ -74,7 +74,7 @@ def shuffled(generator: np.random.Philox, count: int) -> NDArray[np.uint32]:
 
 
 def torch_seed(seed: int, purpose: Purpose, *, step: int = 0, k: int = 0) -> int:
-    """Return a seed for torch's generators (63 bits): for dropout in one micro-batch, or for the first weights."""
+    """Return a seed for torch's generators (63 bits): for dropout in one micro-batch, or for the initial weights."""
     return int(philox_generator(seed, purpose, low=k, high=step).random_raw()) >> 1
 
 
