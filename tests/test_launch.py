@@ -21,12 +21,13 @@ from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime import process_group as meeting
 from dali_train.runtime.device import choose_device, numa_node_cores
+from dali_train.runtime.events import METRICS, goodput, read_events
 from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
 from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import read_status
 
 from .conftest import REPOSITORY, Train
-from .helpers import LONG, PAUSE, extended, samples, state_difference
+from .helpers import FLOAT32_BOUND, LONG, PAUSE, extended, largest_difference, samples
 from .ranks import free_port
 
 NOTHING = LaunchOptions()
@@ -156,39 +157,61 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host
         pass
 
 
-# A hook that lets no rank past step 6 until torchrun has started it again.
-FIRST_PAUSES = PAUSE.replace("== 6", "== 6 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'") + "import os"
+# A hook that gives nodes time to come and go, until there is a file.
+SLOW = PAUSE.replace("while record.step == 6:", "if not self.quick.exists():").replace(
+    "class Pause(Hook):\n",
+    "class Pause(Hook):\n    def start(self, record):\n        self.quick = record.directory / 'quick'\n\n",
+)
 
 
-def test_elastic_torchrun_brings_the_ranks_back(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    """A rank that dies costs the steps since the last checkpoint and nothing else. torch.distributed.launch is torchrun
-    with one more word, --local-rank."""
+def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    """One of one rank, which a second one joins, whose rank then dies: that costs the steps since the last checkpoint
+    and nothing else. torch.distributed.launch is torchrun with one more word, --local-rank."""
     run, log = tmp_path / "run", tmp_path / "log"
-    options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=1"]
-    length = [*LONG, "--run.checkpoint_every_steps", "4", "--run.max_steps", "8"]
-    arguments = ["train", "--config", str(extended(tiny_config, FIRST_PAUSES)), "--run.dir", str(run), *length]
-    words = [sys.executable, "-m", "torch.distributed.launch", *options, "-m", "dali_train", *arguments]
-    with log.open("w") as file:
-        agent = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=REPOSITORY)
-    try:
-        while not (run / "checkpoints" / "newest").exists():
-            assert agent.poll() is None, log.read_text()
+    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
+    options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=3"]
+    options += ["--local-addr", "localhost", "--monitor-interval", "0.3"]
+    length = [*LONG, "--run.checkpoint_every_seconds", "1", "--run.max_steps", "100"]
+    arguments = ["train", "--config", str(extended(tiny_config, SLOW)), "--run.dir", str(run), *length]
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as dali_train.runtime.torchrun sets it
+
+    def node(launcher: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", launcher, *options, "-m", "dali_train", *arguments]
+        with log.open("ab") as file:
+            return subprocess.Popen(words, stdout=file, stderr=file, cwd=REPOSITORY, env=environment)
+
+    def wait_for(ranks: int, starts: int) -> None:
+        """Wait until the latest start is one of so many `ranks`, and at least so many `starts` were made."""
+        begun: list[int] = []
+        while len(begun) < starts or begun[-1] != ranks:
+            begun = [event["ranks"] for event in read_events(run / METRICS) if event["event"] == "start"]
+            assert all(agent.poll() is None for agent in agents), log.read_text()
             time.sleep(0.05)
-        children = Path(f"/proc/{agent.pid}/task").glob("*/children")
-        workers = [int(pid) for path in children for pid in path.read_text().split()]
-        os.kill(max(workers), signal.SIGKILL)
-        assert agent.wait(240) == 0, log.read_text()
+
+    agents = [node("torch.distributed.launch")]
+    try:
+        wait_for(1, 1)
+        agents.append(node("dali_train.runtime.torchrun"))
+        wait_for(2, 2)
+        children = Path(f"/proc/{agents[1].pid}/task").glob("*/children")
+        os.kill(max(int(pid) for path in children for pid in path.read_text().split()), signal.SIGKILL)
+        wait_for(2, 3)
+        (run / "quick").touch()
+        assert [agent.wait(240) for agent in agents] == [0, 0], log.read_text()
     finally:
-        agent.kill()
-    assert "resuming from step 4" in log.read_text(), log.read_text()
-    assert "frame #" not in log.read_text(), "C++ stacks"
-    assert "leaked" not in log.read_text(), "what an extension sees at the end of Python"
+        for agent in agents:
+            agent.kill()
+    text = log.read_text()
+    assert "stopped after saving: signal TERM" in text and "frame #" not in text, text
+    assert "lost touch with other ranks" in text, text
+    assert "leaked" not in text, "what an extension sees at the end of Python"
     status = read_status(run)
-    assert status is not None and (status.state, status.step) == ("finished", 8)
+    assert status is not None and (status.state, status.step) == ("finished", 100)
+    found = goodput(read_events(run / METRICS))
+    assert found is not None and 0 < found.share < 1 and found.starts >= 2 and found.away_s > 0
     train("undisturbed", *length, ranks=2)
-    assert samples(run) == samples(tmp_path / "undisturbed") and len(samples(run)) == 8 * 2
-    assert state_difference(run, tmp_path / "undisturbed") == 0
+    assert samples(run) == samples(tmp_path / "undisturbed") and len(samples(run)) == 100 * 2
+    assert largest_difference(run, tmp_path / "undisturbed") < FLOAT32_BOUND
 
 
 @pytest.mark.parametrize(

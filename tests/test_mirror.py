@@ -331,5 +331,14 @@ def test_what_cannot_be_written_is_told_before_training(s3_server: S3Server, tin
         mirrored(config, discover(LaunchOptions())),
     ):
         pass
+    s3_server.fault = lambda method, path: "301 Moved Permanently"
+    with (
+        pytest.raises(
+            ConfigError, match=f"{URL}/mirror.json: .*: the bucket is in another region, set AWS_REGION to it"
+        ),
+        mirrored(config, discover(LaunchOptions())),
+    ):
+        pass
+    s3_server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
     findings = {finding.check: finding for finding in run_directory(config.run, discover(LaunchOptions()), 0)}
     assert findings["mirror"].verdict == "fail" and "is refused" in findings["mirror"].found

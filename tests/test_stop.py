@@ -87,6 +87,26 @@ def test_signals_during_the_save_do_not_hurt(start_training: StartTraining, tmp_
     assert read_status(tmp_path / "run") is not None
 
 
+def test_ranks_that_wait_for_another_stop_at_once(tiny_config: Path, tmp_path: Path) -> None:
+    """The main thread is in the rendezvous, outside Python, where it would stay for most of a minute."""
+    arguments = ["train", "--config", str(tiny_config), "--run.dir", str(tmp_path / "run")]
+    ranks = Ranks(arguments, 2, tmp_path / "log", {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
+    for pid in ranks.pids():
+        while not signals_heard(pid) >> (signal.SIGTERM - 1) & 1:
+            time.sleep(0.05)
+    time.sleep(1)
+    for pid in ranks.pids():
+        os.kill(pid, signal.SIGTERM)
+    assert ranks.wait() == [75, 75]
+    assert (tmp_path / "log").read_text().count("stopped before training began: signal TERM") == 1
+
+
+def signals_heard(pid: int) -> int:
+    """The signals that have a handler, as bits."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+
+
 def test_a_stop_at_the_last_step_is_the_end(train: Train, tmp_path: Path) -> None:
     train("run", "--run.max_steps", "1", "--run.max_seconds", "0.001")
     status = read_status(tmp_path / "run")

@@ -89,7 +89,7 @@ def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | Da
 
 def run_rank(config: Config, options: LaunchOptions, stop_requests: StopRequests) -> RunResult:
     """Train as one of the ranks that a launcher started."""
-    with joined(options, config) as (launch, device):
+    with joined(options, config, stop_requests) as (launch, device):
         return train(config, launch, device, sys.argv, stop_requests)
 
 

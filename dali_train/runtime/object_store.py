@@ -366,7 +366,7 @@ def _hopeless(error: Exception, url: str) -> str:
     text = str(error)
     if any(code in text for code in ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")):
         return ": there is no such bucket"
-    if url.startswith("s3:") and ("301 Moved" in text or "PermanentRedirect" in text or "redirect" in text):
+    if url.startswith("s3:") and any(word in text for word in ("redirect", "Redirect", "AuthorizationHeaderMalformed")):
         return ": the bucket is in another region, set AWS_REGION to it"
     if isinstance(error, ValueError):
         return ": check the URL"

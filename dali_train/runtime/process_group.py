@@ -22,6 +22,8 @@ from dali_train.errors import RunError
 from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
+from dali_train.runtime.status import START_AGAIN
+from dali_train.runtime.stop import StopRequests
 
 Value = TypeVar("Value")
 
@@ -32,12 +34,15 @@ _SILENCE_S = 10
 
 
 @contextmanager
-def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) -> Iterator[Launch]:
+def process_group(
+    launch: Launch, device: torch.device, timeout_s: float = 600, stop: StopRequests | None = None
+) -> Iterator[Launch]:
     """Within, have the default process group: NCCL on GPUs, Gloo on CPUs. A single process has none.
 
     Gives the launch back, with the port of the store that the ranks share.
 
     Its collectives give up a little later than `timeout_s`, parallel.timeout_s, after which the watchdog ends a rank.
+    A rank that is asked to stop while it waits for the others ends with status 75.
 
     Raises:
         RunError: the other ranks were not reached within a minute.
@@ -56,11 +61,8 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) 
         MASTER_ADDR=launch.host,
         MASTER_PORT=str(launch.port),
     )
-    # torch (2.15) waits without end for what listens on the port and never answers: another program. Its own limit
-    # comes first in all other cases, though some seconds late.
-    silence = threading.Timer(MEETING_TIMEOUT.total_seconds() + _SILENCE_S, _give_up, (launch,))
-    silence.daemon = True
-    silence.start()
+    met = threading.Event()
+    threading.Thread(target=_end_meeting, args=(launch, met, stop), name="meeting", daemon=True).start()
     try:
         # Short while the ranks meet, longer while they work.
         store, port = _meet(launch)
@@ -74,19 +76,22 @@ def process_group(launch: Launch, device: torch.device, timeout_s: float = 600) 
             device_id=device if backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError) as error:
+        _end_if_asked(launch, stop)  # as another rank was, which has gone
         raise RunError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
             f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): check "
             "that every rank was started and that the address is reachable from each host"
         ) from error
     finally:
-        silence.cancel()
+        met.set()
     yield replace(launch, port=port)
     dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
 
 
 @contextmanager
-def joined(options: LaunchOptions, config: Config) -> Iterator[tuple[Launch, torch.device]]:
+def joined(
+    options: LaunchOptions, config: Config, stop: StopRequests | None = None
+) -> Iterator[tuple[Launch, torch.device]]:
     """Find this process's rank and device, and within, be a member of the default process group.
 
     Raises:
@@ -95,8 +100,26 @@ def joined(options: LaunchOptions, config: Config) -> Iterator[tuple[Launch, tor
     """
     launch = discover(options)
     device = choose_device(config.run.device, launch)
-    with process_group(launch, device, config.parallel.timeout_s) as launch:
+    with process_group(launch, device, config.parallel.timeout_s, stop) as launch:
         yield launch, device
+
+
+def _end_meeting(launch: Launch, met: threading.Event, stop: StopRequests | None) -> None:
+    """End this process if it is asked to stop before the ranks have met, or if nobody answers: the main thread waits
+    outside Python. torch (2.15) waits without end for what listens on the port and never answers, another program; its
+    own limit comes first in all other cases, though some seconds late."""
+    end = time.monotonic() + MEETING_TIMEOUT.total_seconds() + _SILENCE_S
+    while not met.wait(0.2):
+        _end_if_asked(launch, stop)
+        if time.monotonic() > end:
+            _give_up(launch)
+
+
+def _end_if_asked(launch: Launch, stop: StopRequests | None) -> None:
+    if stop is not None and (reason := stop.reason()):
+        if launch.rank == 0:
+            print(f"stopped before training began: {reason.describe()}", file=sys.stderr, flush=True)
+        os._exit(START_AGAIN)
 
 
 def _give_up(launch: Launch) -> None:

@@ -91,7 +91,7 @@ class StopRequests:
             os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
 
     def _listen(self) -> None:
-        """Hear Ctrl-C also while the main thread is outside Python: the C handler writes signals into a pipe."""
+        """Hear signals also while the main thread is outside Python: the C handler writes them into a pipe."""
         heard, written = os.pipe()
         os.set_blocking(written, False)
         before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -101,7 +101,7 @@ class StopRequests:
             os.close(written)
             return
         self._pipe_end = written
-        threading.Thread(target=self._count, args=(heard,), name="Ctrl-C", daemon=True).start()
+        threading.Thread(target=self._count, args=(heard,), name="signals", daemon=True).start()
 
     def _count(self, heard: int) -> None:
         while True:
@@ -111,7 +111,10 @@ class StopRequests:
             if not byte:
                 os.close(heard)
                 return
-            self._interrupts += byte == bytes([signal.SIGINT])
+            if byte[0] in (signal.SIGUSR1, signal.SIGTERM):
+                self._note(byte[0], None)
+                continue
+            self._interrupts += byte[0] == signal.SIGINT
             if self._interrupts == 1:
                 self._hear()
             elif self._interrupts > 2:

@@ -1,15 +1,18 @@
 """torchrun with the trainer's exit status: ``python -m dali_train.runtime.torchrun OPTIONS -m dali_train train ...``
 
 torchrun itself ends with status 1 whatever its workers end with, and Kubernetes and the like must know whether to start
-a run again (75) or not (2). Options, environment and output are torchrun's.
+a run again (75) or not (2). And with --nnodes 1:8 a node may join a run under way. Options, environment and output are
+torchrun's.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torch.distributed.run import parse_args, run
 
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
@@ -17,8 +20,14 @@ from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this node's ranks, and return their exit status; after a signal, which they got too, 75."""
+    # With a store that all rounds of the rendezvous share, the first node says where it is in the first round alone,
+    # and one that joins later waits for it until both give up (torch 2.15, DynamicRendezvousHandler.next_rendezvous).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         run(parse_args(sys.argv[1:] if arguments is None else arguments))
+    except RendezvousClosedError:
+        print("the run's other nodes have ended, or are about to: there is nothing to join", file=sys.stderr)
+        return 1
     except SignalException:
         return START_AGAIN
     except ChildFailedError as error:
