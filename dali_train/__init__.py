@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Hook", "RunResult", "load_config", "load_model", "predict", "register_optimizer", "run"]
 
-# torch takes seconds to import, and the command line must be able to print its help without it.
+# Imported on first use: torch takes seconds to import, and --help does not need it.
 _PLACES = {
     "Hook": "hooks",
     "RunResult": "commands.run",

@@ -1,4 +1,4 @@
-"""The command line: a thin layer on the commands in dali_train/commands.
+"""The command line: a thin layer over the commands in dali_train/commands.
 
 Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving
 (start it again), anything else a failure.
@@ -40,7 +40,7 @@ Command = Callable[[argparse.Namespace, list[str]], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    # torch.distributed.launch puts --local-rank before the command, ColossalAI's scripts put such options behind it.
+    # torch.distributed.launch puts --local-rank before the command, ColossalAI's scripts put such options after it.
     launch, argv = launch_parser().parse_known_args(argv)
     words, settings = _split_settings(argv)
     options, unknown = command_parser().parse_known_args(words)
@@ -63,15 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         message, status = "ended without saving", 130
     line = printable(f"dali-train {options.command}: {message}", keep="\n")
     tell_torchrun(line, is_said=is_said)
-    if not is_said:  # in one piece, line break and all, since several ranks may have something to say at once
+    if not is_said:  # in one write, including the line break, because several ranks may print at once
         sys.stderr.write(line + "\n")
-    elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends all as soon as one has ended, the one that says it too
+    elif (
+        "TORCHELASTIC_RUN_ID" in os.environ
+    ):  # torchrun ends all ranks as soon as one has ended, also the one that prints the error
         time.sleep(1)
     return status
 
 
 def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return other words, and ``--section.field`` with the values that follow: argparse would take those for RUN."""
+    """Split off ``--section.field`` with its values, which argparse would take for RUN; return (the rest, these)."""
     words: list[str] = []
     settings: list[str] = []
     current = words
@@ -82,12 +84,12 @@ def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
     return words, settings
 
 
-# torch takes seconds to import, so the commands that need it are imported where they run: --help should not wait.
+# torch takes seconds to import, so commands that need it are imported where they run, to keep --help fast.
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     exit_if_launcher_dies()
-    # c10d warns with C++ stacks when another rank has gone; which one, and why, the watchdog says.
+    # c10d warns with C++ stacks when another rank is gone; the watchdog reports which one, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = _config(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
@@ -97,7 +99,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         from dali_train.commands.train import run, run_rank
 
     if options.num_processes is not None:
-        stop_requests.close()  # the processes have their own
+        stop_requests.close()  # the new processes have their own
         result = run(config, num_processes=_num_processes(options.num_processes))
     else:
         try:
@@ -111,7 +113,7 @@ def _num_processes(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not text.isdecimal():
-        raise ConfigError(f"--num-processes is {text}: use a number from 1 on, or auto for one per GPU")
+        raise ConfigError(f"--num-processes is {text}: use 1 or more, or auto for one per GPU")
     return int(text)
 
 
@@ -123,7 +125,9 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     chosen = read_overrides(overrides)
     named = options.directory is not None or options.checkpoint is not None
     if named and "model.weights" in chosen:
-        raise ConfigError("--model.weights beside a run or a checkpoint, which has its own: leave one of them out")
+        raise ConfigError(
+            "--model.weights with a run or a checkpoint, which has its own weights: leave one of them out"
+        )
     with importing_torch():
         from dali_train.commands.evaluate import evaluate_checkpoint, evaluate_weights
 
@@ -139,8 +143,8 @@ def _status(options: argparse.Namespace, overrides: list[str]) -> int:
     directories = options.directories or [Path(_config(options, overrides).run.dir)]
     for directory in options.directories:
         if not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory; name the run.dir of a run")
-    # A pattern as runs/* finds other folders too, such as a comparison's.
+            raise ConfigError(f"{directory}: no such directory; use a run directory")
+    # A pattern such as runs/* also matches other folders, such as a comparison's.
     signs = ("config.json", "status.json", "run.lock")
     runs = [path for path in directories if any((path / sign).exists() for sign in signs)]
     if len(runs) > 1:
@@ -188,7 +192,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:
     if overrides:
-        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; change them in the file that it writes")
+        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; edit the file that it writes")
     from dali_train.commands.init import write_config
 
     output = options.output or Path(f"{Path(options.root).resolve().name}.py")
@@ -228,7 +232,7 @@ def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     if len(options.run_dir) != 2:
         raise ConfigError(
-            f"{' '.join(map(str, options.run_dir))}: diff compares two runs, {len(options.run_dir)} named"
+            f"{' '.join(map(str, options.run_dir))}: diff compares two runs, but {len(options.run_dir)} are given"
         )
     from dali_train.commands.diff import diff
 
@@ -250,12 +254,12 @@ def _report(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _run_own_parts(options: argparse.Namespace) -> None:
-    """Run --config beside RUN for what it registers: models, storages and the like."""
+    """Execute the file of --config for what it registers: models, storages and the like."""
     if options.config is None:
         return
     if Path(options.config).suffix == ".json":
         raise ConfigError(
-            f"--config {options.config} beside RUN, whose own settings are used: leave it out, or name the Python file "
+            f"--config {options.config} with RUN, whose own settings are used: leave it out, or use the Python file "
             "that registers the run's own model"
         )
     load_config(options.config)
@@ -264,7 +268,7 @@ def _run_own_parts(options: argparse.Namespace) -> None:
 def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
     if overrides:
         raise ConfigError(
-            f"{' '.join(overrides)}: {options.command} takes a run's own settings and no others; "
+            f"{' '.join(overrides)}: {options.command} uses the run's own settings and accepts no others; "
             f"see `dali-train {options.command} --help`"
         )
 
@@ -273,8 +277,8 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
     """Return the config that the command line names.
 
     Raises:
-        ConfigError: no file, a setting that does not exist, or a value that does not fit. All ranks find it, and one of
-            each host is to say it.
+        ConfigError: no file, a setting that does not exist, or a value that is not valid. All ranks find it; one per
+            host prints it.
         SystemExit: --help, with status 0.
     """
     if options.config is None and {"-h", "--help"} & set(overrides):

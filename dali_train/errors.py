@@ -1,8 +1,9 @@
-"""The errors that a user can meet: one or two sentences that name field or file, value, requirement and remedy."""
+"""The errors that users see: one or two sentences that name the field or file, the value, the requirement and the
+remedy."""
 
 
 class UserError(Exception):
-    """What a user can correct or should know; the message says all."""
+    """An error that the user can correct or should know of; the message is self-contained."""
 
     is_said = False  # another rank prints the same message
 
@@ -12,8 +13,8 @@ class ConfigError(UserError, ValueError):
 
 
 class DatasetError(UserError, ValueError):
-    """A dataset that cannot be used as it is; the message says what to do."""
+    """A dataset that cannot be used as it is; the message gives the remedy."""
 
 
 class RunError(UserError, RuntimeError):
-    """Nothing to change in the command or config, and the message says all: exit status 1, without a traceback."""
+    """A failure that is not due to the command or config: exit status 1, and a message without a traceback."""

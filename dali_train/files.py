@@ -1,4 +1,4 @@
-"""Files that are complete or not there, even after a kill or a power failure; files from unknown sources; locks."""
+"""Atomic writes that survive a kill or a power failure, reading untrusted files, and locks."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # an OSError's errno when 
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put a file in place complete and flushed, or not at all."""
+    """Write and flush a file completely, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -23,7 +23,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        error.filename = str(path)  # which people know, also where there was no room for the content
+        error.filename = str(path)  # the name that users know
         raise
     finally:
         partial.unlink(missing_ok=True)
@@ -45,10 +45,10 @@ def sha256(path: Path) -> str:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file, or a link to one. Opening a FIFO would wait for a writer, reading a device might never end.
+    """Open a regular file, or a link to one: opening a FIFO would wait for a writer, and a device might never end.
 
     Raises:
-        OSError: it is not there, cannot be opened, or is of another kind.
+        OSError: the file does not exist, cannot be opened, or is not a regular file.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -67,8 +67,9 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 
 
 def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
-    """Lock an open file until it is closed or the process ends, however it ends; `shared` with others that share it.
-    False: another process has it."""
+    """Lock an open file until it is closed or the process ends in any way; `shared` locks can be held together.
+
+    Return False if another process holds the lock."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Text for people: safe for a terminal, a log and a picture, and of a length that fits."""
+"""Formatting text for users: safe for terminals, logs and pictures, and shortened to fit."""
 
 import re
 from bisect import bisect_right
@@ -12,7 +12,7 @@ _JOINERS = "\u200c\u200d"  # invisible, but part of how Persian and emoji are wr
 
 def printable(text: str, *, keep: str = "") -> str:
     """Return `text` from a file name, a class name or an error as one harmless line: white space becomes a space,
-    terminal escape sequences go, other control characters become U+FFFD. Characters in `keep` stay as they are."""
+    terminal escape sequences are removed, other control characters become U+FFFD; characters in `keep` stay."""
     text = _ESCAPE_SEQUENCE.sub("", text)
     return "".join(
         c if c.isprintable() or c in keep or c in _JOINERS else " " if c.isspace() else "\ufffd" for c in text
@@ -20,7 +20,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def shortened(text: str, limit: float, size: Callable[[str], float] = len) -> str:
-    """Return `text`, cut to an ellipsis where its `size`, by default its number of characters, exceeds `limit`."""
+    """Return `text`, truncated with an ellipsis if its `size`, by default the number of characters, exceeds `limit`."""
     if size(text) <= limit:
         return text
     too_long = bisect_right(range(len(text)), limit, key=lambda end: size(text[:end] + "…"))
@@ -41,7 +41,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def span(least: int, most: int) -> str:
-    """Return ``33 to 37``, ``120`` where both are."""
+    """Return ``33 to 37``, or ``120`` if both are equal."""
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 

@@ -483,6 +483,6 @@ def test_a_shard_that_becomes_shorter_is_named(config: Config, tmp_path: Path) -
     split.paths[1] = short
     storage.prefetch(np.arange(split.first_images[1]))
     with pytest.raises(
-        DatasetError, match=rf"{short} has become shorter while it was in use: it ends at byte 100, .*Restore the shard"
+        DatasetError, match=rf"{short} was truncated while in use: it ends at byte 100, .*Restore the shard"
     ):
         storage.prefetch(np.arange(split.first_images[1], len(split)))

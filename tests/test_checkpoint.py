@@ -465,7 +465,7 @@ def test_a_changed_recipe_takes_over_what_fits(train: Train, tmp_path: Path) -> 
         (("--batch.global_batch", "64"), "with batch.global_batch 64 ends the run after 4 steps"),
     ):
         output = train("run", *accept, *words, status=2)
-        assert f"{asked}, but it has done 5 already" in output and "Traceback" not in output
+        assert f"{asked}, but its newest checkpoint is of step 5" in output and "Traceback" not in output
     output = train("run", *accept, "--model.kwargs.embed_dim", "16", status=2)
     assert "do not fit the model of this config: blocks.0.attn.proj.bias [32] there, [16] here; " in output
     assert "Traceback" not in output

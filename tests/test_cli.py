@@ -85,7 +85,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["--help"], "Train image classifiers at large batch sizes"),
         (["predict", "--help"], "Classify images"),
         (["export", "--help"], "Write a run's model"),
-        (["diff", "--help"], "Why two runs differ"),
+        (["diff", "--help"], "Show where two runs differ"),
         (["train", "--help"], "Every setting of the config can be overridden"),
         (["train", "--config", B16, "--help"], "Images per optimizer step, over all ranks"),
         (["eval", "--help"], "Evaluate a run's checkpoint"),

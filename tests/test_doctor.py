@@ -50,7 +50,7 @@ def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
     assert "32 images per step: 4 x 4 on each rank" in output
     # A model that timm gives other images than the config.
     assert "timm's vit_tiny_patch16_224 has mean (127.5, 127.5, 127.5), data.normalise has (123, 116, 103)" in output
-    assert "fine for weights drawn anew, wrong for pretrained ones" in output
+    assert "fine for random initial weights, wrong for pretrained ones" in output
 
 
 def test_what_training_would_refuse(tiny_config: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(sys, "executable", str(crashing))
     (finding,) = doctor_run.decoding_a_batch(load_config(tiny_config), ALONE, torch.device("cpu"))
     assert finding.verdict == "fail" and finding.found == "the process was ended by SIGSEGV while decoding on the CPU"
-    assert finding.remedy == "a fault of the decoder: install another version of DALI, or set data.device cpu"
+    assert finding.remedy == "a bug in the decoder: install another version of DALI, or set data.device cpu"
 
 
 def test_too_little_space(tiny_config: Path, tmp_path: Path) -> None:

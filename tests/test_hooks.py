@@ -209,7 +209,7 @@ def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
         ('raise ZeroDivisionError("a user\'s mistake")', "ZeroDivisionError: a user's mistake"),
         (
             "raise SystemExit(0)",
-            r"RunError: \S+/extended.py, line \d+, in step called sys.exit\(0\) before the run was",
+            r"RunError: \S+/extended.py, line \d+, in step called sys.exit\(0\) during the run",
         ),
     ],
 )

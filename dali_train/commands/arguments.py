@@ -1,4 +1,4 @@
-"""The words of the command line: one parser for all commands, which cli.py carries out."""
+"""The arguments of the command line: one parser for all commands, which cli.py runs."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from dali_train import __version__
 from dali_train.commands.data import add_data_command
 
-_OWN_PARTS = "a config file with a model of your own, which is run to register it; the settings are the run's"
+_OWN_PARTS = "a config file that registers your own model; the settings are the run's"
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
 SUMMARY = "Train image classifiers at large batch sizes, with the same samples on any number of GPUs."
 
@@ -52,7 +52,7 @@ def _add_commands_with_config(commands: Commands) -> None:
         metavar="N|auto",
         help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
     )
-    summary = "Evaluate a run's checkpoint, or with --config FILE --model.weights FILE_OR_NAME any weights."
+    summary = "Evaluate a run's checkpoint, or any weights with --config FILE --model.weights FILE_OR_NAME."
     evaluate = add("eval", summary)
     evaluate.add_argument(
         "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own settings are used"
@@ -60,16 +60,16 @@ def _add_commands_with_config(commands: Commands) -> None:
     evaluate.add_argument(
         "--checkpoint",
         metavar="best|newest|PATH",
-        help="which one of RUN (default: best, or newest where nothing was evaluated)",
+        help="the checkpoint of RUN (default: best, or newest if none was evaluated)",
     )
-    summary = "Report the progress of a run; exits with its trainer's status, which torchrun does not pass on."
+    summary = "Report the progress of a run; exits with the trainer's status, which torchrun hides."
     status = add("status", summary)
     status.add_argument(
         "directories",
         nargs="*",
         type=Path,
         metavar="RUN",
-        help="a run.dir, several for a table (runs/*); or name the config that has it",
+        help="a run directory, or several for a table (runs/*); or give --config instead",
     )
     summary = "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run."
     add("doctor", summary)
@@ -82,16 +82,16 @@ def _add_commands_with_config(commands: Commands) -> None:
         metavar="GB",
         help="memory of each rank's GPU: also report the largest micro-batch that fits",
     )
-    plan.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="they share data.cache (default: 8)")
-    plan.add_argument("--price-per-gb", type=float, metavar="X", help="that leaves the bucket of data.root")
-    plan.add_argument("--price-per-1000-requests", type=float, metavar="X", help="to the bucket of data.root")
+    plan.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks per data.cache (default: 8)")
+    plan.add_argument("--price-per-gb", type=float, metavar="X", help="price per GB read from data.root's bucket")
+    plan.add_argument("--price-per-1000-requests", type=float, metavar="X", help="price of requests to that bucket")
     plan.add_argument(
         "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
     )
 
 
 def _add_commands_on_runs(commands: Commands) -> None:
-    """Add the commands that take a run's own settings as they are."""
+    """Add the commands that use a run's own settings unchanged."""
 
     def add(name: str, summary: str, runs: int | str | None = None) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
@@ -105,7 +105,7 @@ def _add_commands_on_runs(commands: Commands) -> None:
     predict = add("predict", summary)
     predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file")
     predict.add_argument(
-        "--decoder", choices=("dali", "pil"), default="dali", help="what decodes and resizes (default: dali)"
+        "--decoder", choices=("dali", "pil"), default="dali", help="the library that decodes (default: dali)"
     )
     predict.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file"
@@ -114,31 +114,31 @@ def _add_commands_on_runs(commands: Commands) -> None:
         "--csv",
         type=Path,
         metavar="FILE",
-        help="write a table of the images with their 5 likeliest classes; without images, of the validation split",
+        help="write a table of the images (default: of the validation split) with their top 5 classes",
     )
     for command in (export, predict):
         command.add_argument("--config", type=Path, metavar="FILE", help=_OWN_PARTS)
         command.add_argument(
-            "--checkpoint", metavar="best|newest|PATH", help="which one of RUN (default: best, or newest)"
+            "--checkpoint", metavar="best|newest|PATH", help="the checkpoint of RUN (default: best, or newest)"
         )
         command.add_argument(
             "--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one"
         )
-    summary = "Why two runs differ: settings, the first sample, the first logged loss. Ends with status 1 if they do."
+    summary = "Show where two runs differ: settings, first sample, first logged loss. Exits with 1 if they do."
     diff = add("diff", summary, runs="+")
     diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
-    report = add("report", "Show runs as one HTML page, several over one another.", runs="+")
+    report = add("report", "Show one or more runs as one HTML page.", runs="+")
     report.add_argument(
         "--output", type=Path, metavar="DIR", help="where to write it (default: RUN/report, comparison/ beside several)"
     )
     report.add_argument(
         "--serve",
         action="store_true",
-        help="instead of a file: pages of all runs in RUN, kept current while they train",
+        help="serve live pages of all runs in the RUN folders instead of writing a file",
     )
-    # The values are found by `launch_parser`, which knows these words too.
-    report.add_argument("--host", help="--serve: the address to listen at (default: this machine alone)")
-    report.add_argument("--port", help="--serve: the port (default: 7007; 0: any that is free)")
+    # The values are parsed by `launch_parser`, which has the same options.
+    report.add_argument("--host", help="--serve: the address to listen on (default: only this machine)")
+    report.add_argument("--port", help="--serve: the port (default: 7007; 0: any free port)")
 
 
 def _add_init(commands: Commands) -> None:
@@ -147,18 +147,18 @@ def _add_init(commands: Commands) -> None:
     init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")
     init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
     init.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="of the GPU to train on (default: of the one here)"
+        "--gpu-memory", type=float, metavar="GB", help="memory of the GPU to train on (default: this machine's)"
     )
 
 
 def launch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dali-train", add_help=False, allow_abbrev=False)
     group = parser.add_argument_group(
-        "ColossalAI's options, where no launcher sets rank and world size in the environment"
+        "ColossalAI's options, used if no launcher sets rank and world size in the environment"
     )
-    group.add_argument("--local_rank", "--local-rank", type=int, help="this process's number on its host")
-    group.add_argument("--rank", type=int, help="this process's number")
+    group.add_argument("--local_rank", "--local-rank", type=int, help="rank of this process on its host")
+    group.add_argument("--rank", type=int, help="rank of this process")
     group.add_argument("--world_size", "--world-size", type=int, help="number of processes")
-    group.add_argument("--host", help="where rank 0 listens")
+    group.add_argument("--host", help="address of rank 0")
     group.add_argument("--port", type=int, help="port of --host")
     return parser

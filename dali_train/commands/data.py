@@ -1,10 +1,9 @@
 """``dali-train data``: make, index, check and show datasets.
 
-Exit status: 0 done, 2 a mistake in the command or in what it is given, 1 a failure (a full disk, damaged records, no
-network) or faults that `verify` found, 130 stopped with Ctrl-C.
+Exit status: 0 done, 2 a mistake in the command or its input, 1 a failure (a full disk, damaged records, no network) or
+faults found by `verify`, 130 stopped with Ctrl-C.
 
-The modules that do the work are imported by the commands that need them, so that ``dali-train --help`` need not wait
-for them.
+The modules that do the work are imported only by the commands that need them, so that ``dali-train --help`` is fast.
 """
 
 import argparse
@@ -36,7 +35,7 @@ def add_data_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, unknown: Sequence[str]) -> int:
-    """Carry out a parsed command; returns the exit status. `unknown` are arguments that no option took."""
+    """Run a parsed command and return its exit status. `unknown` are the arguments that match no option."""
     name = " ".join(filter(None, ("dali-train data", options.action, getattr(options, "source_kind", None))))
 
     def work() -> int:
@@ -49,10 +48,10 @@ def run(options: argparse.Namespace, unknown: Sequence[str]) -> int:
 
 
 def run_tool(name: str, work: Callable[[], int]) -> int:
-    """Return what `work` returns; an error becomes one line for people and the exit status of its kind (see above)."""
+    """Return the result of `work`; print an error as one line and return its exit status (see above)."""
     try:
         return work()
-    except DatasetError as error:  # a mistake in the command, or in what it is given
+    except DatasetError as error:  # a mistake in the command or its input
         print(f"{name}: {printable(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -66,7 +65,7 @@ def run_tool(name: str, work: Callable[[], int]) -> int:
 
 
 def nobody_reads_on() -> int:
-    """Return the exit status of a command whose output nobody reads to its end, as in `dali-train plan ... | head`."""
+    """Return the exit status after a broken pipe, as in `dali-train plan ... | head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
     return 1
 
@@ -92,27 +91,26 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
 
     text = "Convert an image dataset into shuffled, verified, indexed TFRecords."
     details = (
-        "The result is the same, bit for bit, for any number of workers. A run that was stopped, killed or out of disk "
-        "space resumes when the same command is started again. Machines that share a disk convert together: the same "
-        "command with --plan once, then --part 1/N to N/N in any order, again where one failed, then --finish."
+        "The result is the same, bit for bit, for any number of workers. After an interruption or on a full disk, the "
+        "same command resumes. Machines that share a disk convert together: the same command with --plan once, then "
+        "with --part 1/N to N/N in any order, repeating those that failed, then with --finish."
     )
     _add_convert(add("convert", text, _convert, details))
-    text = "Index TFRecords that someone else wrote, so that training can read them."
+    text = "Index existing TFRecords, so that training can read them."
     details = (
-        "They lie in DATASET/train and DATASET/validation (or val), or as train-* and validation-* (or val-*) in "
-        "DATASET; in a bucket in DATASET/train and DATASET/validation. Those that lie elsewhere than in OUT/train and "
-        "OUT/validation are linked there."
+        "The TFRecords are in DATASET/train and DATASET/validation (or val), or are DATASET/train-* and "
+        "DATASET/validation-* (or val-*); in a bucket they are in DATASET/train and DATASET/validation. Files outside "
+        "OUT/train and OUT/validation are linked there."
     )
     _add_index(add("index", text, _index, details))
-    text = "Make a smaller dataset of some classes and images of another one, renumbered in their old order."
+    text = "Make a smaller dataset from some classes and images of another one; the classes keep their order."
     _add_subset(add("subset", text, _subset))
     text = (
         "Check a dataset: records against checksums, index against records, manifest against files, images, duplicates."
     )
     details = (
-        "Exit status 0: nothing is wrong. 1: something is, and each fault has a line. Notes, such as images with the "
-        "same bytes under two labels, are faults of the source rather than of the files: they are printed and do not "
-        "count."
+        "Exit status 0: no faults. 1: faults, with one line each. Notes, such as images with the same bytes under two "
+        "labels, concern the source rather than the files: they are printed but do not count as faults."
     )
     _add_verify(add("verify", text, _verify, details))
     text = "Show a dataset: counts and sizes as text, histograms and a contact sheet of its images as PNG."
@@ -146,7 +144,7 @@ def _add_shards(parser: argparse._ActionsContainer) -> None:
     for split, most in (("train", 1024), ("validation", 128)):
         text = f"default: by the amount of data, at most {most}"
         parser.add_argument(f"--{split}-shards", type=int, metavar="N", help=text)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the images' order and choice (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order and choice of images (default: 0)")
     _add_workers(parser)
 
 
@@ -162,15 +160,15 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         for option, details in converter.arguments.items():
             command.add_argument(option, **details)
         if converter.download is not None:
-            text = "fetch the files that are not in --source (default: OUT/downloads) yet, checksums checked"
+            text = "fetch the files that are missing in --source (default: OUT/downloads), and verify checksums"
             command.add_argument("--download", action="store_true", help=text)
-            command.add_argument("--mirror", metavar="URL", help=f"fetch from here, not {converter.download.address}")
+            command.add_argument("--mirror", metavar="URL", help=f"use instead of {converter.download.address}")
 
 
 def _conversion_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
-        "--out", type=_dataset, required=True, metavar="DATASET", help="directory or URL of the new one"
+        "--out", type=_dataset, required=True, metavar="DATASET", help="directory or URL of the new dataset"
     )
     _add_shards(parser.add_argument_group("shards"))
     group = parser.add_argument_group("images")
@@ -179,21 +177,21 @@ def _conversion_options() -> argparse.ArgumentParser:
     size = group.add_mutually_exclusive_group()
     size.add_argument("--max-side", type=int, metavar="PIXELS", help="shrink images whose longer side exceeds this")
     size.add_argument("--short-side", type=int, metavar="PIXELS", help="shrink images whose shorter side exceeds this")
-    text = "JPEG quality of what must be encoded again (default: %(default)s)"
+    text = "JPEG quality of images that must be re-encoded (default: %(default)s)"
     group.add_argument("--quality", type=int, default=95, metavar="Q", help=text)
-    text = "do not decode the images that stay as they are"
+    text = "do not decode images that are stored unchanged"
     group.add_argument("--no-decode-check", dest="decode_check", action="store_false", help=text)
     text = (
-        "images that cannot be decoded, named in quarantine.jsonl: fail when all are known, or leave them out "
-        "(default: fail)"
+        "images that cannot be decoded are listed in quarantine.jsonl: fail at the end, or leave them out (default: "
+        "fail)"
     )
     group.add_argument("--on-bad", choices=("fail", "skip"), default="fail", help=text)
     group = parser.add_mutually_exclusive_group()
-    text = "of many machines: claim DATASET for this conversion, and say how many shards it has"
+    text = "with several machines, first: claim DATASET for this conversion, and print the number of shards"
     group.add_argument("--plan", dest="phase", action="store_const", const="plan", default="all", help=text)
-    text = "of many machines: make every N-th shard from the I-th on, beside the others"
+    text = "with several machines: make every N-th shard starting with the I-th, while others make the rest"
     group.add_argument("--part", dest="phase", metavar="I/N", help=text)
-    text = "of many machines, when all shards are there: list bad images, write the index, read all that was written"
+    text = "with several machines, when all shards are made: list bad images, write the index, verify all files"
     group.add_argument("--finish", dest="phase", action="store_const", const="finish", help=text)
     return parser
 
@@ -243,20 +241,20 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=_directory,
         metavar="OUT",
-        help="directory of the index, e.g. where DATASET is read-only (default: DATASET)",
+        help="directory of the index, e.g. if DATASET is read-only (default: DATASET)",
     )
     parser.add_argument(
         "--label-base", type=int, default=1, metavar="N", help="label of the first class (default: 1, as for ImageNet)"
     )
     classes = parser.add_mutually_exclusive_group()
-    classes.add_argument("--num-classes", type=int, metavar="N", help="default: the largest label decides")
-    text = "the classes' names in the order of their labels, one per line (default: those in the records, if there are)"
+    classes.add_argument("--num-classes", type=int, metavar="N", help="default: from the largest label")
+    text = "class names in the order of their labels, one per line (default: the names in the records, if any)"
     classes.add_argument("--class-names", type=Path, metavar="FILE", help=text)
     for key, feature in (("image", "image/encoded"), ("label", "image/class/label")):
         text = f"the feature that holds the {key} (default: %(default)s)"
         parser.add_argument(f"--{key}-key", default=feature, metavar="NAME", help=text)
     parser.add_argument(
-        "--no-crc", dest="check_crc", action="store_false", help="check only the framing: far less is read"
+        "--no-crc", dest="check_crc", action="store_false", help="check only the framing, which reads far less"
     )
     _add_workers(parser)
 
@@ -267,7 +265,9 @@ def _index(options: argparse.Namespace) -> int:
     if isinstance(options.dataset, Path):
         return _index_directory(options, options.dataset, options.out or options.dataset, nullcontext)
     if options.out is not None:
-        raise DatasetError(f"--out {options.out} with {options.dataset}: the index of a bucket lies in the bucket")
+        raise DatasetError(
+            f"--out {options.out} with {options.dataset}: the index of a bucket is written to it, leave --out out"
+        )
     with bucket_as_directory(options.dataset) as (directory, fetch):
         return _index_directory(options, directory, directory, fetch)
 
@@ -307,10 +307,10 @@ def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetc
 
 def _add_subset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL of the large dataset")
-    parser.add_argument("--out", type=_dataset, required=True, metavar="SUBSET", help="directory or URL of the new one")
+    parser.add_argument("--out", type=_dataset, required=True, metavar="SUBSET", help="directory or URL of the subset")
     classes = parser.add_mutually_exclusive_group()
     classes.add_argument("--classes", type=int, metavar="N", help="number of classes, chosen by --seed")
-    classes.add_argument("--class-list", type=Path, metavar="FILE", help="these classes: one name per line")
+    classes.add_argument("--class-list", type=Path, metavar="FILE", help="class names, one per line")
     parser.add_argument(
         "--images-per-class", type=int, metavar="N", help="at most N training images of each class, chosen by --seed"
     )
@@ -341,7 +341,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL")
     parser.add_argument("--sample", type=_positive, metavar="N", help="check N records per split instead of all")
     parser.add_argument(
-        "--no-decode", dest="decode", action="store_false", help="do not decode the images, which takes longest"
+        "--no-decode", dest="decode", action="store_false", help="do not decode images, the slowest check"
     )
     _add_workers(parser)
 
@@ -363,7 +363,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL")
-    text = "directory for SPLIT.png (default: DATASET/contact_sheets, of one in a bucket ./contact_sheets)"
+    text = "directory for SPLIT.png (default: DATASET/contact_sheets, or ./contact_sheets for a bucket)"
     parser.add_argument("--out", type=_directory, metavar="DIR", help=text)
     parser.add_argument(
         "--rows", type=_positive, default=5, metavar="N", help="rows of images per sheet (default: %(default)s)"

@@ -1,7 +1,7 @@
 """``dali-train diff``: why two runs differ, from settings through samples to losses.
 
-A run keeps no record of its samples and needs none: they are a function of its settings (the invariant), so they are
-computed again here, for both runs, and compared in the order in which training met them.
+A run need not record its samples, because they are a function of its settings (the invariant). They are recomputed here
+for both runs, and compared in training order.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from dali_train.errors import ConfigError
 from dali_train.report.runs import differences
 from dali_train.text import printable
 
-# Of these the order matters: what comes first explains what follows.
+# The order matters: earlier differences explain later ones.
 _FIRST = ("positions", "images", "labels")
 
 
@@ -32,7 +32,7 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
         Whether they are the same in everything that was compared.
 
     Raises:
-        ConfigError, DatasetError: no such run, or its dataset is gone.
+        ConfigError, DatasetError: there is no such run, or its dataset is gone.
     """
     runs = RunDirectory(first), RunDirectory(second)
     findings = [f"{name}: {ours} | {theirs}" for name, (ours, theirs) in differences(runs)]
@@ -56,7 +56,7 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
         if config.data.reader == "dali":
             raise ConfigError(
                 f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
-                "computed again"
+                "recomputed"
             )
     splits = [Split(config.data.root, "train", local=False) for config in (first, second)]
     sources = [MicroBatches(split.rows, config) for split, config in zip(splits, (first, second), strict=True)]
@@ -93,7 +93,7 @@ def compare_losses(first: RunDirectory, second: RunDirectory) -> str:
 
 
 def _difference(first: MicroBatch, second: MicroBatch) -> str:
-    """Name the image and the draw that differ; empty if all are equal."""
+    """Describe the first image and draw that differ; empty if all are equal."""
     fields = [field.name for field in dataclasses.fields(first) if field.name not in ("step", "k")]
     for name in (*_FIRST, *(name for name in fields if name not in _FIRST)):
         difference = _first_row(name, getattr(first, name), getattr(second, name))

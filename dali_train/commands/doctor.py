@@ -1,7 +1,7 @@
-"""Checks before a long run: does this environment, on all the ranks that are to train, do what training needs?
+"""Checks before a long run that the environment of every rank meets the needs of training.
 
-Each check says what it found and, if that will not do, what to do about it. Run it the way the training will be run,
-under torchrun or srun, so that it sees the same hosts, devices and network.
+Each check reports its finding and, on a failure, a remedy. Run the checks under the launcher of the training (torchrun
+or srun), so that they see the same hosts, devices and network.
 """
 
 import importlib.metadata
@@ -28,11 +28,11 @@ from dali_train.training.flops import data_sheet_peak, measured_peak
 _WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}
 
 NEEDED = {"torch": (2, 11), "timm": (1, 0, 26), "numpy": (1, 26)}
-SKEW_S = 1.0  # beyond it, log lines and file times of several hosts no longer show what happened first
+SKEW_S = 1.0  # beyond it, log lines and file times of several hosts no longer show the order of events
 
 
 def examine(launch: Launch, device: torch.device, config: Config | None) -> bool:
-    """Run all checks, on all ranks together, and print the table on rank 0. False if something failed."""
+    """Run all checks on all ranks together, print the table on rank 0, and return whether none failed."""
     findings = [
         *versions(),
         *devices(launch, device),
@@ -59,7 +59,7 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
 
 
 def table(gathered: list[tuple[str, list[Finding]]]) -> Iterator[str]:
-    """Yield a line for each check; where ranks differ, one for each finding that is worse than a pass, and whose."""
+    """Yield a line for each check; if ranks differ, one line per finding worse than a pass, with its ranks."""
     names = list(dict.fromkeys(finding.check for _, findings in gathered for finding in findings))
     for name in names:
         owners: dict[Finding, list[str]] = {}
@@ -120,7 +120,7 @@ def devices(launch: Launch, device: torch.device) -> Iterator[Finding]:
 
 
 def matrix_product(device: torch.device) -> Iterator[Finding]:
-    """Measure a large product beside the data sheet, against which model FLOP utilisation is counted."""
+    """Compare a large product with the data sheet's peak, the reference of model FLOP utilisation."""
     if device.type != "cuda":
         return
     dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
@@ -139,7 +139,7 @@ def matrix_product(device: torch.device) -> Iterator[Finding]:
 
 
 def decoding(device: torch.device) -> Iterator[Finding]:
-    """Compare DALI with Pillow, whose decoder is libjpeg-turbo, on a picture made here."""
+    """Compare DALI with Pillow, which uses libjpeg-turbo, on a generated picture."""
     ramp = np.linspace(0, 255, 320, dtype=np.float32)
     rows = [np.tile(channel, (240, 1)) for channel in (ramp, ramp[::-1], np.full(320, 99.0))]
     file = io.BytesIO()
@@ -168,7 +168,7 @@ def decoding(device: torch.device) -> Iterator[Finding]:
 
 
 def communication(launch: Launch, device: torch.device, config: Config | None) -> Iterator[Finding]:
-    """Check all-reduces among all ranks, then along each dimension of the config's mesh, in all groups at once."""
+    """Check all-reduces over all ranks, then along each dimension of the config's mesh, in all groups at once."""
     if launch.world_size == 1:
         return
     yield all_reduce("all-reduce", dist.group.WORLD, device)
@@ -187,11 +187,11 @@ def communication(launch: Launch, device: torch.device, config: Config | None) -
 
 
 def all_reduce(check: str, group: dist.ProcessGroup | None, device: torch.device) -> Finding:
-    """Check that an all-reduce among the ranks of `group`, which call this together, is right, and time it."""
+    """Check the result of an all-reduce over the ranks of `group`, which call this together, and time it."""
     ranks = dist.get_process_group_ranks(group)
     megabytes, rounds = (256, 10) if device.type == "cuda" else (16, 3)
     values = torch.full((megabytes * 250_000,), float(dist.get_rank() + 1), device=device)
-    dist.all_reduce(values, group=group)  # connects; not timed
+    dist.all_reduce(values, group=group)  # establishes connections; not timed
     wrong = bool((values != sum(ranks) + len(ranks)).any())
     dist.barrier()
     start = time.perf_counter()
@@ -200,7 +200,7 @@ def all_reduce(check: str, group: dist.ProcessGroup | None, device: torch.device
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / rounds
-    # What each rank sends and receives in a ring, as NCCL's own tests count it.
+    # The bytes that each rank sends and receives in a ring, as in NCCL's own tests.
     bandwidth = 2 * (len(ranks) - 1) / len(ranks) * megabytes / 1e3 / seconds
     found = f"{dist.get_backend()}, {len(ranks)} ranks, {megabytes} MB in {seconds * 1e3:.1f} ms, {bandwidth:.2f} GB/s"
     if wrong:

@@ -1,4 +1,4 @@
-"""What `doctor` checks of one config: the recipe, the dataset, decoding as in training, and the run directory."""
+"""`doctor`'s checks of a config: the recipe, the dataset, decoding as in training, and the run directory."""
 
 import errno
 import os
@@ -56,10 +56,10 @@ class Finding:
 
 
 def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tuple[list[Finding], Memory | None]:
-    """Check model, sizes and batch, as `train` takes them, on the meta device: nothing is computed.
+    """Check model, image sizes and batch as `train` does, on the meta device, without computing anything.
 
     Returns:
-        The findings, and the memory that the model takes.
+        The findings, and the memory of the model.
     """
     findings, layout = [], None
     try:
@@ -102,7 +102,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
 
 
 def _bucket(split: Split, config: Config) -> Finding:
-    """Measure what the object store gives one process: one image at a time, and all at once."""
+    """Measure the object store's latency and bandwidth for one process: one image at a time, and all at once."""
     storage = open_storage(split, config.data)
     images = np.random.default_rng(1).permutation(len(split))[:256]
     seconds = []
@@ -154,13 +154,13 @@ def splits(config: Config) -> Iterator[Finding]:
 
 
 def decoding_a_batch(config: Config, launch: Launch, device: torch.device) -> Iterator[Finding]:
-    """Run the training graph on a first micro-batch, in a process of its own: some decoders end the process.
+    """Run the training graph on a first micro-batch in a separate process, because some decoders crash the process.
 
-    Each rank tries its own GPU. On the CPU one rank of a host speaks for all.
+    Each rank tries its own GPU. On the CPU one rank per host is enough.
     """
     if config.data.reader == "synthetic" or (device.type == "cpu" and launch.local_rank > 0):
         return
-    # Hooks are the user's own code, which may not travel, and a batch of 64 shows as much as a larger one.
+    # Without hooks, which may not pickle; a batch of 64 shows as much as a larger one.
     size = min(config.batch.micro_batch, 64)
     small = replace(config, batch=replace(config.batch, global_batch=size, micro_batch=size), hooks=HooksConfig())
     small = replace(small, data=replace(small.data, num_threads=min(4, config.data.num_threads or 4)))
@@ -176,7 +176,7 @@ def decoding_a_batch(config: Config, launch: Launch, device: torch.device) -> It
             check=False,
         )
     except subprocess.TimeoutExpired:
-        remedy = "is the storage answering? Then set data.device cpu"
+        remedy = "check that the storage answers; if it does, set data.device cpu"
         yield Finding(check, "fail", f"not done after {_DECODING_LIMIT_S} s", remedy)
         return
     errors = child.stderr.decode(errors="replace")
@@ -184,7 +184,7 @@ def decoding_a_batch(config: Config, launch: Launch, device: torch.device) -> It
         name = signal.Signals(-child.returncode).name
         found = f"the process was ended by {name} while decoding on {decoding_device(config, device)}"
         yield Finding(
-            check, "fail", found, "a fault of the decoder: install another version of DALI, or set data.device cpu"
+            check, "fail", found, "a bug in the decoder: install another version of DALI, or set data.device cpu"
         )
     elif child.returncode > 0:
         said = [line for line in errors.splitlines() if line.strip() and "nvimgcodec" not in line]
@@ -230,14 +230,14 @@ def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iter
         dist.broadcast_object_list(mark, src=0)
         dist.barrier()
     if not mark[0]:
-        return  # rank 0 has said why
+        return  # rank 0 reports the reason
     try:
         shared = (directory / f".doctor-{mark[0]}").read_text() == mark[0]
     except OSError:
         shared = False
     if launch.rank != 0 and not shared and run.mirror is None:
         remedy = "set run.mirror, or run.dir to a file system that all hosts share"
-        words = f"{directory} is not that of rank 0, whose host alone has the checkpoints"
+        words = f"{directory} is not rank 0's directory, and only rank 0's host has the checkpoints"
         yield Finding("run directory", "warn", words, remedy)
     if launch.world_size > 1:
         dist.barrier()
@@ -255,7 +255,7 @@ def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iter
         for path in directory.glob(f".doctor-{mark[0]}*"):
             path.unlink(missing_ok=True)
         for path in reversed(made):
-            with suppress(OSError):  # somebody else uses it by now
+            with suppress(OSError):  # in use by another process by now
                 path.rmdir()
 
 
@@ -297,8 +297,8 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
 
 
 def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
-    """Check the space for checkpoints: run.keep_checkpoints, the best one, one that is written before the oldest is
-    removed, and one that is being uploaded."""
+    """Check the space for checkpoints: run.keep_checkpoints, the best one, one being written before the oldest is
+    removed, and one being uploaded."""
     count = run.keep_checkpoints + 2 + (run.mirror is not None)
     needed, free = count * checkpoint_bytes, shutil.disk_usage(directory).free
     found = f"{free / 1e9:,.1f} GB free, {count} checkpoints take {needed / 1e9:,.2f} GB"

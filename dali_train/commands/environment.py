@@ -1,4 +1,4 @@
-"""``config.json`` and ``environment.json``: a run directory states what made it."""
+"""``config.json`` and ``environment.json``, which record how a run was made."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from dali_train.text import plural
 def describe_run(
     directory: Path, config: Config, launch: Launch, device: torch.device, command: Sequence[str], num_threads: int
 ) -> None:
-    """Write both files, and copies of the Python files that the config is from."""
+    """Write both files, and copies of the Python files that define the config."""
     environment: dict[str, Any] = {
         "command": list(command),
         "config_file": keep_files(directory, config.files),
@@ -45,10 +45,10 @@ def describe_run(
 
 
 def keep_files(directory: Path, files: Mapping[Path, bytes]) -> str | None:
-    """Write `files` into ``configs/``, where they have the same places relative to each other.
+    """Write `files` into ``configs/``, preserving their relative paths.
 
     Returns:
-        The name of the first, relative to `directory`; None without any.
+        The name of the first file, relative to `directory`; None if there are none.
     """
     top = os.path.commonpath([path.parent for path in files]) if files else ""
     copies = {Path("configs") / path.relative_to(top): content for path, content in files.items()}
@@ -66,7 +66,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit(source: Path) -> str | None:
-    """Return the commit that is checked out in a directory; None if it is no checkout, or where there is no git."""
+    """Return the commit that is checked out in a directory; None if it is not a checkout, or git is missing."""
     try:
         commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     except FileNotFoundError:

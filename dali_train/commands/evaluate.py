@@ -34,11 +34,11 @@ def evaluate_checkpoint(
     """Evaluate on all ranks together and print the result on rank 0.
 
     Args:
-        run_dir: the run whose checkpoint it is; None: `checkpoint` is a path.
-        checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest where nothing was evaluated.
+        run_dir: the run that the checkpoint belongs to; None: `checkpoint` is a path.
+        checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest if none was evaluated.
 
     Raises:
-        ConfigError: no checkpoint is named, or `config` normalises, sizes or names classes differently from the run.
+        ConfigError: no checkpoint is named, or normalisation, model or class names of `config` differ from the run's.
         CheckpointError, DatasetError: see `load_checkpoint` and `Split`.
     """
     with _joined(options, config, run_dir or Path(config.run.dir)) as (launch, device):
@@ -72,16 +72,16 @@ def evaluate_checkpoint(
 
 
 def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOptions) -> EvaluationResult:
-    """Evaluate model.weights without a run, on all ranks together; print how images are prepared, and the result.
+    """Evaluate model.weights without a run, on all ranks together; print the preprocessing and the result.
 
-    What timm knows by name has the architecture and the images of that name, as in timm's own validate.py; a file has
-    those of `config`.
+    A timm name brings its own architecture and preprocessing, as in timm's own validate.py; for a file, those of
+    `config` are used.
 
     Args:
-        chosen: names of settings that timm does not decide.
+        chosen: names of settings that take precedence over timm's.
 
     Raises:
-        ConfigError: the weights do not fit the model, or are for other classes.
+        ConfigError: the weights do not fit the model, or have other classes.
         CheckpointError, DatasetError: see `first_weights` and `Split`.
     """
     weights = config.model.weights
@@ -113,14 +113,16 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
 
 @contextmanager
 def _joined(options: LaunchOptions, config: Config, directory: Path) -> Iterator[tuple[Launch, torch.device]]:
-    """Join the process group, see `joined`. Of ranks that end with the same error, one prints it."""
+    """Join the process group, see `joined`. If several ranks end with the same error, one of them prints it."""
     with joined(options, config) as (launch, device), ExitStack() as stack:
-        stack.push(Watchdog(launch, directory, config.parallel.timeout_s))  # only for the end, without its threads
+        stack.push(
+            Watchdog(launch, directory, config.parallel.timeout_s)
+        )  # only to handle errors at the end, without its threads
         yield launch, device
 
 
 def _with_architecture(config: Config, weights: str, chosen: Collection[str]) -> Config:
-    """Return `config` with the model that timm has under the name `weights`, with no arguments but those `chosen`."""
+    """Return `config` with timm's model of the name `weights`, keeping only the `chosen` model arguments."""
     name = weights.partition(".")[0] if ":" not in weights else config.model.name  # local-dir: says it itself
     kept = name == config.model.name and ":" not in weights
     arguments = {key: value for key, value in config.model.kwargs.items() if kept or f"model.kwargs.{key}" in chosen}
@@ -146,7 +148,7 @@ def _evaluator(split: Split, config: Config, launch: Launch, device: torch.devic
 
 
 def _print_classes(evaluator: Evaluator, split: Split) -> None:
-    """Print what the last evaluation says about classes."""
+    """Print the accuracy by class of the last evaluation."""
     details = evaluator.details
     assert details is not None
     names = split.manifest.class_names or tuple(map(str, range(split.num_classes)))

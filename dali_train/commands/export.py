@@ -1,5 +1,4 @@
-"""``dali-train export``: a run's model for other programs. What was written is read back and compared before it is
-reported."""
+"""``dali-train export``: write a run's model for other programs, then read it back and compare its logits."""
 
 import importlib.util
 import json
@@ -15,9 +14,9 @@ from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
 from dali_train.errors import ConfigError, RunError
 
 TOLERANCE = 1e-4
-"""Largest difference of a logit, relative to the largest logit or 1, that is accepted."""
+"""The largest accepted difference of a logit, relative to the largest logit or 1."""
 
-_BATCH_SIZES = (1, 5)  # a graph that was traced with one size may hold on to it
+_BATCH_SIZES = (1, 5)  # a traced graph may work for only one size
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -36,7 +35,7 @@ def export(
 
     Raises:
         ConfigError, CheckpointError: see `load_trained`; or the format needs a package that is not installed.
-        RunError: the written model does not give the same logits.
+        RunError: the logits of the written model differ.
     """
     trained = load_trained(run_dir, checkpoint, weights)
     output = output or run_dir / "export" / format_name
@@ -68,7 +67,7 @@ def export(
 
 
 def preprocessing(trained: TrainedModel) -> dict[str, Any]:
-    """Return how an image becomes the model's input, and what its outputs mean, as plain JSON values."""
+    """Describe the preprocessing of images and the meaning of the outputs, as plain JSON values."""
     data = trained.config.data
     return {
         "input": f"float32, (n, 3, {data.eval_size}, {data.eval_size}), RGB",
@@ -99,8 +98,8 @@ def _export_timm(trained: TrainedModel, output: Path) -> Logits:
         )
     except AttributeError as error:
         raise ConfigError(
-            f"--format timm: timm cannot describe {trained.config.model.name}: {error}; set that on the model, or use "
-            "another --format"
+            f"--format timm: timm cannot describe {trained.config.model.name}: {error}; set this attribute on the "
+            "model, or use another --format"
         ) from error
     loaded: Logits = timm.create_model(f"local-dir:{output}", pretrained=True).eval()
     return loaded
@@ -142,7 +141,7 @@ FORMATS: dict[str, Callable[[TrainedModel, Path], Logits]] = {
     "onnx": _export_onnx,
     "torch-export": _export_torch,
 }
-"""Each writes a model into a directory and gives what was read back from there, as a function from images to logits."""
+"""Each writes a model into a directory, reads it back, and returns it as a function from images to logits."""
 
 
 def _example(trained: TrainedModel) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``dali-train init``: a config file that fits a dataset, with the reasons beside the numbers."""
+"""``dali-train init``: write a config file that suits a dataset, with comments that explain the numbers."""
 
 import json
 from pathlib import Path
@@ -15,23 +15,23 @@ from dali_train.training.memory import estimate_memory
 _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
 _ON_CPU = 32
-"""Images per micro-batch where there is no GPU whose memory would be the limit."""
+"""Images per micro-batch without a GPU, whose memory would be the limit."""
 
 
 def write_config(root: str, output: Path, gpu_memory_gb: float | None) -> None:
-    """Write a config file for the dataset in `root`, and print what was found.
+    """Write a config file for the dataset in `root`, and print a description of the dataset.
 
     Args:
         output: a file that does not exist yet.
-        gpu_memory_gb: of the GPU to train on; None: of the one that is here.
+        gpu_memory_gb: memory of the GPU to train on; None: of this machine's GPU.
 
     Raises:
-        ConfigError: the file exists, or not one image fits into the memory.
-        DatasetError: there is no such dataset, or it is damaged.
+        ConfigError: the file exists, or not even one image fits into the memory.
+        DatasetError: the dataset does not exist, or is damaged.
     """
     if output.suffix != ".py" or output.exists():
         reason = "this file exists" if output.exists() else "not a Python file, whose name ends in .py"
-        raise ConfigError(f"--output {output}: {reason}; name another")
+        raise ConfigError(f"--output {output}: {reason}; use another name")
     split = Split(root, "train")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(_config_file(split, root, output, _ON_CPU, "enough to keep a CPU busy"))
@@ -43,8 +43,8 @@ def write_config(root: str, output: Path, gpu_memory_gb: float | None) -> None:
         largest = memory.largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
         if largest is None:
             output.unlink()
-            raise ConfigError(f"not one image fits into {gpu_memory_gb:g} GB: name a larger GPU with --gpu-memory")
-        reason = f"the most that fits into a GPU of {gpu_memory_gb:.0f} GB, by the estimate of `dali-train plan`"
+            raise ConfigError(f"--gpu-memory is {gpu_memory_gb:g} GB, which does not fit one image: use a larger GPU")
+        reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
         output.write_text(_config_file(split, root, output, largest, reason))
     print(f"{output}: {_describe(split)}")
 
@@ -66,23 +66,25 @@ def _images(split: Split) -> tuple[list[str], bool]:
     if side >= _SMALL:
         size = min(224, side // 32 * 32)
         return [
-            f"train_size={size},  # pixels; the images have {side} on their shorter side",
+            f"train_size={size},  # pixels; the shorter side of the images is {side}",
             f"eval_size={size},",
         ], False
-    lines = [f"train_size={side},  # pixels, as the images have", f"eval_size={side},"]
+    lines = [f"train_size={side},  # pixels, the size of the images", f"eval_size={side},"]
     if np.ptp(heights) == 0 and np.ptp(widths) == 0:
-        lines.append(f"crop_side={side},  # shifted by up to an eighth, rather than enlarged parts of small images")
-        return [*lines, f"crop_padding={side // 8},", f"eval_resize_to={side},  # all of each image"], True
-    return [*lines, "crop_area=(0.35, 1.0),  # not down to the usual 0.08 of images that are small already"], True
+        lines.append(
+            f"crop_side={side},  # random shifts of up to an eighth, instead of enlarging crops of small images"
+        )
+        return [*lines, f"crop_padding={side // 8},", f"eval_resize_to={side},  # the whole image"], True
+    return [*lines, "crop_area=(0.35, 1.0),  # the usual minimum of 0.08 is too small a part of a small image"], True
 
 
 def _config_file(split: Split, root: str, output: Path, micro_batch: int, reason: str) -> str:
     images, small = _images(split)
     network = (
-        'name="dali_resnet34_cifar",  # ResNet-34 that keeps the resolution of small images; or any model of timm'
+        'name="dali_resnet34_cifar",  # ResNet-34 that keeps the resolution of small images; or any timm model'
         if small
-        else 'name="resnet50",  # or any model of timm\n'
-        '        # weights="resnet50.a1_in1k",  # begin with trained weights: a tenth of the rate and of the epochs do'
+        else 'name="resnet50",  # or any timm model\n'
+        '        # weights="resnet50.a1_in1k",  # pretrained weights: use a tenth of rate and epochs'
     )
     batch = 256 if len(split) >= 50_000 else 128 if len(split) >= 5_000 else 64
     epochs = 90 if len(split) >= 200_000 else 200
@@ -108,16 +110,16 @@ config = Config(
         {network}
         channels_last=True,
     ),
-    # The rate that is usual for ResNets, at a batch of 256 images; it is scaled to the batch below.
+    # The usual learning rate of ResNets for a batch of 256 images; it is scaled to the batch below.
     optimizer=OptimizerConfig(name="sgd", lr=0.1, scale_lr="linear", weight_decay=5e-4, clip_grad_norm=None),
     schedule=ScheduleConfig(name="cosine", warmup_epochs=5),
     loss=LossConfig(label_smoothing=0.1),
-    # Of a step, on all GPUs together, and of a pass on one: {reason}.
+    # Images per step on all GPUs together, and per pass on one GPU: {reason}.
     batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, micro_batch)}),
     # precision=PrecisionConfig(dtype="bf16"),  # faster on GPUs since Ampere
     run=RunConfig(
         dir={json.dumps(run)},
-        epochs={epochs},  # as many steps as a network needs that begins with random weights
+        epochs={epochs},  # enough steps for a network with random initial weights
     ),
 )
 """

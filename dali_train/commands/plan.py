@@ -1,4 +1,4 @@
-"""What a run would do, computed without a GPU and without reading data: steps, accumulation, schedule, memory."""
+"""``dali-train plan``: a run's steps, accumulation, schedule and memory, computed without a GPU or data."""
 
 import math
 import textwrap
@@ -45,7 +45,7 @@ from dali_train.training.schedule import learning_rate, schedule_of
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 IMAGENET_IMAGE_BYTES = 110e3
-FINE_WHEN_DRAWN = "fine for weights drawn anew, wrong for pretrained ones"
+FINE_WHEN_DRAWN = "fine for random initial weights, wrong for pretrained ones"
 
 
 def print_plan(
@@ -62,16 +62,16 @@ def print_plan(
     """Print the plan for `world_size` ranks, and draw it into `picture`.
 
     Args:
-        world_size: None for as few as the config's parallelism allows.
-        gpu_memory_gb: of each rank's device, for advice on the micro-batch.
-        ranks_per_node: share a cache of what they read from an object store.
-        price_per_gb, price_per_1000_requests: of that store.
+        world_size: None for the smallest that the config's parallelism allows.
+        gpu_memory_gb: memory of each rank's device, for advice on the micro-batch.
+        ranks_per_node: the number of ranks that share a cache, if data comes from an object store.
+        price_per_gb, price_per_1000_requests: prices of that store.
 
     Raises:
         ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
-            take images of the config's sizes.
+            accept images of the config's sizes.
     """
-    loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before the model is made
+    loss_of(config.loss), schedule_of(config.schedule)  # refuse a wrong name before the model is built
     num_images, num_classes, source, image_bytes = _images(config, num_images)
     batch = config.batch
     launch = Launch(world_size=world_size or config.parallel.smallest_world_size, port=1, launcher="plan")
@@ -114,7 +114,7 @@ def print_plan(
             f"micro-batch    {describe_largest_micro_batch(config, fullest, gpu_memory_gb * 1e9, layout.data_size)[1]}"
         )
     print(f"checkpoint     {memory.checkpoint_bytes / 1e9:.2f} GB, weights and optimizer")
-    print(f"learning rate  moves every {config.schedule.step_every}")
+    print(f"learning rate  changes every {config.schedule.step_every}")
     for quarter in range(5):
         epoch = config.run.epochs * quarter / 4
         step = math.ceil(epoch * num_images / batch.global_batch - 1e-9)
@@ -153,7 +153,7 @@ def changed_settings(config: Config) -> dict[str, str]:
 
 
 def _as_typed(value: Any) -> str:
-    """Return a setting's value as it is typed behind its name."""
+    """Return a setting's value as it is typed on the command line."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, tuple):
@@ -164,7 +164,7 @@ def _as_typed(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The stages, parameters and memory of the ranks of one place in the pipeline."""
+    """The stages, parameters and memory of the ranks at one place in the pipeline."""
 
     stages: Sequence[Stage]
     parameters: tuple[int, ...]  # of each stage
@@ -172,10 +172,10 @@ class RankPlan:
 
 
 def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Memory) -> list[RankPlan]:
-    """Describe the ranks of each place in the pipeline; one entry without a pipeline.
+    """Describe the ranks at each place in the pipeline; one entry without a pipeline.
 
     Raises:
-        ConfigError: the model cannot be split so.
+        ConfigError: the model cannot be split in this way.
     """
     parallel = config.parallel
     check_shardwise(model, config.optimizer, layout)
@@ -222,13 +222,13 @@ def describe_memory(memory: Memory) -> str:
     kinds = "weights, gradients and optimizer"
     gathered = f" ({memory.weight_bytes / 1e9:.2f} GB weights between steps)" if memory.gathered_bytes else ""
     copy = memory.weight_bytes + memory.optimizer_bytes
-    undo = f"; {copy / 1e9:.2f} GB to undo a step, when these are gone" if memory.keeps_copy else ""
+    undo = f"; {copy / 1e9:.2f} GB to undo a step, once these are freed" if memory.keeps_copy else ""
     activations = f"about {memory.activation_bytes / 1e9:.2f} GB activations{undo}"
     return f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, {activations}"
 
 
 def _images(config: Config, num_images: int | None) -> tuple[int, int, str, float]:
-    """Return (training images, classes, where these numbers are from, mean bytes per image)."""
+    """Return (training images, classes, the source of these numbers, mean bytes per image)."""
     if num_images is not None:
         if num_images < 1:
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
@@ -245,13 +245,14 @@ def _images(config: Config, num_images: int | None) -> tuple[int, int, str, floa
 def describe_largest_micro_batch(
     config: Config, memory: Memory, device_bytes: float, data_size: int
 ) -> tuple[bool, str]:
-    """Return whether batch.micro_batch fits into a device, by the estimate, and in words the largest that does."""
+    """Return whether batch.micro_batch is estimated to fit into a device, and a sentence on the largest that does."""
     ours, gigabytes = config.batch.micro_batch, device_bytes / 1e9
     largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch, data_size)
     if largest is None:
         return (
             False,
-            f"not even one image fits into {gigabytes:.0f} GB: a smaller model, or model.activation_checkpointing true",
+            f"not even one image fits into {gigabytes:.0f} GB: use a smaller model, or model.activation_checkpointing "
+            "true",
         )
     return (
         largest >= ours,
@@ -260,14 +261,14 @@ def describe_largest_micro_batch(
 
 
 def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
-    """Return data.shuffle in words, and what a block order asks of the page caches."""
+    """Describe data.shuffle, and the page cache that a block order needs."""
     data = config.data
     if data.shuffle == "none":
         return "none: as on disk, the same every epoch"
     if data.shuffle == "full":
         return "full: any image may follow any other"
     if data.shuffle == "balanced":
-        return "balanced: any image may follow any other, and every class comes equally often"
+        return "balanced: any image may follow any other, and all classes are equally frequent"
     lanes = config.batch.num_micro_batches
     pool = min(num_images, lanes * data.window_blocks * data.block_images)
     return (
@@ -277,8 +278,8 @@ def describe_order(config: Config, num_images: int, image_bytes: float) -> str:
 
 
 def draw_plan(config: Config, num_images: int, memory: Memory, picture: Path) -> None:
-    """Draw the learning rate over the run, and what each rank's memory is used for."""
-    import matplotlib  # only where a picture is wanted
+    """Draw the learning rate over the run, and a breakdown of each rank's memory."""
+    import matplotlib  # only if a picture is wanted
     from matplotlib.figure import Figure
 
     steps = config.steps(config.run.epochs, num_images)

@@ -1,4 +1,4 @@
-"""What a run will read from an object store, before it reads anything: share of the cache, bytes, requests, cost."""
+"""A forecast of a run's reads from an object store: hit rate of the cache, bytes, requests, cost."""
 
 import math
 from dataclasses import replace
@@ -11,15 +11,15 @@ from dali_train.data.sampling.next_use import simulate_cache
 from dali_train.parallel.layout import Layout
 from dali_train.text import plural
 
-_SIMULATED_USES = 150_000  # a second; only shares matter, so a small dataset stands for a large one
+_SIMULATED_USES = 150_000  # takes a second; only fractions matter, so a small dataset stands for a large one
 
 
 def served_shares(num_epochs: int, node_share: float, cached_share: float, seed: int = 0) -> list[float]:
-    """Return the share of a node's reads that its cache serves, for each epoch.
+    """Return the hit rate of a node's cache in each epoch.
 
     Args:
-        node_share: of an epoch's images that this node reads.
-        cached_share: of the dataset that its cache holds.
+        node_share: the fraction of an epoch's images that the node reads.
+        cached_share: the fraction of the dataset that its cache holds.
     """
     num_images = min(65_536, max(1024, round(_SIMULATED_USES / (num_epochs * node_share))))
     num_read = round(num_images * node_share)
@@ -67,7 +67,7 @@ def describe_reads(
 
 
 def _percentages(shares: list[float]) -> str:
-    """Return the shares of some epochs, and of all."""
+    """Format the fractions of some epochs, and of all."""
     shown = sorted({epoch for epoch in (1, 2, 5, 10, 20, 50, 100) if epoch < len(shares)} | {len(shares)})
     each = ", ".join(f"{shares[epoch - 1]:.0%} in epoch {epoch}" for epoch in shown)
     return f"{each}, {float(np.mean(shares)):.0%} in all"

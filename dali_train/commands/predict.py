@@ -1,5 +1,5 @@
-"""``dali-train predict``: classes of images by a run's model, decoded by DALI as in training or by PIL as most programs
-do."""
+"""``dali-train predict``: classify images by a run's model, decoded by DALI as in training, or by PIL as in most
+programs."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,12 +29,12 @@ from dali_train.training.metrics import ClassTables
 from dali_train.training.pretrained import image_settings
 
 _BATCH = 32
-_TOP, _IN_TABLE = 3, 5  # classes of an image that are printed, and that stand in a table
+_TOP, _IN_TABLE = 3, 5  # classes per image that are printed, and that are in a table
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePredictions:
-    """The classes of each image, likeliest first, and their probabilities; both (n, classes)."""
+    """The classes of each image, most likely first, and their probabilities; both (n, classes)."""
 
     classes: NDArray[np.int64]
     probabilities: NDArray[np.float32]
@@ -43,11 +43,11 @@ class ImagePredictions:
 def predict(
     model: nn.Module | Path | str, images: Sequence[Path | str], *, decoder: Literal["dali", "pil"] = "dali"
 ) -> ImagePredictions:
-    """Classify image files, resized, cut and normalised as in the evaluation of the run.
+    """Classify image files, resized, cropped and normalised as in the evaluation of the run.
 
     Args:
-        model: a run directory, or a model that `load_model` or timm has made, whose `pretrained_cfg` counts.
-        images: files; EXIF's rotation is ignored.
+        model: a run directory, or a model from `load_model` or timm, whose `pretrained_cfg` sets the preprocessing.
+        images: files; EXIF rotation is ignored.
 
     Raises:
         ConfigError: a file is missing or is not an image, or there is no such run.
@@ -83,11 +83,11 @@ def print_predictions(
     checkpoint: str | None,
     weights: Weights | None,
 ) -> ImagePredictions:
-    """Print a table of `images`; without any, compare both decoders on the validation split of the run's dataset.
+    """Print a table of `images`; without images, compare both decoders on the validation split of the run's dataset.
 
     Args:
         decoder: ``dali`` or ``pil``.
-        picture: where to draw the images with their likeliest classes.
+        picture: where to draw the images with their most likely classes.
         table: where to write a CSV file of the images, or of the validation split.
         checkpoint, weights: see `load_trained`.
 
@@ -119,7 +119,7 @@ def print_predictions(
 def _write_likeliest(
     path: Path, heads: list[str], firsts: list[list[Any]], predictions: ImagePredictions, names: Sequence[str]
 ) -> None:
-    """Write a row per image: what `firsts` has under `heads`, then its likeliest classes, each with its score."""
+    """Write a row per image: the columns `firsts` with the headings `heads`, then its top classes with scores."""
     kept = min(_IN_TABLE, predictions.classes.shape[1])
     heads = heads + [f"{what} {place}" for place in range(1, kept + 1) for what in ("class", "score")]
     pairs = (
@@ -130,13 +130,14 @@ def _write_likeliest(
 
 
 def compare_decoders(trained: TrainedModel, table: Path | None = None) -> ImagePredictions:
-    """Print top-1 on the validation split as DALI and as PIL decode and resize it, and what DALI's predictions say
-    about classes; returns these, the 5 likeliest classes of each image, which also go into `table`."""
+    """Print top-1 on the validation split, decoded and resized by DALI and by PIL, and DALI's accuracy by class.
+
+    Return DALI's predictions, the top 5 classes of each image, which are also written to `table`."""
     data = trained.config.data
     split = Split(data.root, "validation")
     if split.manifest.encoding == "raw":
         raise ConfigError(
-            f"{data.root} holds pixels, not encoded images: there is nothing for a decoder to do; name image files"
+            f"{data.root} holds raw pixels, so there are no decoders to compare: name image files to classify"
         )
     labels = split.rows["label"].astype(np.int64)
     dali = _classify(trained.model, _with_dali(split, data), keep=_IN_TABLE)
@@ -161,7 +162,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None = None) -> ImageP
 
 
 def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, names: Sequence[str]) -> None:
-    """Draw a PNG with each image above its likeliest classes."""
+    """Draw a PNG with each image above its most likely classes."""
     from matplotlib.figure import Figure  # takes half a second, and only pictures need it
 
     columns = min(4, len(images))
@@ -184,7 +185,7 @@ def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, n
 
 @torch.inference_mode()
 def _classify(model: nn.Module, batches: Iterable[torch.Tensor], keep: int | None = None) -> ImagePredictions:
-    """Classify `batches`, each (n, 3, size, size) float32 and normalised; with `keep` only so many classes of each."""
+    """Classify `batches`, each (n, 3, size, size) float32 and normalised; keep only the top `keep` classes."""
     probabilities, classes = [], []
     for images in batches:
         scores, numbers = model(images).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
@@ -203,11 +204,11 @@ def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
     pipeline = EvaluationPipeline(split, batches, data, pixels)
     for _ in batches:
         images, _ = pipeline.run()
-        yield images.clone()  # DALI uses the memory again
+        yield images.clone()  # DALI reuses the memory
 
 
 def _as_split(images: Sequence[Path], directory: Path) -> Split:
-    """Make `images` the validation split of a dataset in `directory`: they go through the same code as all others."""
+    """Make `images` the validation split of a dataset in `directory`, so that they go through the same code."""
     records: list[tuple[bytes, dict[str, bytes | str | int]]] = [
         (path.read_bytes(), {"image/class/label": 1, "image/filename": str(path)}) for path in images
     ]
@@ -217,8 +218,8 @@ def _as_split(images: Sequence[Path], directory: Path) -> Split:
 
 
 def _with_pil(encoded: Sequence[Callable[[], bytes]], names: Sequence[str], data: DataConfig) -> Iterator[torch.Tensor]:
-    """Yield batches of images, resized and cut by torchvision as most programs do, without EXIF's rotation as here in
-    DALI."""
+    """Yield batches of images, resized and cropped by torchvision as in most programs; as with DALI, EXIF rotation is
+    ignored."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
 
     def pixels(read: Callable[[], bytes], name: str) -> torch.Tensor:

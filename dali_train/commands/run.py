@@ -1,4 +1,4 @@
-"""What a training run consists of, where it stands, and what is due there."""
+"""The parts and the state of a training run, and when to evaluate and save."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ class RunResult:
     run_dir: Path
     step: int  # optimizer steps done
     total_steps: int
-    stopped: StopReason  # why to start it again; NONE: it is finished
+    stopped: StopReason  # why the run stopped before its end; NONE: it is finished
     best_top1: float | None  # a fraction; None: never evaluated
     epoch_accuracies: list[float]  # top-1 of each evaluation as a fraction, in order, those before a resume included
     model_file: Path | None  # the final weights, see `write_model`; None: the run is not finished
@@ -55,7 +55,7 @@ class Accuracies:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the loop works with. Only the last five fields change."""
+    """Everything that the training loop uses. Only the last five fields change."""
 
     plan: RunPlan
     setup: Setup
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training split done."""
+        """Completed passes over the training split."""
         return self.step * self.plan.config.batch.global_batch / self.plan.num_images
 
     @property
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether hooks.stop_early says that the run has gone without a better top-1 for too long."""
+        """Whether top-1 has not improved for hooks.stop_early epochs."""
         config, history = self.plan.config, self.accuracies.history
         if config.hooks.stop_early is None or config.run.eval_every_epochs is None or not history:
             return False
@@ -137,7 +137,7 @@ class Run:
             write_model(self.plan.directory, self.step)
 
     def write_report(self) -> None:
-        """Write the run's page, without which nothing fails."""
+        """Write the run's report; a failure is only logged."""
         if self.plan.launch.rank == 0:
             try:
                 write_report([self.plan.directory])
@@ -145,10 +145,10 @@ class Run:
                 logger.warning("the report was not written: %s", fault)
 
     def unsaved_error(self) -> NonFiniteError:
-        """Return the error of a run that ends without having saved, because weights or loss are not finite."""
+        """Return the error for a run that ends unsaved, because weights or loss are not finite."""
         newest = newest_step(self.plan.directory)
         saved = f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
-        when = "came to its end" if self.is_last_step else f"stopped on request ({self.stopping.describe()})"
+        when = "ended" if self.is_last_step else f"stopped on request ({self.stopping.describe()})"
         return NonFiniteError(
             f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: weights or the last "
             f"loss are not finite, and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or "

@@ -1,6 +1,6 @@
-"""Training as one story: build everything, loop over optimizer steps, end.
+"""A training run from start to end: build everything, loop over optimizer steps, finish.
 
-``run(config)`` is the Python API and what ``dali-train train`` calls. Every rank of a launcher calls it.
+``run(config)`` is the Python API, which ``dali-train train`` uses too. Every rank of a launcher calls it.
 """
 
 import logging
@@ -48,11 +48,11 @@ logger = logging.getLogger("dali_train")
 
 
 def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | None = None) -> RunResult:
-    """Train what `config` (or the file of that name) describes, or resume it.
+    """Train as described by `config` (or the config file of that name), or resume.
 
     Args:
-        num_processes: start so many new processes and train on them; auto: one per GPU, one where there is none. None:
-            train in this process, as the rank that a launcher's environment says, or alone.
+        num_processes: start this many new processes and train in them; auto: one per GPU, or one without GPUs. None:
+            train in this process, as the rank in the launcher's environment, or as a single process.
 
     Raises:
         ConfigError, DatasetError: something that the caller can correct.
@@ -61,7 +61,8 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
     if num_processes is not None:
         if isinstance(config, Config) and config.hooks.user:
             raise ConfigError(
-                "hooks.user cannot be handed to other processes: give `run` the config's file, or use torchrun"
+                "hooks.user cannot be passed to other processes: pass the path of the config file to `run`, or use "
+                "torchrun"
             )
         results = launch_locally(_run_or_mistake, config, num_processes=num_processes)
         result = next((result for result in results.values() if isinstance(result, Exception)), results[0])
@@ -78,7 +79,7 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
 
 
 def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | DatasetError:
-    """Run in a process of its own, and return the error that its parent is to raise instead of printing a traceback."""
+    """Run in a separate process, and return an error for the parent to raise, instead of printing a traceback."""
     try:
         if isinstance(config, Config) and config.files:
             load_config(next(iter(config.files)))  # registers the user's own models and losses in this process too
@@ -88,7 +89,7 @@ def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | Da
 
 
 def run_rank(config: Config, options: LaunchOptions, stop_requests: StopRequests) -> RunResult:
-    """Train as one of the ranks that a launcher started."""
+    """Train as one rank of a launcher, or as a single process."""
     with joined(options, config, stop_requests) as (launch, device):
         return train(config, launch, device, sys.argv, stop_requests)
 
@@ -113,7 +114,7 @@ def train(
             end_failed(run, watchdog, error)
             raise
         end(run)
-        run.trainer.clock.enter("checkpoint")  # a phase that may take long: all ranks wait for the last upload
+        run.trainer.clock.enter("checkpoint")  # this phase may take long: all ranks wait for the last upload
         if mirror is not None:
             mirror.grace_s = run.stopping.grace_s
     return run.result()
@@ -121,14 +122,14 @@ def train(
 
 @contextmanager
 def exit_is_an_error() -> Iterator[None]:
-    """Turn ``sys.exit``, which a hook, a loss or a model may call, into an error: its status would be the run's."""
+    """Turn ``sys.exit`` in a hook, a loss or a model into an error, so that its status does not become the run's."""
     try:
         yield
     except SystemExit as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise RunError(
-            f"{place.filename}, line {place.lineno}, in {place.name} called sys.exit({error.code!r}) before the run "
-            "was over: raise an exception there instead, or end the run with run.max_steps"
+            f"{place.filename}, line {place.lineno}, in {place.name} called sys.exit({error.code!r}) during the run: "
+            "raise an exception there instead, or end the run with run.max_steps"
         ) from error
 
 
@@ -141,10 +142,10 @@ def build(
     group: dist.ProcessGroup | None,
     lock_holder: str,
 ) -> Run:
-    """Build data, model and optimizer, restore the checkpoint to resume from, and tell the hooks.
+    """Build data, model and optimizer, restore the checkpoint to resume from, and notify the hooks.
 
     Args:
-        lock_holder: who holds the run's lock, for status.json.
+        lock_holder: the holder of the run's lock, for status.json.
     """
     begin = time.perf_counter()
     writer_group = host_group(launch, config)
@@ -188,7 +189,7 @@ def build(
 
 
 def make_plan(setup: Setup, launch: Launch) -> RunPlan:
-    """Return what is known before the model is built."""
+    """Return the facts about the run that are known before the model is built."""
     config, split = setup.config, setup.split
     schedule_steps = config.steps(config.run.epochs, len(split))
     return RunPlan(
@@ -205,10 +206,10 @@ def make_plan(setup: Setup, launch: Launch) -> RunPlan:
 
 
 def check_end(plan: RunPlan, step: int) -> None:
-    """Check that a run which has done `step` steps is not over already.
+    """Check that a run that has done `step` steps has not passed the end in its config.
 
     Raises:
-        ConfigError: it has done more than the config asks for.
+        ConfigError: it has done more steps than the config asks for.
     """
     if step <= plan.total_steps:
         return
@@ -217,13 +218,13 @@ def check_end(plan: RunPlan, step: int) -> None:
     if run.max_steps == plan.total_steps:
         asked = f"run.max_steps {run.max_steps}"
     raise ConfigError(
-        f"{asked} ends the run after {plan.total_steps} steps, but it has done {step} already, as its newest "
-        f"checkpoint says: ask for at least {step} steps, or choose another run.dir to start at step 0"
+        f"{asked} ends the run after {plan.total_steps} steps, but its newest checkpoint is of step {step}: ask for at "
+        f"least {step} steps, or choose another run.dir to start at step 0"
     )
 
 
 def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
-    """Return the trainer with its first weights, or as the checkpoint left it."""
+    """Return the trainer with its initial weights, or with the state of the checkpoint."""
     config, device, num_classes = setup.config, setup.device, setup.split.num_classes
     resumes = start.checkpoint is not None
     state = build_state(
@@ -243,7 +244,7 @@ def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
 
 
 def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, startup_s: float) -> None:
-    """Write config.json and environment.json, tell the hooks, and log the warnings."""
+    """Write config.json and environment.json, notify the hooks, and log the warnings."""
     setup, trainer = run.setup, run.trainer
     if run.plan.launch.rank == 0:
         describe_run(run.plan.directory, setup.config, run.plan.launch, setup.device, command, setup.num_threads)
@@ -270,7 +271,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
 
 @exit_is_an_error()
 def loop(run: Run, agreement: StepAgreement) -> None:
-    """Optimizer steps until the last one, until top-1 has not risen for hooks.stop_early, or until all ranks agree to
+    """Train until the last step, until top-1 has not improved for hooks.stop_early epochs, or until all ranks agree to
     stop."""
     if run.accuracies.pending and run.evaluation_is_due():  # the run ended between saving and evaluating
         evaluate(run)
@@ -287,7 +288,7 @@ def loop(run: Run, agreement: StepAgreement) -> None:
             save(run)
         if run.stopping and not run.is_last_step:
             break
-        if run.evaluation_is_due():  # after saving: what goes wrong in it costs no step
+        if run.evaluation_is_due():  # after saving: an error in it costs no step
             evaluate(run)
     run.trainer.clock.enter("checkpoint")
     run.saver.wait()
@@ -295,7 +296,7 @@ def loop(run: Run, agreement: StepAgreement) -> None:
 
 
 def report_step(run: Run, lr: float, images: StepImages) -> None:
-    """Tell the hooks of the step; on logging steps with metrics, for which the host waits for the device."""
+    """Pass the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
     (micro_batches, batch), record = images, None
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:
         record = read_metrics(run, lr, batch.micro_batch.size)
@@ -314,9 +315,9 @@ def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
 
 
 def evaluate(run: Run) -> None:
-    """Measure accuracy on the validation split, and note it with the checkpoint of this step.
+    """Measure accuracy on the validation split, and record it with the checkpoint of this step.
 
-    It is the accuracy of the weights' moving average where there is one: such a run is for its average.
+    If the run has a moving average of the weights, the average's accuracy is recorded, since the average is the result.
     """
     assert run.evaluator is not None
     trainer = run.trainer
@@ -358,7 +359,7 @@ def save(run: Run) -> None:
 
 
 def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
-    """Tell everyone that the run has failed with `error`; what goes wrong meanwhile is logged and never hides it."""
+    """Report that the run has failed with `error`; further errors on the way are only logged and never hide it."""
     cause = watchdog.close(error)
     record = run_end(run, error)
     reason = cause or f"{type(error).__name__}: {error}"
@@ -378,7 +379,7 @@ def run_end(run: Run, error: BaseException | None = None) -> RunEnd:
 
 @exit_is_an_error()
 def end(run: Run) -> None:
-    """Tell the hooks and write down that the run has ended well."""
+    """Notify the hooks and record that the run has finished or stopped."""
     run.trainer.clock.finish()
     run.hooks.end(run_end(run))
     if run.is_finished:

@@ -1,8 +1,8 @@
 """Every setting of a run, as frozen dataclasses that check themselves, and loading them from ``configs/*.py``.
 
 A config file is Python and ends with ``config = Config(...)``; every field can be overridden on the command line as
-``--section.field value``. The config names the *global* batch; how it is spread over ranks is derived where the
-number of ranks is known, never written down.
+``--section.field value``. The config sets the *global* batch; its distribution over ranks is derived when the number of
+ranks is known.
 """
 
 from dali_train.config.batch import BatchConfig

@@ -1,4 +1,4 @@
-"""The words of data.augment: a policy's name, then what is set of it, as timm spells them: rand-m9-mstd0.5-inc1."""
+"""The syntax of data.augment, which is timm's: the name of a policy, then its settings, as in rand-m9-mstd0.5-inc1."""
 
 import difflib
 import re
@@ -16,14 +16,14 @@ POLICIES = {
     "auto-imagenet": "mstd",
     "auto-cifar10": "",
 }
-"""Name -> the settings that it takes."""
+"""Name -> accepted settings."""
 
 _FORM = "data.augment is {text!r}: "
 
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentSpec:
-    """What data.augment says. Magnitudes are those of timm: 10 is the strongest of an operator's usual range."""
+    """The parsed value of data.augment. Magnitudes are timm's: 10 is the strong end of an operator's usual range."""
 
     policy: str
     magnitude: float = 10.0  # m

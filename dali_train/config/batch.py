@@ -1,4 +1,4 @@
-"""The global batch and the micro-batches it consists of."""
+"""The global batch and its micro-batches."""
 
 from dataclasses import dataclass
 
@@ -27,8 +27,8 @@ class BatchConfig:
         return self.global_batch // self.micro_batch
 
     def grad_accum_steps(self, data_parallel_size: int) -> int:
-        """Return the micro-batches that each of `data_parallel_size` ranks accumulates per step; where they do not
-        divide, some accumulate one less.
+        """Return the micro-batches that each of `data_parallel_size` ranks accumulates per step; if they do not divide
+        evenly, some ranks accumulate one less.
 
         Raises:
             ConfigError: there are more ranks than micro-batches.
@@ -45,6 +45,6 @@ class BatchConfig:
         return -(-most // data_parallel_size)
 
     def describe_accumulation(self, data_parallel_size: int) -> str:
-        """Return `grad_accum_steps` in words: "4", or "4 or 3" where the ranks do not divide the micro-batches."""
+        """Format `grad_accum_steps`: "4", or "4 or 3" if the micro-batches do not divide evenly among the ranks."""
         steps = self.grad_accum_steps(data_parallel_size)
         return f"{steps} or {steps - 1}" if self.num_micro_batches % data_parallel_size else f"{steps}"

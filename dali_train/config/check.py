@@ -1,8 +1,8 @@
-"""What the sections have in common: each value is checked once against its field's type hint, wherever it comes from.
+"""The base of all config sections: every value is checked once against its field's type hint, wherever it comes from.
 
-A section is a frozen dataclass under `section`. A type hint says all that is required of one value: its type, a `Rule`
-in ``Annotated``, and whether it is `NotInRecipe`. What concerns several fields stands in ``__post_init__``, which sees
-only values that fit their hints.
+A section is a frozen dataclass decorated with `section`. The type hint has all requirements on one value: its type, a
+`Rule` in ``Annotated``, and whether it is `NotInRecipe`. Conditions on several fields are in ``__post_init__``, which
+only sees values that match their hints.
 """
 
 import functools
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field asks for beyond its type."""
+    """A field's requirement beyond its type."""
 
-    words: str  # as they follow "use" in a message
+    words: str  # follow "use" in messages
     low: float = -math.inf  # of numbers
     high: float = math.inf
     pattern: str | None = None  # a regular expression for all of a text
@@ -38,11 +38,11 @@ class Rule:
 
 
 class _NotInRecipe:
-    """Marks a setting that decides how fast, where or how closely watched a run is, but not its result."""
+    """Marks a setting that affects the speed, place or monitoring of a run, but not its result."""
 
 
 NotInRecipe = Annotated[T, _NotInRecipe()]
-"""May change when a run is resumed: not part of the recipe, to which every setting without this mark belongs."""
+"""Not part of the recipe: may change when a run is resumed. All settings without this mark are in the recipe."""
 
 OVER_0 = math.ulp(0.0)
 UNDER_1 = math.nextafter(1.0, 0.0)
@@ -55,7 +55,7 @@ Fraction = Annotated[float, Rule("a fraction from 0 to 1", 0, 1)]
 Directory = Annotated[str, Rule("the name of a directory")]
 
 
-_PREFIXES: dict[type, str] = {}  # section -> what its settings' names begin with
+_PREFIXES: dict[type, str] = {}  # section -> prefix of its settings' names
 
 
 def require(fulfilled: bool, message: str) -> None:
@@ -64,11 +64,11 @@ def require(fulfilled: bool, message: str) -> None:
 
 
 def refuse(wrong: bool, settings: Any, names: str, remedy: str) -> None:
-    """Raise ConfigError if `wrong`, for settings that do not go together: "NAME is VALUE with NAME VALUE: REMEDY".
+    """Raise ConfigError if `wrong`, for settings that conflict: "NAME is VALUE with NAME VALUE: REMEDY".
 
     Args:
         settings: a section, or the complete config.
-        names: of these settings in it, separated by spaces.
+        names: the names of the conflicting settings in it, separated by spaces.
     """
     if wrong:
         prefix, values = _PREFIXES[type(settings)], [attrgetter(name)(settings) for name in names.split()]
@@ -81,7 +81,7 @@ def refuse(wrong: bool, settings: Any, names: str, remedy: str) -> None:
 def section(name: str) -> Callable[[type[T]], type[T]]:
     """Return a decorator for a dataclass whose ``__init__`` refuses unknown, missing and invalid values.
 
-    Messages call a value ``name.field``. A list becomes a tuple and a path a string where the field asks for one.
+    Messages call a value ``name.field``. A list is converted to a tuple and a path to a string if the field needs one.
     The class raises ConfigError.
     """
 
@@ -111,7 +111,7 @@ def refuse_credentials(name: str, url: str) -> None:
     """Raise ConfigError, without showing them, if a URL has a user or a password."""
     require(
         "@" not in url.partition("://")[2].partition("/")[0],
-        f"{name} is a URL with a user or a password: leave them out, credentials belong into the environment",
+        f"{name} is a URL with a user or a password: leave them out, credentials belong in the environment",
     )
 
 
@@ -121,12 +121,12 @@ def default_of(field: Any) -> Any:
 
 
 def is_in_recipe(hint: Any) -> bool:
-    """Return whether a setting with this type hint decides the result of a run."""
+    """Return whether a setting with this type hint is part of the recipe."""
     return not any(isinstance(note, _NotInRecipe) for note in get_args(hint)[1:])
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint` has it.
+    """Return `value` converted to the type `hint`.
 
     Raises:
         ConfigError: it is not valid; the message names the setting, the value and what to use.
@@ -141,10 +141,12 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def from_json(cls: type[T], values: Any) -> T:
-    """Return the dataclass that a JSON object of unknown origin describes, each value checked against its field's hint.
+    """Build a dataclass from an untrusted JSON object, checking each value against its field's hint.
+
+    Unknown values, which come from other versions, are ignored.
 
     Raises:
-        ConfigError: a value is missing or not valid. Those that the class does not know are of other versions.
+        ConfigError: a value is missing or not valid.
     """
     if not isinstance(values, dict):
         raise ConfigError(f"it is of type {type(values).__name__}: use an object")
@@ -214,7 +216,7 @@ def _validated(value: Any, hint: Any) -> Any:
     raise _InvalidValueError
 
 
-# bool is an int to Python, and not to us: `epochs=True` is a mistake.
+# bool is a subclass of int in Python, but `epochs=True` is a mistake.
 _IS_VALID: dict[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
     int: lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -236,7 +238,7 @@ _WORDS: dict[Any, str] = {
 
 
 def _words(hint: Any) -> str:
-    """Return what to use where a type hint is asked for."""
+    """Describe the values that a type hint allows, to follow "use" in messages."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return next((note.words for note in arguments[1:] if isinstance(note, Rule)), _words(arguments[0]))

@@ -1,4 +1,4 @@
-"""A complete config: one section per file, and what concerns several of them."""
+"""A complete config: one section per file, and the conditions on settings of several sections."""
 
 import json
 import math
@@ -36,10 +36,10 @@ NEED_INDEX: dict[str, Any] = {
     "data.progressive": (),
     "hooks.trace_samples": False,
 }
-"""Settings that data.reader dali cannot do, with the value that leaves them out."""
+"""Settings that data.reader dali does not support, with the value that turns them off."""
 
 KWARGS = "model.kwargs."
-"""The beginning of a model argument's name, as in ``model.kwargs.drop_path_rate``."""
+"""The prefix of a model argument's name, as in ``model.kwargs.drop_path_rate``."""
 
 
 @section("")
@@ -71,14 +71,14 @@ class Config:
             f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {self.schedule.warmup_epochs} "
             f"exceeds run.epochs {self.run.epochs}: shorten the decay or the warmup",
         )
-        remedy = "partners are found within a micro-batch, so use at least 2 images, or 0 for both alphas"
+        remedy = "images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas"
         alone = self.mixup.enabled and self.batch.micro_batch == 1
         refuse(alone, self, "mixup.alpha mixup.cutmix_alpha batch.micro_batch", remedy)
         until = max((epoch for epoch, _ in self.data.progressive), default=0)
         require(
             until < self.run.epochs,
-            f"data.progressive has smaller images until epoch {until:g}, but run.epochs is {self.run.epochs:g}: let "
-            "them end before the run does",
+            f"data.progressive has smaller images until epoch {until:g}, but run.epochs is {self.run.epochs:g}: use "
+            "epochs before the end of the run",
         )
         repeats, micro_batch = self.data.repeats, self.batch.micro_batch
         require(
@@ -100,8 +100,8 @@ class Config:
         refuse(graphs and bool(self.data.progressive), self, "model.cuda_graphs data.progressive", remedy)
         require(
             "://" in self.data.root or Path(self.data.root).resolve() != Path(self.run.dir).resolve(),
-            f"run.dir and data.root are both {self.run.dir}: a run's files do not belong among the dataset's, choose "
-            "another run.dir",
+            f"run.dir and data.root are both {self.run.dir}: choose another run.dir, so that the run's files are not "
+            "mixed with the dataset's",
         )
         require(
             self.hooks.stop_early is None or self.run.eval_every_epochs is not None,
@@ -112,7 +112,7 @@ class Config:
         self._check_dali_reader()
 
     def _check_dali_reader(self) -> None:
-        """Refuse what needs to know ahead which image comes, or the same images on several ranks."""
+        """Refuse settings that need to know in advance which image comes next, or need it on several ranks."""
         changed = [
             f"{name} {value}" for name, default in NEED_INDEX.items() if (value := attrgetter(name)(self)) != default
         ]
@@ -122,25 +122,25 @@ class Config:
             changed.append("data.shuffle balanced")
         require(
             self.data.reader != "dali" or not changed,
-            f"data.reader is dali with {', '.join(changed)}, but only the index knows ahead which image comes: set "
-            "data.reader index, or leave these settings out",
+            f"data.reader is dali with {', '.join(changed)}, but only the index knows in advance which image comes "
+            "next: set data.reader index, or leave these settings out",
         )
 
     def _check_parallel(self) -> None:
-        """Check what does not go together with a model that no rank holds all of."""
+        """Refuse settings that conflict with a model that is split over ranks."""
         parallel = self.parallel
         require(
             not parallel.kind or self.model.compile in ("auto", "none"),
-            f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: what then "
-            "communicates is not compiled, set model.compile none",
+            f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: such "
+            "models are not compiled, set model.compile none",
         )
-        remedy = "FSDP takes weights in torch's usual memory format only, set model.channels_last false"
+        remedy = "FSDP needs weights in torch's default memory format, set model.channels_last false"
         shards = parallel.shard != "none"
         refuse(shards and self.model.channels_last, self, "model.channels_last parallel.shard", remedy)
         parallel.check_micro_batch(self.batch.micro_batch)
         require(
             not self.data.progressive or not parallel.shares_images,
-            f"data.progressive with {parallel.kind}: activations between ranks have one size; leave one of them out",
+            f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave one of them out",
         )
         stages, distils = parallel.pipeline > 1, self.loss.distillation != "none"
         remedy = "the last stage has no images to show the teacher; leave one of them out"
@@ -150,14 +150,13 @@ class Config:
         refuse(stages and by_layer, self, "parallel.pipeline optimizer.layer_decay", remedy)
 
     def steps(self, epochs: float, num_images: int) -> int:
-        """Optimizer steps that `epochs` passes over `num_images` take, rounded up so that the last pass is complete."""
+        """Return the optimizer steps for `epochs` passes over `num_images`, rounded up to complete the last pass."""
         return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
 
     def sizes_by_step(self, num_images: int) -> list[tuple[int, "Config"]]:
-        """The first step of each size of training images, with this config as it is for those steps, whose
-        data.train_size is it.
+        """Return (first step, config) for each size of training images; the config's data.train_size is this size.
 
-        One without progressive resizing.
+        Without progressive resizing there is one.
         """
         if not self.data.progressive:
             return [(0, self)]
@@ -166,38 +165,38 @@ class Config:
         return [(start, self.at_size(size)) for start, size in zip(starts, sizes, strict=True)]
 
     def by_step(self, num_images: int) -> Callable[[int], "Config"]:
-        """Return step -> this config as it is then: the same object for all steps of one size of training images."""
+        """Return a function from a step to the config at that step, one object per size of training images."""
         starts, configs = zip(*self.sizes_by_step(num_images), strict=True)
         return lambda step: configs[bisect(starts, step) - 1]
 
     def at_size(self, size: int) -> "Config":
-        """This config with training images of `size` pixels throughout."""
+        """Return this config with training images of `size` pixels throughout."""
         return self.replace({"data.train_size": size, "data.progressive": ()})
 
     @property
     def files(self) -> Mapping[Path, bytes]:
-        """The Python files that `load_config` has run for this config, with their content; the one it was asked for is
-        the first."""
+        """The Python files that `load_config` executed for this config, with their content; the requested file is
+        first."""
         return self.__dict__.get("_files", {})
 
     def from_files(self, files: Mapping[Path, bytes]) -> "Config":
-        """Return this config with other `files`, which are no setting: equal configs may be from different files."""
+        """Return this config with other `files`. They are not a setting: equal configs may have different files."""
         config = replace(self)
         object.__setattr__(config, "_files", dict(files))
         return config
 
     def replace(self, changes: Mapping[str, Any] | None = None, /, **sections: Mapping[str, Any]) -> "Config":
-        """Return this config with other values: ``config.replace(batch=dict(global_batch=64, micro_batch=8))``.
+        """Return this config with some values changed: ``config.replace(batch=dict(global_batch=64, micro_batch=8))``.
 
-        The result is checked once, after all changes, so fields that depend on each other can change together.
-        ``model.kwargs`` are changed one by one; None removes one, a whole dict is set by its full name.
+        The result is checked once, after all changes, so that dependent fields can change together. ``model.kwargs``
+        are changed one by one, None removing one; the name ``model.kwargs`` replaces all of them.
 
         Args:
             changes: values by full name: ``{"batch.global_batch": 64, "model.kwargs.drop_path_rate": 0.1}``.
             sections: values by section and field.
 
         Raises:
-            ConfigError: a name that no setting has, or values that are not valid.
+            ConfigError: there is no such setting, or a value is not valid.
         """
         changes = {**dict(_by_full_name(sections)), **(changes or {})}
         groups: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -219,21 +218,21 @@ class Config:
         return replace(self, **changed).from_files(self.files)
 
     def to_json(self) -> str:
-        """The settings as run.dir/config.json has them; `load_config` reads it. User hooks are written by name."""
+        """Return the JSON of run.dir/config.json, which `load_config` reads. User hooks are written by name."""
         return json.dumps(asdict(self), indent=1, default=lambda hook: str(getattr(hook, "__qualname__", hook))) + "\n"
 
 
 class Setting(NamedTuple):
     hint: Any
-    """The field's type hint, with what `dali_train.config.check` needs to know."""
+    """The field's type hint, including ``Annotated``."""
     default: Any
     """MISSING if there is none."""
     in_recipe: bool
-    """Whether it decides the result; otherwise only how fast, where or how closely watched a run is."""
+    """Whether the setting is part of the recipe, see `NotInRecipe`."""
 
 
 def _settings(cls: type, prefix: str = "", *, in_recipe: bool = True) -> Iterator[tuple[str, Setting]]:
-    """All settings of a section, with those of the sections in it; `in_recipe`: whether it belongs to the recipe."""
+    """Yield all settings of a section and of the sections in it; `in_recipe`: whether the section is in the recipe."""
     hints = get_type_hints(cls, include_extras=True)
     plain = get_type_hints(cls)
     for one in fields(cls):
@@ -245,7 +244,7 @@ def _settings(cls: type, prefix: str = "", *, in_recipe: bool = True) -> Iterato
 
 
 SETTINGS = dict(_settings(Config))
-"""Every setting by its full name, ``section.field``, or ``section.section.field``."""
+"""All settings by full name, ``section.field`` or ``section.section.field``."""
 
 
 def _by_full_name(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

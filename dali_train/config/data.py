@@ -1,4 +1,4 @@
-"""Which images, in which order, decoded and augmented how."""
+"""The dataset, and how its images are ordered, read, decoded and augmented."""
 
 import warnings
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from dali_train.config.check import (
 )
 
 Triple = tuple[float, float, float]
-"""One number each for red, green and blue, in units of the pixel values 0 to 255."""
+"""Numbers for red, green and blue, for pixel values from 0 to 255."""
 
 NORMALISATIONS: dict[str, tuple[Triple, Triple]] = {
     "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),
@@ -40,48 +40,48 @@ class DataConfig:
     """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`), or the URL of
     one in an object store: s3://, gs://, az:// or https://."""
     seed: Annotated[int, Rule("a whole number from 0 to 2**64 - 1", 0, (1 << 64) - 1)] = 0
-    """Seeds everything random: order, crops, flips, Mixup, dropout and the first weights."""
+    """Seeds everything random: order, crops, flips, Mixup, dropout and the initial weights."""
     shuffle: Literal["full", "block", "none", "balanced"] = "full"
-    """full: a new uniformly random order every epoch. block: shuffled blocks of neighbours, mixed within windows, for
-    disks and parallel file systems that want long reads. none: the order on disk. balanced: a random order that has
-    every class equally often: in an epoch images of rare classes come several times, of frequent ones not all. With
-    data.reader dali each rank draws its next image from a buffer of block_images x window_blocks records, unless it is
-    none."""
+    """full: a new uniformly random order every epoch. block: shuffled blocks of adjacent images, shuffled again in
+    windows of blocks, for disks and parallel file systems that need long reads. none: the order on disk. balanced: a
+    random order in which all classes are equally frequent: an epoch repeats images of rare classes and skips images of
+    frequent ones. With data.reader dali and not none, each rank draws images from a shuffle buffer of block_images x
+    window_blocks records."""
     block_images: Blocks = 128
-    """Images per block. 128 ImageNet originals are 14 MB: a disk that seeks for 10 ms reads them at nine tenths of its
-    speed."""
+    """Images per block. 128 ImageNet originals are 14 MB, which a disk with a seek time of 10 ms reads at nine tenths
+    of its speed."""
     window_blocks: Blocks = 8
     """Number of consecutive blocks whose images are shuffled together (one window). Each micro-batch of a step draws
     from its own window; `dali-train plan` reports the memory that all windows take."""
     read_ahead_mb: NotInRecipe[Annotated[int, Rule("a whole number from 0 to 1,048,576 (1 TB)", 0, 1 << 20)]] = 256
-    """Megabytes of coming images that a rank reads into the page cache before they are needed. 0: none."""
+    """Megabytes of images that a rank reads ahead, into the page cache. 0: no reading ahead."""
     local_copy: NotInRecipe[Directory | None] = None
     """Directory on a local disk of each host: the dataset is copied there once before training and read from there.
-    None: data.root is read."""
+    None: read data.root directly."""
     cache: NotInRecipe[Directory | None] = None
-    """Directory on a local disk of each host for images of a dataset in an object store; its ranks share it. What is
-    needed latest is removed first. None: every epoch fetches every image."""
+    """Directory on a local disk of each host that caches images from an object store, shared by the host's ranks. The
+    image needed furthest in the future is evicted first. None: every epoch fetches every image."""
     cache_gb: NotInRecipe[Annotated[float, Rule("a number of gigabytes over 0", OVER_0)] | None] = None
-    """Largest size of data.cache, per host. None: what its disk has free, but for a twentieth."""
+    """Largest size of data.cache, per host. None: the free space of its disk, less a twentieth."""
     reader: Literal["index", "dali", "synthetic"] = "index"
-    """index: images are slices of memory-mapped shards. synthetic: noise, to see what loading data costs. dali: DALI's
-    own TFRecord reader, which reads shards in sequence; samples then depend on the number of ranks, and a resumed run
-    begins a new pass."""
+    """index: images are slices of memory-mapped shards. synthetic: noise, to measure the cost of loading data. dali:
+    DALI's own TFRecord reader, which reads shards sequentially; samples then depend on the number of ranks, and a
+    resumed run begins a new pass."""
     device: NotInRecipe[Literal["auto", "cpu", "gpu"]] = "auto"
     """Where images are decoded and augmented. auto: on the model's device."""
     num_threads: NotInRecipe[Annotated[int, Rule("a number of threads from 1 to 1024", 1, 1024)] | None] = None
     """Decoding threads per rank. None: this rank's share of the cores that the job may use."""
     hw_decoder_load: NotInRecipe[Annotated[float, Rule("a share from 0 to 1", 0, 1)] | None] = None
-    """Share of the JPEGs that go to a GPU's hardware decoder, where it has one (A100, H100 and later). None: by the
-    number of decoding threads, 0.66 with 6 and 0.14 with 70; `python -m tools.bench.gpu_data` measures the best."""
+    """Fraction of the JPEGs for the GPU's hardware decoder, if it has one (A100, H100 and later). None: depends on the
+    number of decoding threads, 0.66 with 6 and 0.14 with 70; `python -m tools.bench.gpu_data` finds the best."""
     train_size: Pixels = 224
     """Side of the square training images, in pixels."""
     progressive: Annotated[
         tuple[tuple[Positive, Pixels], ...], Rule("pairs of an epoch and a size in pixels, such as 6,128 12,160")
     ] = ()
     """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels
-    until epoch 6, of 160 until epoch 12, and of train_size from then on. A step has the size of the epoch in which it
-    begins. For models that take images of any size: a ViT does with --model.kwargs.dynamic_img_size true."""
+    until epoch 6, of 160 until epoch 12, and of train_size from then on. A step uses the size of the epoch in which it
+    begins. For models that accept images of any size: a ViT does with --model.kwargs.dynamic_img_size true."""
     crop: Literal["random-resized", "inception"] = "random-resized"
     """How random crops are drawn. random-resized: uniform in area, as torchvision's RandomResizedCrop. inception:
     uniform in height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops."""
@@ -90,31 +90,31 @@ class DataConfig:
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
     """Random crops have a ratio of width to height between these two."""
     crop_side: Pixels | None = None
-    """Crop a square of this many pixels of the stored image instead, anywhere in it, as for CIFAR; it is then resized
-    to train_size. None: an area and an aspect ratio are drawn, as crop_area and crop_aspect say."""
+    """Crop a square of this many pixels anywhere in the stored image, as for CIFAR, and resize it to train_size. None:
+    draw the area and aspect ratio from crop_area and crop_aspect."""
     crop_padding: Annotated[int, Rule("a number of pixels from 0 to 65,500", 0, 65_500)] = 0
     """With crop_side: black pixels on each side of the stored image, which the crop may include."""
     horizontal_flip: Probability = 0.5
     """Probability of mirroring a training image."""
     augment: str = "none"
-    """Policy of random operators: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1),
-    big-vision and colossalai (RandAugment as these two have it, 2 operators at full strength), trivial
-    (TrivialAugment), 3-augment (DeiT III), auto-imagenet or auto-cifar10 (AutoAugment)."""
+    """Augmentation policy: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1), big-vision and
+    colossalai (RandAugment as in these two, 2 operators at full strength), trivial (TrivialAugment), 3-augment (DeiT
+    III), auto-imagenet or auto-cifar10 (AutoAugment)."""
     color_jitter: Annotated[float, Rule("a factor from 0 to 1", 0, 1)] = 0.0
     """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none."""
     random_erasing: Probability = 0.0
     """Probability of filling a random box of a training image."""
     random_erasing_fill: Literal["mean", "noise"] = "mean"
-    """What erased boxes are filled with. mean: the mean color. noise: normally distributed pixels around it with the
-    standard deviation of data.normalise, timm's mode pixel, limited to values from 0 to 255."""
+    """The fill of erased boxes. mean: the mean color. noise: normally distributed pixels with the mean and standard
+    deviation of data.normalise (timm's mode pixel), clipped to values from 0 to 255."""
     repeats: Annotated[int, Rule("a number of repeats from 1 to 64", 1, 64)] = 1
-    """Repeated augmentation: so many neighbours in the order are the same image, augmented differently. An epoch still
-    has as many images as the training split, so each pass over the split takes this many epochs. Where it does not
-    divide batch.micro_batch, the repeats of some images fall into two micro-batches."""
+    """Repeated augmentation: this many adjacent positions have the same image, augmented differently. An epoch still
+    has as many positions as the training split has images, so a pass over the split takes this many epochs. If it does
+    not divide batch.micro_batch, the repeats of some images fall into two micro-batches."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How training and evaluation images are resized."""
     antialias: bool = True
-    """Filter when shrinking, as PIL does. False is faster and aliases."""
+    """Filter when shrinking, as PIL does. False is faster but aliases."""
     normalise: Annotated[
         Literal["imagenet", "inception", "cifar10", "mnist"] | tuple[Triple, Triple],
         Rule(f"{', '.join(NORMALISATIONS)}, or mean and standard deviation, e.g. 123.7,116.3,103.5 58.4,57.1,57.4"),
@@ -127,19 +127,19 @@ class DataConfig:
     """How evaluation images are resized to eval_resize_to. short-side: the short side, keeping the aspect ratio.
     squash: both sides, which distorts."""
     eval_resize_to: NotInRecipe[Pixels | None] = None
-    """In pixels; the central eval_size square of the result is evaluated. None: eval_size * 256 / 224, the usual share
-    of a photograph."""
+    """In pixels; the central eval_size square of the result is evaluated. None: eval_size * 256 / 224, the usual crop
+    fraction."""
     eval_size: NotInRecipe[Pixels] = 224
     """Side of the square evaluation images, in pixels."""
 
     @property
     def train_sizes(self) -> list[int]:
-        """All sizes that training images have in the course of a run, each once."""
+        """All sizes of training images during a run, without duplicates."""
         return sorted({self.train_size, *(size for _, size in self.progressive)})
 
     @property
     def eval_resized(self) -> int:
-        """Side of evaluation images before the central square is cut out, in pixels: both sides, or the short one."""
+        """Side of evaluation images before the central crop, in pixels: of both sides, or of the short one."""
         return round(self.eval_size * 256 / 224) if self.eval_resize_to is None else self.eval_resize_to
 
     @property
@@ -165,8 +165,8 @@ class DataConfig:
         else:
             require(
                 self.cache is None,
-                f"data.cache is {self.cache}, but data.root {self.root} is no object store: use data.local_copy to "
-                "have it on a local disk",
+                f"data.cache is {self.cache}, but data.root {self.root} is not in an object store: use data.local_copy "
+                "to copy it to a local disk",
             )
         low, high = self.crop_area
         require(
@@ -195,7 +195,7 @@ class DataConfig:
             )
         require(
             all(first < then for (first, _), (then, _) in pairwise(self.progressive)),
-            f"data.progressive is {self.progressive}: use growing epochs, each the one until which its size is used",
+            f"data.progressive is {self.progressive}: use increasing epochs, each the end of its size",
         )
         remedy = f"use sizes up to data.train_size {self.train_size}, which follows them"
         refuse(self.train_sizes[-1] != self.train_size, self, "progressive train_size", remedy)

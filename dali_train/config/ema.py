@@ -13,9 +13,8 @@ class EmaConfig:
     beside the weights, saved in checkpoints, and decides which checkpoint is the best."""
 
     decay: Annotated[float, Rule("a share between 0 and 1, such as 0.999", OVER_0, UNDER_1)] | None = None
-    """Share of the average that stays at each optimizer step. The average spans about 1 / (1 - decay) steps, so choose
-    it by the number of steps, not epochs: 300 epochs of ImageNet are 11,730 steps in batches of 32,768. None: no
-    average."""
+    """Weight of the old average at each optimizer step. The average spans about 1 / (1 - decay) steps, so choose it by
+    the number of steps, not epochs: 300 epochs of ImageNet are 11,730 steps in batches of 32,768. None: no average."""
     warmup: bool = False
     """Let the decay rise to its value: 1 - (1 + step) ** (-2 / 3)."""
 

@@ -1,4 +1,4 @@
-"""What observes a run."""
+"""Logging, tables, traces, trackers and user hooks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ class HooksConfig:
     trace_samples: bool = False
     """Write samples.rank{r}.jsonl: which images each micro-batch had."""
     predictions: CountOr0 = 320
-    """Validation images in the table of predictions; with it come confused classes and accuracy by class. 0: no
-    tables."""
+    """Validation images in the table of predictions, which comes with tables of confused classes and accuracy by class.
+    0: no tables."""
     profile: Annotated[tuple[Count, Count], Rule(f"{STEPS}, e.g. 20,25")] | None = None
     """First and last step of a torch profiler trace, counted from 1, e.g. 20,25."""
     stop_early: Positive | None = None
-    """Epochs without a better top-1 after which the run ends, finished. None: it goes to the end of run.epochs."""
+    """Finish the run after this many epochs without a better top-1. None: train for all of run.epochs."""
     trackers: tuple[str, ...] = ()
-    """Services that record the run too: tensorboard, wandb, mlflow. Each has its own environment variables: WANDB_MODE,
-    WANDB_PROJECT, WANDB_ENTITY, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+    """Services that also record the run: tensorboard, wandb, mlflow. Each has its own environment variables:
+    WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
     user: tuple[Factory, ...] = ()
-    """Hooks of your own: subclasses of dali_train.hooks.Hook, or functions that make one. Every rank makes its own.
-    Only a config file can name them."""
+    """Your own hooks: subclasses of dali_train.hooks.Hook, or functions that return one, called on every rank. They can
+    be set only in a config file."""
 
     def __post_init__(self) -> None:
         require(

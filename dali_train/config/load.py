@@ -15,27 +15,27 @@ from dali_train.config.names import unknown_setting
 from dali_train.config.parallel import ParallelConfig
 from dali_train.errors import ConfigError
 
-_running: list[Path] = []  # the config files that are being run, the innermost last
-_files: dict[Path, bytes] = {}  # since the outermost began, in order
+_running: list[Path] = []  # the config files being executed, the innermost last
+_files: dict[Path, bytes] = {}  # all files executed since the outermost began, in order
 
 
 def load_config(path: Path | str) -> Config:
     """Return the ``config`` that a Python file defines, or that a run's config.json holds.
 
-    A Python file is run, so load only your own. In it, a relative path to another one is taken from its directory:
-    ``load_config("vit-b16.py")`` loads its neighbour. A config.json only has the names of user hooks: they are left
-    out, with a warning.
+    A Python file is executed, so load only files that you trust. Relative paths in it are relative to its directory:
+    ``load_config("vit-b16.py")`` loads a file next to it. A config.json has only the names of user hooks, so these are
+    left out, with a warning.
 
     Raises:
-        ConfigError: no such file, an error in it, or it defines no Config named ``config``; the message names file and
-            line.
+        ConfigError: there is no such file, it has an error, or it defines no Config named ``config``; the message names
+            file and line.
     """
     path = Path(path)
     if _running:
         path = _running[-1].parent / path
     if path.is_dir():
         raise ConfigError(
-            f"--config {path}: this is a directory; name a file, for a run's directory {path / 'config.json'}"
+            f"--config {path}: this is a directory; use a file, for a run directory {path / 'config.json'}"
         )
     if not path.is_file():
         raise ConfigError(f"--config {path}: this file does not exist; the recipes are in configs/")
@@ -52,7 +52,7 @@ def load_config(path: Path | str) -> Config:
     config = names.get("config")
     if not isinstance(config, Config):
         raise ConfigError(f"--config {path}: the file must define `config = Config(...)`, found {config!r}")
-    # as ColossalAI's config files have it: parallel = dict(pipeline=2, tensor=dict(...))
+    # as in ColossalAI's config files: parallel = dict(pipeline=2, tensor=dict(...))
     parallel = names.get("parallel")
     if isinstance(parallel, dict):
         try:
@@ -63,7 +63,7 @@ def load_config(path: Path | str) -> Config:
 
 
 def _executed(path: Path) -> ModuleType:
-    # By path, not by module name: names like vit-b16.py are no identifiers.
+    # By path, not by module name: names like vit-b16.py are not identifiers.
     spec = importlib.util.spec_from_file_location(f"dali_train_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -77,7 +77,7 @@ def _executed(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ConfigError(f"{error.filename or path}, line {error.lineno}: {error.msg}") from error
-    except (Exception, SystemExit) as error:  # SystemExit: its status would be taken for the command's
+    except (Exception, SystemExit) as error:  # SystemExit: its status would become the command's
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
@@ -95,7 +95,7 @@ def config_from_json(text: str | bytes, source: str) -> Config:
     """Return the config that `Config.to_json` wrote; `source` names the text in messages.
 
     Raises:
-        ConfigError: it is no such text, or a value does not fit.
+        ConfigError: the text is not such a config, or a value is not valid.
     """
     try:
         return _assembled(source, json.loads(text))
@@ -114,6 +114,6 @@ def _assembled(source: str, values: Any) -> Config:
             raise ConfigError(unknown_setting(name, sections))
     if hooks := values.get("hooks", {}).pop("user", None):
         warnings.warn(
-            f"{source}: hooks.user {hooks} are left out, since only a config file in Python can name them", stacklevel=4
+            f"{source}: hooks.user {hooks} are left out, since only a Python config file can set them", stacklevel=4
         )
     return Config(**{name: sections[name](**fields) for name, fields in values.items()})

@@ -1,4 +1,4 @@
-"""What is minimised."""
+"""The training loss."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,22 +10,22 @@ from dali_train.config.check import OVER_0, UNDER_1, Positive, Rule, refuse, sec
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     name: str = "cross-entropy"
-    """cross-entropy, binary-cross-entropy, or a row that the config file adds to dali_train.training.loss.LOSSES.
-    binary-cross-entropy: each class is a yes-or-no question of its own, as in ResNet strikes back."""
+    """cross-entropy, binary-cross-entropy (one binary classification per class, as in ResNet strikes back), or a row
+    that the config file adds to dali_train.training.loss.LOSSES."""
     label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
     """Share of the target that is spread evenly over all classes."""
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: cross-entropy counts an image of a class with n of the N training images N / (n x classes) times, so
-    that rare classes weigh as much as frequent ones; 1 on average."""
+    """balanced: cross-entropy weights an image of a class with n of the N training images by N / (n x classes), so that
+    rare classes count as much as frequent ones; the mean weight is 1."""
     target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
-    """binary-cross-entropy: targets above it count as 1 and others as 0, so that both images of a mixture are in it.
-    None: as they are."""
+    """binary-cross-entropy: targets above it count as 1 and others as 0, so that a mixture has both classes. None:
+    targets are used as they are."""
     distillation: Literal["none", "hard", "soft"] = "none"
-    """Learn from a teacher's predictions too (DeiT). hard: from its best class. soft: from its probabilities."""
+    """Also learn from a teacher's predictions (DeiT). hard: from its top class. soft: from its probabilities."""
     distillation_weight: Annotated[float, Rule("a share over 0 and up to 1", OVER_0, 1)] = 0.5
-    """Share of the distillation in the loss; the labels have the rest."""
+    """Weight of the distillation loss; the loss of the labels has 1 minus this."""
     temperature: Positive = 1.0
-    """soft: logits of both are divided by it, and the loss is multiplied by its square."""
+    """soft: student's and teacher's logits are divided by it, and the loss is multiplied by its square."""
     teacher: str | None = None
     """A timm model with the dataset's classes; without teacher_weights its own weights are fetched from the hub.
     local-dir:DIRECTORY: what `dali-train export --format timm` wrote."""

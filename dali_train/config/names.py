@@ -1,4 +1,4 @@
-"""Names that people try: what a setting or a value is called here."""
+"""Suggestions for unknown names of settings and values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from dali_train.errors import ConfigError
 
 T = TypeVar("T")
 
-# What other trainers call a setting, by the last part of the name.
+# Names of settings in other trainers, without the section.
 _ELSEWHERE = {
     "data.root": "data data_dir data_path dataset",
     "data.seed": "seed",
@@ -72,10 +72,10 @@ _OTHER_VALUES = {
 
 
 def unknown_setting(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Return the message for a `name` that no setting has, with the right one where it can be guessed.
+    """Return the error message for an unknown setting, with the right name if it can be guessed.
 
     Args:
-        prefix: how names begin where `name` comes from.
+        prefix: the prefix of names in the source of `name`, such as --.
     """
     known = list(known)
     written = name.replace("-", "_")
@@ -90,7 +90,7 @@ def unknown_setting(name: str, known: Iterable[str], *, prefix: str = "") -> str
 
 
 def close_value(value: Any, known: Sequence[Any], every: str) -> str:
-    """Return `every`, a list of what to use instead of `value`, behind the one of the `known` words that is closest."""
+    """Return `every`, the list of allowed values, preceded by the `known` word closest to `value`, if any."""
     if not isinstance(value, str):
         return every
     other = _OTHER_VALUES.get(value.lower())

@@ -16,7 +16,7 @@ class OptimizerConfig:
     lr: Positive
     """Peak learning rate, at a global batch of base_batch if it is scaled."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """How lr follows batch.global_batch: times global_batch / base_batch, or times its square root."""
+    """Scaling of lr with batch.global_batch: by global_batch / base_batch, or by its square root."""
     base_batch: Count = 256
     """Global batch for which lr is meant."""
     name: str = "lamb"
@@ -24,18 +24,18 @@ class OptimizerConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's constructor, such as momentum or nesterov for sgd."""
     weight_decay: NotNegative = 0.0
-    """The decay, which LAMB adds to its update before the trust ratio."""
+    """Weight decay, which LAMB adds to its update before the trust ratio."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay rates of the running means of the gradient and of its square."""
     eps: NotNegative = 1e-6
     """Added to the root of the second moment, so that the update stays finite."""
     bias_correction: bool = True
-    """Correct the moments for their start at zero; only LAMB can do without."""
+    """Bias-correct the moments; only LAMB can turn this off."""
     exclude_vectors: bool = True
     """No weight decay and no trust ratio on biases, norms and other vectors. False: both on all parameters."""
     layer_decay: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] | None = None
-    """Layer-wise decay of the rate, for fine-tuning: each layer has this times the rate of the next one, the classifier
-    all of it. With exclude_vectors, what the model wants without weight decay, such as position embeddings, has none
-    either. None: one rate for all."""
+    """Layer-wise decay of the learning rate, for fine-tuning: each layer has this times the rate of the next one, and
+    the classifier the full rate. With exclude_vectors, parameters that the model declares as free of weight decay, such
+    as position embeddings, have none either. None: one rate for all."""
     clip_grad_norm: Annotated[float, Rule("a norm over 0", OVER_0)] | None = 1.0
-    """Largest global 2-norm of the gradient; None does not clip."""
+    """Largest global 2-norm of the gradient; None: no clipping."""

@@ -1,7 +1,6 @@
 """Settings on the command line: ``--section.field VALUE``.
 
-The words are only read here, as far as they can be; whether a value is valid is checked where all values are, in the
-config.
+The values are only parsed here; the config checks whether they are valid.
 """
 
 import ast
@@ -17,10 +16,10 @@ from dali_train.errors import ConfigError
 
 
 def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
-    """Return the config of a file with the changes of a `command`'s line, ``--section.field value``.
+    """Return the config of a file, changed by the options ``--section.field value`` of a `command`.
 
     Raises:
-        ConfigError: no such file or setting, or a value that is not valid.
+        ConfigError: there is no such file or setting, or a value is not valid.
         SystemExit: --help, with status 0.
     """
     config = load_config(path)
@@ -42,7 +41,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     """Return values by full name; a later one replaces an earlier one.
 
     Raises:
-        ConfigError: a name that no setting has, a setting without a value, or words that belong to none.
+        ConfigError: an unknown setting, a setting without a value, or a value without a setting.
     """
     values: dict[str, list[str]] = {}
     current: list[str] | None = None
@@ -62,7 +61,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
 def _name(written: str) -> str:
     name = written.replace("-", "_")
     if name.startswith(KWARGS) and name != KWARGS:
-        return KWARGS + written[len(KWARGS) :]  # not ours to change
+        return KWARGS + written[len(KWARGS) :]  # kept as typed
     if name not in SETTINGS:
         raise ConfigError(unknown_setting(written, SETTINGS, prefix="--"))
     return name
@@ -73,7 +72,7 @@ _CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def _value(name: str, words: list[str]) -> Any:
-    """Return what `words` say as the setting's type hint has it, or as text where they cannot be read so."""
+    """Parse `words` by the setting's type hint; return them as text if that fails."""
     hint = SETTINGS[name].hint if name in SETTINGS else Any
     kinds = list(alternatives(hint))
     if not words:
@@ -106,9 +105,9 @@ def _are_words(sequence: Any) -> bool:
 
 
 def _literal(words: list[str]) -> Any:
-    """Return the Python value that `words` are, such as 3, 0.9,0.98 or (0.9, 0.98), as a tuple if each is one.
+    """Parse `words` as a Python value, such as 3, 0.9,0.98 or (0.9, 0.98), or several as a tuple.
 
-    Otherwise the text.
+    Return the text if that fails.
     """
     text = " ".join(words)
     # what literal_eval is documented to raise

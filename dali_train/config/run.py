@@ -21,7 +21,7 @@ from dali_train.config.check import (
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     dir: NotInRecipe[Directory]
-    """Run directory: config, metrics, checkpoints and what the hooks write."""
+    """Run directory, for config, metrics, checkpoints and the output of hooks."""
     epochs: Annotated[float, Rule("a number from 0.0001 to 1,000,000,000", 1e-4, 1e9)]
     """Passes over the training split. The schedule spans them, rounded up to complete steps."""
     max_steps: NotInRecipe[Count | None] = None
@@ -31,26 +31,26 @@ class RunConfig:
     checkpoint_every_steps: NotInRecipe[Count | None] = None
     """Save every this many steps, before each evaluation, and at the end. None: after each epoch."""
     checkpoint_every_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
-    """Save as well once the last checkpoint is so old: what a node that dies may cost."""
+    """Also save when the last checkpoint is this old, which bounds the loss if a node dies."""
     keep_checkpoints: NotInRecipe[Count] = 2
-    """Newest checkpoints that are kept, besides the one with the best top-1, which is always saved."""
+    """How many of the newest checkpoints to keep, besides the one with the best top-1, which is always kept."""
     mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None
-    """URL (s3://, gs://, az://) where checkpoints, metrics, status, accuracies and report are copied to in the
-    background. An empty run.dir resumes from there, so nodes need not share one."""
+    """URL (s3://, gs://, az://) to which checkpoints, metrics, status, accuracies and report are copied in the
+    background. An empty run.dir resumes from there, so nodes need not share run.dir."""
     max_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
-    """Save and stop with exit status 75 after this much wall-clock time. None: only for a signal or a Slurm job's
-    end."""
+    """Save and stop with exit status 75 after this much wall-clock time. None: only on a signal or before the end of a
+    Slurm job."""
     resume: NotInRecipe[Annotated[str, Rule("auto, never or the path of a checkpoint")]] = "auto"
-    """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0 in an empty
-    run.dir. Or the path of a checkpoint: of another run, to start from it, or of this run, to return to it."""
+    """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0, in an empty
+    run.dir. Or the path of a checkpoint of another run, to start from it, or of this run, to go back to it."""
     accept_changed_recipe: NotInRecipe[bool] = False
-    """Resume although the config's recipe or the dataset is not that of the checkpoint; what changed is named."""
+    """Resume even if the recipe or the dataset differs from the checkpoint's; the differences are printed."""
     device: NotInRecipe[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Where the model runs. auto: a GPU where there is one."""
+    """Where the model runs. auto: on a GPU if there is one."""
     deterministic: NotInRecipe[bool] = False
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
     published_top1: NotInRecipe[Fraction | None] = None
-    """Accuracy that the recipe's source published, a fraction: a line in the report to compare with."""
+    """Published accuracy of the recipe's source, a fraction, drawn as a line in the report."""
 
     def __post_init__(self) -> None:
         if self.mirror is None:
@@ -59,6 +59,6 @@ class RunConfig:
         scheme, separator, place = self.mirror.partition("://")
         require(
             scheme in ("s3", "gs", "az") and separator != "" and place != "",
-            f"run.mirror is {self.mirror}: use the URL of a bucket that can be written, such as s3://BUCKET/PREFIX, "
+            f"run.mirror is {self.mirror}: use the URL of a writable bucket, such as s3://BUCKET/PREFIX, "
             "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX",
         )

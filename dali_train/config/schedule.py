@@ -9,7 +9,7 @@ from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Rul
 @section("schedule")
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """A linear warmup to the peak rate (optimizer.lr, scaled as optimizer.scale_lr says), then a decay."""
+    """A linear warmup to the peak rate (optimizer.lr, scaled by optimizer.scale_lr), then a decay."""
 
     name: str = "linear"
     """How the rate decays until run.epochs: linear, cosine, polynomial, step (times decay_rate every decay_epochs),
@@ -20,14 +20,13 @@ class ScheduleConfig:
     warmup_steps: CountOr0 | None = None
     """Length of the warmup in optimizer steps, in place of warmup_epochs."""
     warmup_lr: NotNegative | None = None
-    """Rate of the first warmup step, from which it rises by (peak - warmup_lr) / warmup per step, as in timm; 0 is
-    big_vision's.
-    None: step t has (t + 1) / (warmup + 1) of the peak, as in ColossalAI."""
+    """Rate of the first warmup step, from which it rises by (peak - warmup_lr) / warmup per step, as in timm; 0 as in
+    big_vision. None: step t has (t + 1) / (warmup + 1) of the peak, as in ColossalAI."""
     decay_from: Literal["warmup-end", "start"] = "warmup-end"
-    """Where the decay is counted from. start: the warmup hides its beginning, as in timm by default, in DeiT and ResNet
-    strikes back; the rate then jumps down a little where the warmup ends."""
+    """Where the decay starts. start: at step 0, so that the warmup replaces its first part, as in timm by default, DeiT
+    and ResNet strikes back; the rate then drops slightly at the end of the warmup."""
     min_lr: NotNegative = 0.0
-    """Rate at the end, and the lowest after the warmup. Not scaled with the batch."""
+    """Final rate, and the minimum after the warmup. It is not scaled with the batch."""
     power: Positive = 1.0
     """Exponent of polynomial, and of the decay of warmup-stable-decay."""
     decay_epochs: Positive | None = None
@@ -35,7 +34,7 @@ class ScheduleConfig:
     decay_rate: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] = 0.1
     """Factor of each decay of step."""
     step_every: Literal["step", "epoch"] = "step"
-    """Whether the rate moves at every optimizer step or only when an epoch begins."""
+    """Whether the rate changes at every optimizer step or only at the start of an epoch."""
 
     def __post_init__(self) -> None:
         by_epoch, steps, length = self.step_every == "epoch", self.warmup_steps is not None, self.decay_epochs

@@ -121,4 +121,4 @@ def test_records_in_a_bucket_are_indexed(folder: Path, tmp_path: Path, capsys: p
     assert f"{url}/train/train-00001-of-00003: at byte 0" in capsys.readouterr().err
     data("index", "https://host/foreign", status=2)
     data("index", url, "--out", tmp_path, status=2)
-    assert f"--out {tmp_path} with {url}: the index of a bucket lies in the bucket" in capsys.readouterr().err
+    assert f"--out {tmp_path} with {url}: the index of a bucket is written to" in capsys.readouterr().err

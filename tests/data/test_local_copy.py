@@ -87,7 +87,7 @@ def test_copies_belong_to_one_user(source: Path, tmp_path: Path, monkeypatch: py
     foreign.mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)  # whose directory somebody else has made
     with pytest.raises(
-        DatasetError, match=r"user-12345 belongs to another user, so it is not trusted: name another directory"
+        DatasetError, match=r"user-12345 belongs to another user, so it is not trusted: set data.local_copy"
     ):
         make_copy(source, tmp_path / "disk", verbose=True)
 
@@ -95,7 +95,7 @@ def test_copies_belong_to_one_user(source: Path, tmp_path: Path, monkeypatch: py
 def test_directory_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        DatasetError, match=r"data.local_copy .*file/disk cannot be written to \(Not a directory\): name a directory"
+        DatasetError, match=r"data.local_copy .*file/disk is not writable \(Not a directory\): use a directory"
     ):
         make_copy(source, tmp_path / "file" / "disk", verbose=True)
 
@@ -160,5 +160,5 @@ def test_small_disk_is_noticed_before_copying_by_all_ranks(source: Path, tmp_pat
     disk = tmp_path / "disk"
     output = train("run", "--data.root", str(source), "--data.local_copy", str(disk), ranks=2, status=2)
     assert output.count(f"data.local_copy {disk} has ") == 1, output  # what all ranks find, one says
-    assert "bytes, name a larger disk, or leave data.local_copy out" in output
+    assert "bytes, use a larger disk, or leave data.local_copy out" in output
     assert not list(disk.rglob("train-*"))

@@ -101,7 +101,7 @@ def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.Lo
         )
         wait_until(lambda: not threads())
     assert [
-        record.getMessage().startswith("reading ahead ends, images are read when") for record in caplog.records
+        record.getMessage().startswith("reading ahead stops, images are read when") for record in caplog.records
     ] == [True]
     plain = assigned_micro_batches(
         split, MappedFiles(split), config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1

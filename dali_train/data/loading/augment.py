@@ -1,12 +1,12 @@
-"""The operators that augment images: one table, one row for each operator.
+"""The augmentation operators: one table, with one row per operator.
 
-A row says what a level becomes (degrees, pixels, a factor), and has the operator's two forms: for one image on the CPU,
-mostly PIL's, and for a batch in DALI's graph, meant for a GPU. A test compares the two on photographs. To add an
+A row maps a level to the operator's argument (degrees, pixels, a factor), and has two forms: for one image on the CPU,
+mostly by PIL, and for a batch in a DALI graph, meant for a GPU. A test compares the two on photographs. To add an
 operator, add a row; `data.augment rand-tNAME+NAME` draws from any rows, and the policies are in
 data/sampling/augment.py.
 
-Ranges are timm's, so that a recipe's magnitude means the same; names with Increasing are those of timm's `inc1`, names
-with Wide those of TrivialAugment. Forms interpolate bilinearly and fill with 128.
+Ranges are timm's, so that magnitudes have the same meaning; names with Increasing are those of timm's `inc1`, names
+with Wide those of TrivialAugment. All forms interpolate bilinearly and fill with 128.
 """
 
 import difflib
@@ -42,11 +42,11 @@ _BLUR_WINDOW = 13  # pixels: three standard deviations of the strongest blur on 
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator that augments images, in both its forms.
+    """An augmentation operator in both forms.
 
-    argument: levels with a sign, (n,), and the images' side in pixels -> what the forms take, (n,).
-    cpu: a (3, h, w) uint8 image and its argument -> such an image.
-    dali: a node of (h, w, 3) uint8 images and a node of float32 arguments -> a node of such images.
+    argument: signed levels, (n,), and the side of the images in pixels -> the arguments of the forms, (n,).
+    cpu: a (3, h, w) uint8 image and its argument -> the augmented image.
+    dali: a node of (h, w, 3) uint8 images and a node of float32 arguments -> a node of the augmented images.
     """
 
     argument: Argument
@@ -79,30 +79,32 @@ def threshold(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
 
 
 def mask_of(bits: Callable[[NDArray[np.float32]], NDArray[np.floating[Any]]]) -> Argument:
-    """Return the mask that keeps the `bits` highest bits; at least one, as in DALI: Pillow refuses a black image."""
+    """Return the mask that keeps the `bits` highest bits, at least one as in DALI, since Pillow refuses zero bits."""
     return lambda levels, side: 256 - 2.0 ** (8 - np.clip(bits(np.abs(levels)), 1, 8))
 
 
 def place(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
-    """Return a pixel of the image, each equally likely if the level is uniform: row * 4096 + column."""
+    """Map uniform levels to uniformly distributed pixels: row * 4096 + column."""
     if side > _ROW:
-        raise ConfigError(f"data.train_size is {side}: Cutout takes images of at most {_ROW} pixels")
+        raise ConfigError(
+            f"data.train_size is {side}: Cutout takes images of at most {_ROW} pixels, use a smaller size"
+        )
     pixel = np.minimum(np.floor(np.abs(levels.astype(np.float64)) * side**2), side**2 - 1)
     return pixel // side * _ROW + pixel % side
 
 
 def by_pil(operate: PilForm) -> CpuForm:
-    """Return the CPU form of a PIL operator: what timm augments with, in half of torchvision's time (measured)."""
+    """Return the CPU form of a PIL operator, as in timm; PIL takes half the time of torchvision (measured)."""
 
     def cpu(image: torch.Tensor, argument: float) -> torch.Tensor:
-        pixels = image.permute(1, 2, 0).contiguous()  # nothing is copied where it is channels-last, as here
+        pixels = image.permute(1, 2, 0).contiguous()  # no copy: images are channels-last here
         return torch.from_numpy(np.array(operate(Image.fromarray(pixels.numpy()), argument))).permute(2, 0, 1)
 
     return cpu
 
 
 def _beside(argument: Any, images: Any) -> Any:
-    """Return `argument` where arithmetic on images wants it."""
+    """Return `argument` on the device of `images`."""
     return argument.gpu() if images.device == "gpu" else argument
 
 
@@ -115,7 +117,7 @@ def solarize_add(image: Image.Image, add: float) -> Image.Image:
 
 
 def dali_sharpness(images: Any, factor: Any) -> Any:
-    """Sharpen as PIL does but for the outermost pixels, which PIL leaves as they are."""
+    """Sharpen as PIL does, except for the outermost pixels, which PIL leaves unchanged."""
     smooth = np.array([[1, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=np.float32) / 13
     sharp = np.zeros((3, 3), dtype=np.float32)
     sharp[1, 1] = 1
@@ -124,7 +126,7 @@ def dali_sharpness(images: Any, factor: Any) -> Any:
 
 
 def cutout(radius: int) -> tuple[CpuForm, DaliForm]:
-    """Return the forms that fill the square of 2 * `radius` pixels around a place, as far as it is in the image."""
+    """Return the forms that fill a square of 2 * `radius` pixels around a place, clipped to the image."""
 
     def cpu(image: torch.Tensor, at: float) -> torch.Tensor:
         row, column = divmod(int(at), _ROW)
@@ -141,11 +143,11 @@ def cutout(radius: int) -> tuple[CpuForm, DaliForm]:
 
 
 def slide(image: Image.Image, x: float, y: float) -> Image.Image:
-    """The result's (column, row) is (column + x, row + y) of `image`: what PIL's `transform` does, in a fifth of its
-    time.
+    """Translate: pixel (column, row) of the result is (column + x, row + y) of `image`, in a fifth of the time of PIL's
+    `transform`.
 
-    Its `resize` at a scale of 1 computes the same in fixed-point arithmetic, but only where both neighbours of each
-    pixel exist. Beyond that, within half a pixel of the border, `transform` repeats the outermost pixel.
+    PIL's `resize` at a scale of 1 computes the same in fixed-point arithmetic, but only where both neighbours of each
+    pixel exist. Within half a pixel of the border, `transform` repeats the outermost pixel.
     """
     width, height = image.size
     moved = Image.new(image.mode, image.size, (_FILL,) * 3)
@@ -159,8 +161,8 @@ def slide(image: Image.Image, x: float, y: float) -> Image.Image:
 
 
 def moved(*, shear_x: int = 0, shear_y: int = 0, x: int = 0, y: int = 0) -> tuple[CpuForm, DaliForm]:
-    """Each pixel (x, y) of the result is taken from (x + shear_x * a * y + x * a, y + shear_y * a * x + y * a), a the
-    argument."""
+    """Return the forms of an affine map with argument a: pixel (px, py) of the result comes from
+    (px + shear_x * a * py + x * a, py + shear_y * a * px + y * a)."""
 
     def pil(image: Image.Image, amount: float) -> Image.Image:
         if not (shear_x or shear_y):
@@ -179,7 +181,7 @@ def moved(*, shear_x: int = 0, shear_y: int = 0, x: int = 0, y: int = 0) -> tupl
 
 
 def enhanced(kind: Callable[[Image.Image], Any], dali: DaliForm) -> tuple[CpuForm, DaliForm]:
-    """Return the forms of one of PIL's `ImageEnhance`, with that of DALI."""
+    """Return the forms of one of PIL's `ImageEnhance` classes, given its DALI form."""
     return by_pil(lambda image, factor: kind(image).enhance(factor)), dali
 
 
@@ -270,10 +272,10 @@ OPERATORS: dict[str, Operator] = {
 
 
 class Augmentation:
-    """A config's policy, applied to the draws of a micro-batch in either form.
+    """A config's policy, which applies the draws of a micro-batch in either form.
 
     Raises:
-        ConfigError: data.augment names an operator that has no row.
+        ConfigError: data.augment names an operator that is not in the table.
     """
 
     def __init__(self, policy: Policy, data: DataConfig) -> None:
@@ -295,7 +297,7 @@ class Augmentation:
         return cls(policy, data) if policy.groups or data.random_erasing > 0 else None
 
     def arguments(self, step: int, batch: MicroBatch) -> NDArray[np.float32]:
-        """Return what the operators drawn for `step` take, (n,)."""
+        """Return the arguments of the operators drawn for `step`, (n,)."""
         arguments = np.zeros(len(batch.levels), dtype=np.float32)
         for number in np.unique(batch.operators[:, step]):
             here = batch.operators[:, step] == number
@@ -303,7 +305,7 @@ class Augmentation:
         return arguments
 
     def operations(self, batch: MicroBatch) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-        """Return what the CPU does with each image: a function of a (3, h, w) uint8 image."""
+        """Return the CPU's function for each image, which takes and returns a (3, h, w) uint8 image."""
         arguments = np.zeros_like(batch.levels)
         for step in range(self.num_steps):
             arguments[:, step] = self.arguments(step, batch)
@@ -332,7 +334,7 @@ class Augmentation:
 
         Args:
             steps: for each step the nodes of the operators' numbers, int32, and of their `arguments`, float32.
-            box: the nodes of the erased boxes' corners and shapes, (2,) float32 each; None: nothing is erased here.
+            box: the nodes of the erased boxes' corners and shapes, (2,) float32 each; None: the graph erases nothing.
         """
         forms = [operator.dali for operator in self.operators]
         for number, argument in steps:

@@ -1,9 +1,9 @@
-"""Images of an object store on a disk of this node, shared by its ranks.
+"""A cache of images from an object store on a disk of this node, shared by its ranks.
 
-Each image is a file of its own, and whether it is there and whole is all the state: its checksum in the index decides,
-so a process may be killed at any byte and what is damaged is fetched again. One process of the node, the one that holds
-the lock, removes what is needed latest (`NextUse`). It is told nothing by the others: what they have fetched follows
-from the order.
+Each image is one file, verified by its checksum in the index. There is no other state, so a process may be killed at
+any moment, and damaged files are fetched again. One process of the node, which holds the lock, evicts the images needed
+furthest in the future (`NextUse`). It needs no messages from the other ranks: what they have fetched follows from the
+order.
 """
 
 import gc
@@ -39,35 +39,36 @@ logger = logging.getLogger("dali_train")
 
 _FILES_PER_DIRECTORY = 1 << 12
 _BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
-_RESERVE = 0.05  # of the disk stays free
-_LEAST_FILLED = 0.98  # a round of removal leaves at least this share of the capacity
-_LEAST_WAIT_S, _WAIT_RATIO = 0.02, 20.0  # between two rounds, and times what choosing took: 5 % of a core
-_WAIT_S = 10.0  # for the directory's last user, which may be about to end
+_RESERVE = 0.05  # fraction of the disk that stays free
+_LEAST_FILLED = 0.98  # a round of eviction leaves at least this fraction of the capacity
+# Wait between two rounds: at least so long, and so many times as long as choosing took (5 % of a core).
+_LEAST_WAIT_S, _WAIT_RATIO = 0.02, 20.0
+_WAIT_S = 10.0  # for the previous user of the directory, which may be about to end
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What this process knows of the cache of its node."""
+    """This process's view of the cache of its node."""
 
     directory: Path  # data.cache
-    limit: int | None  # bytes; None: what the disk has free
+    limit: int | None  # bytes; None: the free space of the disk
     dp_size: int
     coordinates: frozenset[int]  # data-parallel, of the ranks on this node that read images
-    lock: BinaryIO | None  # held by the process that removes images
+    lock: BinaryIO | None  # held by the process that evicts images
 
     def cache(self, split: Split) -> "ImageCache":
-        """Return the cache of `split`. Training images are removed by `Eviction`; of the validation split, which is
-        read in the same order again and again, each rank keeps the first, and they stay."""
+        """Return the cache of `split`. `Eviction` removes training images. The validation split is read in the same
+        order every time, so each rank keeps its first images and evicts nothing."""
         if split.name == "train":
             return ImageCache(self.directory, split)
         limit = shutil.disk_usage(self.directory).free if self.limit is None else self.limit
         return ImageCache(self.directory, split, budget=int(limit * _share(split)) // len(self.coordinates))
 
     def eviction(self, split: Split, config: Config, *, start_step: int, num_ahead: int) -> "Eviction | None":
-        """Return what keeps the training split's cache within its limit; None: another process does.
+        """Return the eviction of the training split's cache; None if another process evicts.
 
         Args:
-            num_ahead: so many micro-batches before an image is used it may be here.
+            num_ahead: how many micro-batches before its use an image may be fetched.
         """
         if self.lock is None:
             return None
@@ -83,17 +84,17 @@ class Node:
 
 
 class ImageCache:
-    """One split's images in files, by their numbers. Methods may be called from several threads and processes at once.
+    """One split's images in files, by image number. Thread-safe and process-safe.
 
     Args:
-        budget: as many bytes are taken in, and nothing is removed; None: everything is, and `Eviction` removes.
+        budget: store at most this many bytes and evict nothing; None: store everything, and `Eviction` removes.
     """
 
     def __init__(self, directory: Path, split: Split, *, budget: int | None = None) -> None:
         if split.checksums is None:
             raise DatasetError(
-                f"data.cache needs the checksum of every image, which the index of {split.url} does not have: run "
-                "`dali-train data index` on the dataset, and copy index and dataset.json to the bucket"
+                f"data.cache needs the checksum of every image, which the index of {split.url} lacks: run "
+                "`dali-train data index` on the dataset, and copy index/ and dataset.json to the bucket"
             )
         self.directory = directory / _directory_name(split.manifest, split.name)
         self._checksums, self._sizes = split.checksums, split.rows["size"]
@@ -104,11 +105,11 @@ class ImageCache:
 
     @cached_property
     def file_sizes(self) -> NDArray[np.int64]:
-        """How many bytes of the disk each image takes, (N,)."""
+        """The bytes that each image takes on disk, (N,)."""
         return -(-self._sizes.astype(np.int64) // _BLOCK_BYTES) * _BLOCK_BYTES
 
     def load(self, image: int) -> NDArray[np.uint8] | None:
-        """Return an image's bytes, (size,), None if they are not here as they should be."""
+        """Return an image's bytes, (size,), or None if they are missing or damaged."""
         path = self.path(image)
         try:
             content = path.read_bytes()
@@ -126,16 +127,16 @@ class ImageCache:
         return np.frombuffer(content, dtype=np.uint8)
 
     def store(self, image: int, content: NDArray[np.uint8]) -> None:
-        """Take an image in, if there is room."""
+        """Store an image, if there is room."""
         if not self._count(image):
             return
         path = self.path(image)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Not under another name first: half a file has a wrong checksum, and a rename would cost as much as this.
+            # No temporary name: the checksum detects partial files, and a rename would cost as much as the write.
             with path.open("xb", buffering=0) as file:
                 file.write(content.data)
-        except FileExistsError:  # another rank, of another run even, is writing the same bytes
+        except FileExistsError:  # another rank, perhaps of another run, is writing the same bytes
             pass
         except OSError as error:
             path.unlink(missing_ok=True)
@@ -176,7 +177,7 @@ class ImageCache:
 
 
 def _directory_name(manifest: Manifest, split: str) -> str:
-    """Name a split's images by the checksum of their checksums: another dataset's are never taken for them."""
+    """Name a split's directory by the checksum of its images' checksums, so that datasets are never mixed up."""
     of = manifest.splits[split]
     return f"{split}-{of.num_records}-{of.image_checksums_crc32c}"
 
@@ -188,10 +189,10 @@ def _share(split: Split) -> float:
 
 
 def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
-    """Return this process's part in the cache of its node, None without data.cache. All ranks call this together.
+    """Return this process's view of the cache of its node, None without data.cache. All ranks call this together.
 
     Raises:
-        ConfigError: on all ranks, if on any node another run uses the directory, or it cannot be written to.
+        ConfigError: on all ranks, if another run uses the directory on any node, or it is not writable.
     """
     data = config.data
     if data.cache is None:
@@ -211,15 +212,15 @@ def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
             lock = (directory / "lock").open("ab")
             end = time.monotonic() + _WAIT_S
             while not (locked := try_lock(lock)) and time.monotonic() < end:
-                gc.collect()  # the run before it in this process may not have been collected yet
+                gc.collect()  # an earlier run in this process may not have been collected yet
                 time.sleep(0.2)
             if not locked:
                 failure = (
-                    f"data.cache {data.cache} is in use by another run on {mine[0]}: name another directory, or wait "
-                    "until it has ended"
+                    f"data.cache {data.cache} is in use by another run on {mine[0]}: use another directory, or wait "
+                    "until that run has ended"
                 )
         except OSError as error:
-            failure = f"data.cache {data.cache} cannot be written to on {mine[0]} ({error.strerror}): name another one"
+            failure = f"data.cache {data.cache} is not writable on {mine[0]} ({error.strerror}): use another directory"
     failure, _ = first_fault(failure, group)
     if group is not None:
         dist.destroy_process_group(group)
@@ -235,11 +236,11 @@ def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
 
 
 class Eviction:
-    """A thread that keeps one split's cache within its capacity by removing what this node needs latest.
+    """A thread that keeps one split's cache within its capacity by evicting the images needed furthest in the future.
 
     Args:
-        limit: largest size in bytes; None: what the disk has free. Never more than that, less a reserve.
-        num_ahead: so many micro-batches before an image is used it may be here.
+        limit: largest size in bytes; None: no limit but the free space of the disk, less a reserve.
+        num_ahead: how many micro-batches before its use an image may be fetched.
     """
 
     def __init__(
@@ -255,7 +256,7 @@ class Eviction:
         threading.Thread(target=self._work, name="cache-eviction", daemon=True).start()
 
     def follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield `micro_batches`, and know by them how far this node is. The thread ends with this iterator."""
+        """Yield `micro_batches` and track the node's progress by them. The thread ends with this iterator."""
         try:
             for micro_batch in micro_batches:
                 self._now = self._next_use.time(micro_batch.step, micro_batch.k)
@@ -264,12 +265,12 @@ class Eviction:
             self._stopped.set()
 
     def remove_latest(self) -> None:
-        """Remove images, those that are needed latest first, until there is room for as much as came since the last
-        round."""
+        """Remove images, those needed furthest in the future first, until there is room for as much as was added since
+        the last round."""
         began = time.thread_time()
         sizes, now = self._cache.file_sizes, self._now
         end = now + self._num_ahead + 1
-        self._next_use.forget(now)  # other ranks of the node are as far: they meet in every step
+        self._next_use.forget(now)  # the node's other ranks are at the same step
         self._present[self._next_use.between(self._seen, end)] = True  # by one rank or another
         self._seen = max(self._seen, end)
         total = int(sizes[self._present].sum())
@@ -299,5 +300,7 @@ class Eviction:
                 self.remove_latest()
             except OSError as error:
                 if not warned:
-                    logger.warning("data.cache %s is not kept within its limit: %s", self._cache.directory, error)
+                    logger.warning(
+                        "data.cache %s: eviction failed, the limit is exceeded: %s", self._cache.directory, error
+                    )
                 warned = True

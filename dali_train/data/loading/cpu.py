@@ -24,7 +24,7 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CpuTransform:
-    """Resize, mirror, augment, normalise and mix crops, on threads of its own.
+    """Resizes, mirrors, augments, normalises and mixes crops, on its own threads.
 
     Args:
         size: images in a batch.
@@ -33,7 +33,7 @@ class CpuTransform:
     def __init__(self, data: DataConfig, pixels: PixelFormat, *, size: int) -> None:
         side = data.train_size
         self._side, self._antialias, self._mode = side, data.antialias, data.interpolation
-        # One row of pixels each, channels innermost: long enough a row for the arithmetic to be vectorised.
+        # One row of pixels each, channels innermost: rows long enough for vectorised arithmetic.
         self._scale = 1 / torch.tensor(data.std).repeat(side)
         self._shift = -torch.tensor(data.mean).repeat(side) * self._scale
         self._nchw = not pixels.channels_last
@@ -55,8 +55,8 @@ class CpuTransform:
         Args:
             crops: n arrays of (height, width, 3): contiguous, or read-only views of mapped pixels.
             flips: (n,), 1: mirrored.
-            mixing: (partners, lambdas, cuts), (n,), (n,) and (n, 4), as for `mixing.mix`; None: nothing is mixed.
-            operations: n functions, applied to the images, (3, size, size) uint8, once they are mirrored.
+            mixing: (partners, lambdas, cuts), (n,), (n,) and (n, 4), as for `mixing.mix`; None: no mixing.
+            operations: n functions, applied to the mirrored images, (3, size, size) uint8.
         """
         batch = self._batches.take()
         if mixing is None:
@@ -82,7 +82,7 @@ class CpuTransform:
         flips: NDArray[np.int32],
         operations: Sequence[Operation] | None = None,
     ) -> list[torch.Tensor]:
-        """Return each crop as the square that is trained on, (side, 3 * side) uint8: a row for each row of pixels."""
+        """Resize each crop to the training size: (side, 3 * side) uint8, one row per row of pixels."""
         resize, resized = self._resizing(crops, flips, operations), [torch.empty(0)] * len(crops)
 
         def work(i: int) -> None:
@@ -97,9 +97,9 @@ class CpuTransform:
         mirrored = flips.tolist()
 
         def resize(i: int) -> torch.Tensor:
-            # Copied here and not before: each thread copies its own.
+            # Copied here, so that the threads share the copying.
             crop = crops[i] if crops[i].flags.writeable else crops[i].copy()
-            image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # so ordered, torch sees that it is channels-last
+            image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # in this order, torch recognises channels-last
             if image.shape[2:] != (self._side, self._side):
                 image = F.interpolate(image, (self._side, self._side), mode=self._mode, antialias=self._antialias)
             image = image.flip(-1)[0] if mirrored[i] else image[0]
@@ -124,7 +124,7 @@ class CpuTransform:
 
     def _each(self, count: int, work: Callable[[int], None]) -> None:
         """Call ``work(i)`` for i from 0 to `count` - 1, spread over the threads."""
-        numbers = iter(range(count))  # shared: whichever thread is free takes the next
+        numbers = iter(range(count))  # shared: each free thread takes the next number
 
         def worker() -> None:
             for number in numbers:
@@ -145,7 +145,7 @@ def _with_box_of(
 
 
 class _Batches:
-    """Memory for batches, used again once no tensor is left on it.
+    """Memory for batches, reused once no tensor refers to it.
 
     Fresh memory costs more than the arithmetic: the kernel clears each page when it is first touched (normalising an
     image into it takes 0.32 instead of 0.06 ms, measured).
@@ -157,24 +157,24 @@ class _Batches:
         self._free: deque[NDArray[np.uint8]] = deque()
 
     def take(self) -> torch.Tensor:
-        if self._pinned:  # torch keeps page-locked memory for the next, and knows when the copy from it is done
+        if self._pinned:  # torch reuses page-locked memory, and knows when the copy from it is done
             return torch.empty(self._shape, dtype=self._dtype, pin_memory=True)
-        # As bytes: NumPy has no bfloat16. Torch allocates them, at an address that suits vectorised arithmetic.
+        # As bytes, because NumPy has no bfloat16; allocated by torch, which aligns them for vectorised arithmetic.
         memory = self._free.popleft() if self._free else torch.empty(self._num_bytes, dtype=torch.uint8).numpy()
         lent = memory[:]
         weakref.finalize(lent, self._free.append, memory).atexit = False
-        # Whatever shares its storage keeps `lent` alive.
+        # All tensors that share the storage keep `lent` alive.
         return torch.from_numpy(lent).view(self._dtype).view(self._shape)
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads in each of which torch's operators keep to the one thread."""
+    """Return a pool of `count` threads, in which torch's operators run single-threaded."""
     others = torch.get_num_threads()
     started = threading.Barrier(count + 1)
 
     def initialise() -> None:
-        torch.set_num_threads(1)  # of this thread, and of all that first ask from now on
-        torch.get_num_threads()  # so this thread asks before the number is set back
+        torch.set_num_threads(1)  # for this thread, and for threads that read it for the first time from now on
+        torch.get_num_threads()  # this thread must read it before it is reset
         started.wait()
 
     pool = ThreadPoolExecutor(count, "resize", initialise)

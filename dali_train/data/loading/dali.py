@@ -1,8 +1,7 @@
-"""The DALI graphs: for training, for evaluation, and for one image alone.
+"""The DALI graphs: for training, for evaluation, and for decoding a single image.
 
-They draw no random number and decide nothing: boxes, flips, augmentations, Mixup partners and lambdas are computed
-before, so that what comes out is a pure function of them. What a training graph is fed stands in one table, `INPUTS`:
-to add an input, add a row.
+They draw no random numbers: boxes, flips, augmentations, Mixup partners and lambdas are inputs, and the outputs are
+pure functions of them. The inputs of a training graph are in one table, `INPUTS`: to add an input, add a row.
 """
 
 from collections import deque
@@ -31,14 +30,15 @@ Item = TypeVar("Item")
 Explain = Callable[[RuntimeError], Exception]
 
 PREFETCH = 2
-"""Micro-batches that are prepared ahead of the one in use. Two cover the worst: of 5,000 micro-batches of 256 ImageNet
-photographs the largest has 1.3 times the mean's pixels, of 32 photographs 2.3 times."""
+"""Micro-batches prepared ahead of the one in use. Two are enough for the worst case: of 5,000 micro-batches with 256
+ImageNet photographs the largest has 1.3 times the mean number of pixels, with 32 photographs 2.3 times."""
 _INTERPOLATION = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a graph: the dtype and number of dimensions of a sample, and how a micro-batch's are taken."""
+    """One input of a graph: dtype and number of dimensions of a sample, and the function that takes it from a
+    micro-batch."""
 
     dtype: types.DALIDataType
     ndim: int
@@ -49,13 +49,13 @@ class Input:
 INPUTS: dict[str, Input] = {
     "anchor": Input(types.INT32, 1, lambda batch: batch.corners[0]),
     "shape": Input(types.INT32, 1, lambda batch: batch.corners[1]),
-    "start": Input(types.INT32, 1, lambda batch: -batch.offsets),  # of the crop in the stored image's box
+    "start": Input(types.INT32, 1, lambda batch: -batch.offsets),  # of the data.crop_side square, relative to the box
     "mirror": Input(types.INT32, 0, lambda batch: batch.flips),
     "targets": Input(types.INT64, 1, lambda batch: batch.targets),
     "lambdas": Input(types.FLOAT, 0, lambda batch: batch.lambdas),
     "partners": Input(types.INT32, 0, lambda batch: batch.partners),
 }
-"""What every training graph can be fed; `training_inputs` adds what depends on the dataset and on the augmentation."""
+"""The inputs of every training graph; `training_inputs` adds those that depend on dataset and augmentation."""
 
 
 def training_inputs(
@@ -69,7 +69,7 @@ def training_inputs(
         for step in range(augmentation.num_steps):
             inputs[f"operator {step}"] = Input(types.INT32, 0, partial(_operators, step))
             inputs[f"argument {step}"] = Input(types.FLOAT, 0, partial(augmentation.arguments, step))
-        if augmentation.erases:  # fn.erase takes nothing but float32
+        if augmentation.erases:  # fn.erase takes only float32
             inputs["erased anchor"] = Input(types.FLOAT, 1, lambda b: b.erased[:, :2].astype(np.float32))
             inputs["erased shape"] = Input(types.FLOAT, 1, lambda b: b.erased[:, 2:].astype(np.float32))
     return inputs
@@ -81,7 +81,7 @@ def crop_inputs(split: Split, storage: Storage) -> dict[str, Input]:
 
 
 def stored_input(split: Split, storage: Storage) -> Input:
-    """Return the input of what is stored of each image: a file's bytes, or raw pixels."""
+    """Return the input of the images as stored: encoded bytes, or raw pixels."""
     raw = split.manifest.encoding == "raw"
     return Input(
         types.UINT8, 3 if raw else 1, lambda b: read_stored(storage, split, b.images), layout="HWC" if raw else ""
@@ -93,9 +93,9 @@ def _operators(step: int, batch: MicroBatch) -> NDArray[np.int32]:
 
 
 class Ahead(Generic[Item]):
-    """Calls `produce` in a thread which keeps `depth` results ready; ``next()`` gives them in order.
+    """Calls `produce` in a thread that keeps `depth` results ready; ``next()`` returns them in order.
 
-    An exception in `produce` is raised by the ``next()`` that would have given its result.
+    An exception in `produce` is raised by the ``next()`` that would have returned its result.
     """
 
     def __init__(self, produce: Callable[[], Item], depth: int, name: str) -> None:
@@ -110,11 +110,11 @@ class Ahead(Generic[Item]):
 
 
 class Feed:
-    """Feeds a graph with `inputs` of one micro-batch after the other, and remembers those in flight.
+    """Feeds a graph with the `inputs` of one micro-batch after the other, and keeps a queue of those in flight.
 
     Args:
         next_micro_batch: called ahead of the graph's ``run()``.
-        ahead: micro-batches whose inputs a thread has ready when DALI asks; 0: they are taken when it does.
+        ahead: micro-batches whose inputs a thread prepares before DALI asks for them; 0: no such thread.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Feed:
         self._inputs, self._next_micro_batch = inputs, next_micro_batch
         self._next = Ahead(self._take, ahead, "feed").next if ahead else self._take
         self.in_flight: deque[MicroBatch] = deque()
-        """Fed to DALI and not given back yet, oldest first."""
+        """Micro-batches fed to DALI and not returned yet, oldest first."""
 
     def __call__(self) -> tuple[Any, ...]:
         batch, taken = self._next()
@@ -151,7 +151,7 @@ class Feed:
 
 
 def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
-    """Return the arguments that DALI's Pipeline takes for batches of `size` images, `PREFETCH` of them ahead."""
+    """Return DALI's Pipeline arguments for batches of `size` images, prepared `PREFETCH` batches ahead."""
     return {
         "batch_size": size,
         "num_threads": pixels.num_threads,
@@ -164,7 +164,7 @@ def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
 def training_graph(
     feed: Feed, data: DataConfig, pixels: PixelFormat, split: Split, augmentation: Augmentation | None
 ) -> Any:
-    """Define the graph that does everything but mixing: images, targets, lambdas, partners."""
+    """Define the graph that does everything except mixing: images, targets, lambdas, partners."""
     nodes = feed.nodes()
     stored, anchor, shape = nodes["stored"], nodes["anchor"], nodes["shape"]
     if split.manifest.encoding == "raw":
@@ -194,10 +194,10 @@ def training_graph(
 
 @pipeline_def(device_id=None, exec_dynamic=False)
 def crop_graph(feed: Feed) -> Any:
-    """Define the graph that decodes on the CPU the boxes of the images that `feed` gives.
+    """Define the graph that decodes the boxes of the images from `feed` on the CPU.
 
-    The older executor writes into the same memory again and again, which is a tenth faster: what ``run()`` gave is gone
-    with the next one.
+    The older executor reuses the same memory, which is a tenth faster, but each ``run()`` overwrites the results of the
+    previous one.
     """
     nodes = feed.nodes()
     return decode_boxes(nodes["stored"], nodes["anchor"], nodes["shape"], boxes=True, device="cpu", **COMMON_OPTIONS)
@@ -205,7 +205,7 @@ def crop_graph(feed: Feed) -> Any:
 
 @pipeline_def
 def evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, raw: bool) -> Any:
-    """Define the graph of evaluation: images and labels, from what is stored, the regions' corners and the labels."""
+    """Define the evaluation graph: images and labels, from stored images, the corners of their regions, and labels."""
     stored, start, end, labels = fn.external_source(
         source=feed,
         num_outputs=4,
@@ -228,14 +228,14 @@ def evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixe
 
 
 def resized(images: Any, data: DataConfig) -> Any:
-    """Return the node of crops resized to the squares that are trained on."""
+    """Return the node of crops resized to data.train_size."""
     return fn.resize(
         images, size=[data.train_size] * 2, interp_type=_INTERPOLATION[data.interpolation], antialias=data.antialias
     )
 
 
 def normalised(images: Any, mirror: Any | None, data: DataConfig, pixels: PixelFormat) -> Any:
-    """Return a graph's last node: mirrored where `mirror` is 1, (x - mean) / std, in the pixel format's order."""
+    """Return a graph's last node: mirrored where `mirror` is 1, (x - mean) / std, in the pixel format's layout."""
     mirrored = {} if mirror is None else {"mirror": mirror}
     layout = "HWC" if pixels.channels_last else "CHW"
     return fn.crop_mirror_normalize(
@@ -249,13 +249,13 @@ def to_device(node: Any, pixels: PixelFormat) -> Any:
 
 
 def run_graph(pipe: Pipeline, explain: Explain) -> list[torch.Tensor]:
-    """Return a graph's next outputs, as they lie in memory, on the graph's device.
+    """Return a graph's next outputs, in their memory layout, on the graph's device.
 
     Raises:
-        Exception: the one that `explain` makes of DALI's error.
+        Exception: the result of `explain` for DALI's error.
     """
     try:
-        # On a GPU the outputs are ordered into torch's stream; without one there is none to name.
+        # On a GPU the outputs are ordered into torch's current stream.
         with record_function("data: wait for DALI"):
             outputs = pipe.run(torch.cuda.current_stream(pipe.device_id)) if pipe.device_id is not None else pipe.run()
     except RuntimeError as error:
@@ -263,8 +263,8 @@ def run_graph(pipe: Pipeline, explain: Explain) -> list[torch.Tensor]:
     tensors = [output.as_tensor() for output in outputs]
     if pipe.device_id is None:
         return [torch.from_dlpack(tensor) for tensor in tensors]
-    # Into torch's own memory. A tensor that torch shares with DALI is freed by a thread of DALI's which waits for the
-    # device: that ends the process while another thread records a CUDA graph, and keeps a core busy at other times.
+    # Copy into torch's own memory. A tensor shared with DALI is freed by a DALI thread that waits for the device, which
+    # crashes the process while another thread captures a CUDA graph, and keeps a core busy at other times.
     stream = torch.cuda.current_stream(pipe.device_id)
     return [
         feed_ndarray(
@@ -281,7 +281,7 @@ def in_format(images: torch.Tensor, pixels: PixelFormat) -> torch.Tensor:
 
 
 def decode(encoded: NDArray[np.uint8], device_id: int | None) -> NDArray[np.uint8]:
-    """Return the pixels of one image, (h, w, 3), decoded alone on the CPU (None) or a GPU.
+    """Decode a single image on the CPU (None) or a GPU, and return its pixels, (h, w, 3).
 
     Raises:
         RuntimeError: DALI cannot decode it.
@@ -294,7 +294,7 @@ def decode(encoded: NDArray[np.uint8], device_id: int | None) -> NDArray[np.uint
 
 @pipeline_def
 def _decoding_graph(encoded: NDArray[np.uint8]) -> Any:
-    # A constant would be on the CPU or the GPU; a mixed decoder wants the file on the CPU.
+    # Not a constant, which could be on the GPU: a mixed decoder needs the file on the CPU.
     file = fn.external_source(source=lambda: [encoded], batch=True, dtype=types.UINT8, ndim=1)
     device = "cpu" if Pipeline.current().device_id is None else "mixed"
     return fn.decoders.image(file, device=device, **COMMON_OPTIONS)

@@ -1,8 +1,8 @@
-"""DALI's own TFRecord reader in place of the index: local shards, read in sequence.
+"""DALI's own TFRecord reader in place of the index: local shards, read sequentially.
 
-It gives up the invariant: each rank reads a part of the shards and DALI draws the crops, so which images meet in a
-micro-batch, and their crops, depend on the number of ranks. Flips, mixing and dropout are drawn as ever. A pass is
-exact: the parts are disjoint and together the split. No position is kept: a resumed run begins a new pass.
+It gives up the invariant: each rank reads a part of the shards and DALI draws the crops, so the images of a micro-batch
+and their crops depend on the number of ranks. Flips, mixing and dropout are drawn as usual. A pass is exact: the parts
+are disjoint and together are the split. No position is saved: a resumed run begins a new pass.
 """
 
 from collections.abc import Iterator
@@ -26,10 +26,11 @@ from dali_train.errors import ConfigError, DatasetError
 
 
 class DaliReaderPipeline(TrainingPipeline):
-    """Coordinate r of W, the `shard`: the next images of its part, flipped and mixed as the next micro-batch says.
+    """The pipeline of coordinate r of W, its `shard`: the next images of its part, flipped and mixed by the draws of
+    the next micro-batch.
 
     Args:
-        micro_batches: asked for ahead of ``run()``.
+        micro_batches: iterated ahead of ``run()``.
         num_per_step: micro-batches of all coordinates.
 
     Raises:
@@ -52,20 +53,20 @@ class DaliReaderPipeline(TrainingPipeline):
         if split.manifest.encoding == "raw" or len(split) < dp_size:
             raise ConfigError(
                 f"data.reader is dali with {len(split)} records ({split.manifest.encoding}) in {split.root} for "
-                f"{dp_size} ranks: it reads encoded images, at least one for each rank; set data.reader index"
+                f"{dp_size} ranks: it needs encoded images, at least one for each rank; set data.reader index"
             )
         for number in range(len(split.shards)):
-            split.record_offsets(number)  # DALI reads a text index as far as it is one, without a word
+            split.record_offsets(number)  # DALI silently stops where a text index is malformed
         self.warnings = []
         if start_step > 0:
             self.warnings.append(
                 f"data.reader is dali, which keeps no position: a new pass over the data begins at step {start_step}, "
-                "so images of the last one may come twice and others not at all"
+                "so some images of the interrupted pass are seen twice and others not at all"
             )
         if num_per_step % dp_size:
             self.warnings.append(
                 f"data.reader is dali, and {dp_size} ranks do not divide the {num_per_step} micro-batches of a step: "
-                "some read more of their part of the data than others, so images come unequally often"
+                "some ranks read more of their part of the data than others, so images are not seen equally often"
             )
         self._root, self._pixels = split.root, pixels
         inputs, unknown = {name: INPUTS[name] for name in ("mirror", "lambdas", "partners")}, np.full(size, -1)
@@ -81,8 +82,8 @@ class DaliReaderPipeline(TrainingPipeline):
 
     def _explain(self, error: RuntimeError) -> Exception:
         return DatasetError(
-            f"data.reader dali cannot read on: {dali_reason(error)}. Run `dali-train data verify {self._root}` for all "
-            "records that cannot be used, and convert again without them"
+            f"data.reader dali cannot continue: {dali_reason(error)}. Run `dali-train data verify {self._root}` to "
+            "list all unusable records, and convert again without them"
         )
 
 
@@ -91,7 +92,7 @@ def _graph(
     feed: Feed, split: Split, data: DataConfig, pixels: PixelFormat, shard: tuple[int, int], seeds: list[int]
 ) -> Any:
     shuffling: dict[str, Any] = {}
-    if data.shuffle != "none":  # each pass has the shards in another order, the same on all ranks, and is cut anew
+    if data.shuffle != "none":  # each pass permutes and divides the shards anew, equally on all ranks
         shuffling = {
             "random_shuffle": True,
             "initial_fill": data.block_images * data.window_blocks,

@@ -1,4 +1,4 @@
-"""How images are decoded: the format that they leave the data path in, and what depends on nvImageCodec's version."""
+"""How images are decoded: the output format, and workarounds for versions of nvImageCodec."""
 
 import re
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 
 # nvImageCodec 0.9.0 fails or crashes when it decodes a box of a JPEG on a GPU (its issue 55: an error on A100, SIGSEGV
-# on H100 and B200; 0.8.0 works). No later version is known to be mended, so from 0.9 on complete frames are decoded and
-# sliced: the same pixels, and the hardware decoder decodes complete frames anyway. The CPU's decoder has no such fault.
+# on H100 and B200; 0.8.0 works). No later version is known to be fixed, so from 0.9 on complete frames are decoded and
+# sliced: the same pixels, and the hardware decoder decodes complete frames anyway. The CPU decoder has no such bug.
 _FIRST_BAD_WITH_BOXES = 900  # 0.9.0 in DALI's spelling, major * 1,000 + minor * 100 + patch
 
 LOG_VARIABLE = "DALI_NVIMGCODEC_LOG_LEVEL"
-"""Set to 4 before the first decoder is made, it has nvImageCodec print the lines that `decoder_in_log` reads."""
+"""Set to 4 before the first decoder is created, it makes nvImageCodec print the lines that `decoder_in_log` reads."""
 
-# RGB, and not rotated by EXIF, as PIL and torchvision read images. affine=True would pin threads through NVML, which
-# virtual machines and containers may not support, and override the placement that was chosen at the start.
+# RGB, without EXIF rotation, as PIL and torchvision read images. affine=True would pin threads through NVML, which
+# virtual machines and containers may not support, and override the CPU affinity that `configure_torch` has set.
 COMMON_OPTIONS = {"output_type": types.RGB, "adjust_orientation": False, "affine": False}
 
-# A decoding thread's speed over that of the hardware decoder: 600 ImageNet photographs/s, the Huffman decoding of which
-# nvJPEG leaves to the CPU, over the 7,000/s of an H100's seven engines (NVIDIA gives 5,000/s for an A100's five). An
-# estimate: `python -m tools.bench.gpu_data` measures which share is fastest.
+# Speed of a decoding thread relative to the hardware decoder: 600 ImageNet photographs/s, since nvJPEG does Huffman
+# decoding on the CPU, over 7,000/s of an H100's seven engines (NVIDIA gives 5,000/s for an A100's five). An estimate:
+# `python -m tools.bench.gpu_data` measures which share is fastest.
 _THREAD_OVER_HARDWARE = 600 / 7000
 
 
@@ -38,16 +38,16 @@ class PixelFormat:
     num_threads: int
     dtype: torch.dtype  # float32, float16 or bfloat16
     channels_last: bool  # memory format
-    pinned: bool  # decoded on the CPU for a model on a GPU: page-locked memory, which is copied without waiting
+    pinned: bool  # decoded on the CPU for a model on a GPU: in page-locked memory, so that the copy is asynchronous
 
     @property
     def dali_dtype(self) -> types.DALIDataType:
-        """Return the dtype that DALI's graph ends with: float16 for bfloat16, which DALI lacks and has fewer digits."""
+        """Return the dtype of the DALI graph's output: float16 for bfloat16, which DALI lacks and is less precise."""
         return types.FLOAT if self.dtype == torch.float32 else types.FLOAT16
 
 
 def decodes_boxes(pixels: PixelFormat) -> bool:
-    """Return whether only the crop's box of an image is decoded, rather than all of it."""
+    """Return whether only the crop box of an image is decoded, not the whole image."""
     return pixels.device_id is None or _nvimagecodec_version() < _FIRST_BAD_WITH_BOXES
 
 
@@ -57,10 +57,10 @@ def _nvimagecodec_version() -> int:
 
 
 def hardware_share(data: DataConfig, num_threads: int) -> float:
-    """Return the share of the JPEGs that a GPU's hardware decoder takes: data.hw_decoder_load, or by `num_threads`.
+    """Return the fraction of JPEGs for a GPU's hardware decoder: data.hw_decoder_load, or a default by `num_threads`.
 
-    Hardware and threads decode at the same time and should end together, so each takes as much as it is fast. NVIDIA's
-    MLPerf configuration for 70 threads per GPU has 0.12, this formula 0.14.
+    Hardware and threads decode at the same time and should finish together, so each gets a share in proportion to its
+    speed. NVIDIA's MLPerf configuration for 70 threads per GPU has 0.12, this formula gives 0.14.
     """
     if data.hw_decoder_load is not None:
         return data.hw_decoder_load
@@ -84,7 +84,8 @@ def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None =
 
 
 def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, boxes: bool, **options: Any) -> Any:
-    """Return a node of each image's box, (height, width, 3) uint8, decoded alone (`boxes`) or sliced from all of it.
+    """Return a node of each image's box, (height, width, 3) uint8: only the box is decoded (`boxes`), or the whole
+    image, which is then sliced.
 
     Args:
         anchor, shape: nodes with (2,) int32 for each image: y, x in pixels.
@@ -98,7 +99,7 @@ def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, boxes: bool, **option
 
 
 def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
-    """Return what decodes, for environment.json and reports: versions and what was chosen, plain values by name."""
+    """Describe the decoder for environment.json and reports: versions and settings, plain values by name."""
     version = _nvimagecodec_version()
     described: dict[str, Any] = {
         "dali": dali.__version__,
@@ -113,9 +114,9 @@ def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
 
 
 def decoder_in_log(log: str) -> dict[str, str | int]:
-    """Return what nvImageCodec's log (`LOG_VARIABLE`) says of a GPU: "nvJPEG" (version), "hardware engines".
+    """Parse nvImageCodec's log (`LOG_VARIABLE`) for a GPU's "nvJPEG" (version) and "hardware engines".
 
-    Empty: the CPU decodes.
+    Empty if the CPU decodes.
     """
     found: dict[str, str | int] = {}
     if version := re.search(r"nvJPEG version:? *(\d[\d.]*)", log):

@@ -1,4 +1,4 @@
-"""The process in which `doctor` decodes a first micro-batch. It imports no model, so it starts quickly.
+"""A separate process in which `doctor` decodes a first micro-batch. It starts quickly, since it imports no model.
 
 python -m dali_train.data.loading.first_batch < (config, device), pickled
 """

@@ -1,7 +1,7 @@
-"""Batches on the model's device: of real images, or synthetic ones of the same form.
+"""Batches on the model's device: of real images, or synthetic ones of the same shape.
 
-A loader knows the data-parallel coordinate and size, never the global rank: with other kinds of parallelism several
-ranks share one coordinate. Coordinate r of W gets the micro-batches r, r + W, r + 2 W, ... of every step.
+A loader knows the data-parallel coordinate and size, not the global rank, because with model parallelism several ranks
+share one coordinate. Coordinate r of W gets the micro-batches r, r + W, r + 2 W, ... of every step.
 """
 
 import gc
@@ -25,11 +25,11 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Loader:
-    """One coordinate's micro-batches on the model's device. A pipeline is made for each size of training images.
+    """One coordinate's micro-batches on the model's device, with a new pipeline for each size of training images.
 
     Args:
-        pipeline_from: (step, config) -> the pipeline of the micro-batches from that step on.
-        config_at: step -> the config as it is at that step, `Config.by_step`.
+        pipeline_from: (step, config) -> the pipeline for micro-batches from that step on.
+        config_at: step -> the config at that step, see `Config.by_step`.
         places: (step, k) of the micro-batches.
     """
 
@@ -48,11 +48,13 @@ class Loader:
         self.warnings = self._pipeline.warnings
 
     def next(self) -> Batch:
-        """Return the next micro-batch of this coordinate, across steps without end."""
+        """Return this coordinate's next micro-batch; there is always one more, step after step."""
         step, _ = next(self._places)
         config = self._config_at(step)
         if config is not self._config:
-            del self._pipeline  # its memory is for the next; it is in reference cycles with its graph and threads
+            del (
+                self._pipeline
+            )  # free its memory for the next pipeline; it is in reference cycles with its graph and threads
             gc.collect()
             self._config, self._pipeline = config, self._pipeline_from(step, config)
         return self._pipeline.run().to(self._device)
@@ -64,7 +66,7 @@ def pixel_format(config: Config, device: torch.device, num_threads: int) -> Pixe
     return PixelFormat(
         device_id=(device.index or 0) if on_gpu else None,
         num_threads=num_threads,
-        # Autocast would round to this dtype in the first layer: half the memory traffic.
+        # Autocast would cast to this dtype in the first layer anyway; casting here halves the memory traffic.
         dtype=_DTYPES.get(config.precision.dtype, torch.float32),
         channels_last=config.model.channels_last,
         pinned=not on_gpu and device.type == "cuda",
@@ -72,7 +74,7 @@ def pixel_format(config: Config, device: torch.device, num_threads: int) -> Pixe
 
 
 class SyntheticPipeline(TrainingPipeline):
-    """The same micro-batches with noise instead of their images: what the trainer does when data costs nothing."""
+    """The same micro-batches with noise instead of their images, to measure the trainer without the data path."""
 
     def __init__(self, micro_batches: Iterator[MicroBatch], images: torch.Tensor) -> None:
         self._micro_batches = micro_batches
@@ -84,7 +86,7 @@ class SyntheticPipeline(TrainingPipeline):
 
 
 def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> torch.Tensor:
-    """Return a micro-batch's images as a loader gives them, (n, 3, size, size), all zero."""
+    """Return zeros in the shape and format of a loader's images, (n, 3, size, size)."""
     size = config.data.train_size
     return torch.zeros(config.batch.micro_batch, 3, size, size, device=device, dtype=pixels.dtype).to(
         memory_format=torch.channels_last if pixels.channels_last else torch.preserve_format
@@ -103,14 +105,15 @@ def make_loader(
     decodes: bool = True,
     node: Node | None = None,
 ) -> Loader:
-    """Return the loader that data.reader names, from `start_step` on.
+    """Return the loader for data.reader, from `start_step` on.
 
-    `node` is this process's part in the cache of its node, if it has one.
-    Without `decodes`, on later stages of a pipeline, it gives labels and lambdas, which the index and the draws know,
-    without images.
+    Args:
+        decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws) but
+            no images.
+        node: this process's view of the cache of its node, if there is one.
 
     Raises:
-        ConfigError, DatasetError: what the settings ask for cannot be had; the message names the setting.
+        ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
     """
     pixels = pixel_format(config, device, num_threads)
 
@@ -151,7 +154,7 @@ def assigned_micro_batches(
     dp_size: int,
     node: Node | None = None,
 ) -> Iterator[MicroBatch]:
-    """Return the micro-batches of one data-parallel coordinate, across steps without end.
+    """Iterate over the micro-batches of one data-parallel coordinate, step after step, without end.
 
     Their bytes are read ahead from `storage`, if there is one, and the cache of `node` is kept within its limit.
     """
@@ -162,7 +165,7 @@ def assigned_micro_batches(
 
     chosen: Iterator[MicroBatch] = (micro_batches(step, k) for step, k in places())
     num_bytes = sum(shard.num_bytes for shard in split.shards)
-    # More than an epoch ahead there is nothing that has not been read.
+    # Never more than an epoch ahead, which covers every image once.
     images = min(config.data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // dp_size)
     num_ahead = max(1, images // config.batch.micro_batch)
     if storage is not None and node is not None:
@@ -170,7 +173,7 @@ def assigned_micro_batches(
         chosen = chosen if eviction is None else eviction.follow(chosen)
     if storage is None or config.data.read_ahead_mb == 0:
         return chosen
-    # As many steps ahead where this coordinate has a micro-batch less in each than others.
+    # Look the same number of steps ahead if this coordinate has one micro-batch per step less than others.
     num_own = len(range(dp_rank, micro_batches.num_per_step, dp_size))
     num_ahead = max(1, num_ahead * num_own // config.batch.grad_accum_steps(dp_size))
     return ReadAhead(split, storage, micro_batches, chosen, places(), num_ahead)

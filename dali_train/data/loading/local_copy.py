@@ -1,14 +1,14 @@
-"""The dataset on a disk of each host: copied once before training, then read from there.
+"""A copy of the dataset on a disk of each host, made once before training.
 
-Each version of a dataset has a directory of its own, named after what its ``dataset.json`` and its index are, so a
-source that has changed is copied again and a run that still reads the version before is left alone. Files get their
-names when they are complete and flushed, and dataset.json comes last: an interrupted copy is resumed. A file whose size
-or time is not the source's is copied again. Copies lie in a directory that only their user can open.
+Each version of a dataset has its own directory, named by a hash of its ``dataset.json`` and index, so a changed source
+is copied again while other runs can still read the old version. Files are renamed into place when they are complete and
+flushed, dataset.json last, so an interrupted copy is resumed. A file whose size or time differs from the source's is
+copied again. Copies are in a directory that only their user can open.
 
-Processes agree through two locks (flock, which ends with its process however that ends): one is held exclusively while
-copying, so that one process of a host copies and the others, of this run or of another, wait; one is held shared while
-a version is in use, so that nobody removes it. Locks and not the launcher's numbers: they hold across runs, and where a
-local rank says nothing about the host.
+Processes coordinate through two locks (flock, which is released however its process ends). The first is held
+exclusively while copying: one process of a host copies and the others, of this run or of another, wait. The second is
+held shared while a version is in use, so that it is not removed. The launcher's local ranks would not do: locks also
+work between runs, and with launchers whose local rank does not identify the host.
 """
 
 import fcntl
@@ -42,12 +42,12 @@ from dali_train.runtime.process_group import first_fault, host_group
 WAITING_LINE_S = 30.0
 _NUM_STREAMS = 4  # a parallel file system gives one reader only part of its speed
 _CHUNK_BYTES = 4 << 20
-_NO_LIMIT = timedelta(days=30)  # a host's copy takes as long as it takes, and the others wait for it
+_NO_LIMIT = timedelta(days=30)  # no timeout: other hosts wait however long a copy takes
 
 
 @dataclass(frozen=True)
 class DatasetRoot:
-    """Where to read the dataset from. A copy is not removed while this lives."""
+    """Where to read the dataset from. A copy is not removed while this object exists."""
 
     path: Path | str  # as data.root, of a copy its directory
     in_use: BinaryIO | None
@@ -58,9 +58,9 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
 
     Raises:
         ConfigError: data.root is a URL whose scheme is unknown.
-        DatasetError: on all ranks, if any host cannot have its copy.
+        DatasetError: on all ranks, if any host fails to make its copy.
     """
-    storage_of(config.data)  # a wrong scheme is named before its directory is looked for
+    storage_of(config.data)  # report an unknown scheme before looking for its directory
     if config.data.local_copy is None:
         return DatasetRoot(config.data.root, None)
     group = host_group(launch, config, timeout=_NO_LIMIT)
@@ -78,14 +78,14 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
 
 
 def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
-    """Copy the dataset to a directory below `directory`, or wait for the process that does, or find it done.
+    """Copy the dataset to a directory below `directory`, or wait for another process that does, or reuse a copy.
 
     Args:
         verbose: report on stderr when this process waits.
 
     Raises:
-        DatasetError: `source` is not a complete dataset, it changes meanwhile, the disk is too small, or `directory`
-            cannot be written to.
+        DatasetError: `source` is not a complete dataset or changes while it is copied, the disk is too small, or
+            `directory` is not writable.
     """
     directory, source = _own_directory(directory), source.resolve()
     manifest = Manifest.read(source)
@@ -104,19 +104,19 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
 
 
 def _own_directory(directory: Path) -> Path:
-    """Return where this user's copies lie below `directory`; nobody else can open it."""
+    """Return the directory of this user's copies below `directory`, which nobody else can open."""
     own = directory / f"user-{os.getuid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         own.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise DatasetError(
-            f"data.local_copy {directory} cannot be written to ({error.strerror}): name a directory of your own, or "
-            "one that every user may write to, like /tmp"
+            f"data.local_copy {directory} is not writable ({error.strerror}): use a directory of your own, or one that "
+            "every user may write to, like /tmp"
         ) from error
     if own.is_symlink() or own.stat().st_uid != os.getuid():
         raise DatasetError(
-            f"{own} belongs to another user, so it is not trusted: name another directory as data.local_copy"
+            f"{own} belongs to another user, so it is not trusted: set data.local_copy to another directory"
         )
     own.chmod(0o700)
     return own
@@ -157,7 +157,7 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
             if error.errno in NO_SPACE:
                 raise DatasetError(
                     f"data.local_copy {root.parent.parent} is full: something else was written there while {source} "
-                    "was copied; free some space and start again, what is copied stays"
+                    "was copied; free some space and start again, the copy continues"
                 ) from error
             raise
 
@@ -198,12 +198,12 @@ def _check_space(source: Path, directory: Path, needed: int) -> None:
     if needed > free:
         raise DatasetError(
             f"data.local_copy {directory} has {free:,} bytes free, the copy of {source} needs {needed:,} more: free "
-            f"{needed - free:,} bytes, name a larger disk, or leave data.local_copy out"
+            f"{needed - free:,} bytes, use a larger disk, or leave data.local_copy out"
         )
 
 
 def _remove_unused(root: Path) -> None:
-    """Remove a version, unless a run reads it."""
+    """Remove a version, unless a run is reading it."""
     with _beside(root, "in-use").open("ab") as lock:
         if try_lock(lock):
             shutil.rmtree(root, ignore_errors=True)
@@ -211,7 +211,7 @@ def _remove_unused(root: Path) -> None:
 
 @contextmanager
 def _alone(root: Path, what: str | None) -> Iterator[None]:
-    """Hold the lock under which `root` is made; say now and then that this process waits for `what`."""
+    """Hold the lock for making `root`; while waiting, say now and then that this process waits for `what`."""
     said = time.monotonic()
     with _beside(root, "copying").open("ab") as lock:
         while not try_lock(lock):
@@ -223,7 +223,7 @@ def _alone(root: Path, what: str | None) -> Iterator[None]:
 
 
 def _beside(root: Path, kind: str) -> Path:
-    """Return a file beside the copy's directory, not in it: locks must outlive the directory."""
+    """Return a lock file next to the copy's directory, not inside it, because locks must outlive the directory."""
     return root.with_name(f".{root.name}.{kind}")
 
 

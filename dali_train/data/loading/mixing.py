@@ -1,9 +1,9 @@
 """Mixing: one definition for every device.
 
 Image i becomes ``lambdas[i] * images[i] + (1 - lambdas[i]) * images[partners[i]]`` (Mixup: Zhang et al., arXiv
-1710.09412), or, where it has a box, itself with the partner's pixels in the box (CutMix: Yun et al., arXiv 1905.04899).
-`mix` is that for a batch on any device. On the CPU it is computed while images are normalised, where each is in the
-core's cache; a test compares the two.
+1710.09412) or, if it has a box, itself with the partner's pixels in the box (CutMix: Yun et al., arXiv 1905.04899).
+`mix` does this for a batch on any device. The CPU pipeline instead fuses it with normalisation, while an image is in
+the core's cache; a test compares the two.
 """
 
 import torch
@@ -17,15 +17,15 @@ def mix(
     *,
     channels_last: bool = False,
 ) -> torch.Tensor:
-    """Return the mixed images, in new memory: shape, dtype and order of the dimensions in memory are those of `images`.
+    """Return the mixed images in new memory, with the shape, dtype and memory layout of `images`.
 
     Args:
         images: (n, 3, h, w), or (n, h, w, 3) with `channels_last`, contiguous, normalised; float32, float16 or
             bfloat16.
         partners: (n,) int32 or int64, on the device of `images`.
         lambdas: (n,) float32, on the device of `images`: weight of the image itself.
-        cuts: (n, 4) int32, on the device of `images`: top, left, height, width in pixels. An image with a box that is
-            not empty gets the partner's pixels there, whatever its lambda. None: there is no such image.
+        cuts: (n, 4) int32, on the device of `images`: top, left, height, width in pixels. An image with a non-empty box
+            gets the partner's pixels there, whatever its lambda. None: no CutMix.
     """
     weights = lambdas.view(-1, 1, 1)
     if cuts is not None:

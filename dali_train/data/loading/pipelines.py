@@ -1,7 +1,7 @@
 """From micro-batches to tensors: the pipelines of training and evaluation, on both devices.
 
-Everything that happens to pixels happens here: decode (raw records skip it), crop, resize, mirror, augment, normalise
-and cast in a DALI graph, then mix in torch. On the CPU DALI decodes training images and `CpuTransform` does the rest.
+A DALI graph decodes (unless records are raw), crops, resizes, mirrors, augments, normalises and casts; then torch
+mixes. On the CPU DALI only decodes training images and `CpuTransform` does the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class Batch:
     micro_batch: MicroBatch
 
     def to(self, device: torch.device) -> "Batch":
-        """Return it on `device`. Only what is not there yet is copied: no images where DALI decoded on a GPU."""
+        """Return the batch on `device`. Only tensors on other devices are copied; images decoded on the GPU are not."""
         images, targets, lambdas = (
             tensor.to(device, non_blocking=True) for tensor in (self.images, self.targets, self.lambdas)
         )
@@ -59,24 +59,24 @@ class Batch:
 
 
 class TrainingPipeline:
-    """Where a loader's micro-batches come from."""
+    """The source of a loader's micro-batches."""
 
     warnings: Sequence[str] = ()
     """What to report to the user when the run starts."""
 
     def run(self) -> Batch:
-        """Return the next micro-batch, on the decoding device in the order of torch's current stream.
+        """Return the next micro-batch on the decoding device, ordered into torch's current stream.
 
-        The host does not wait for the device. The images' memory may be used again by the next call but one.
+        The host does not wait for the device. The memory of the images may be reused by the second call after this.
 
         Raises:
-            DatasetError: an image cannot be decoded; the message says which and where it lies.
+            DatasetError: an image cannot be decoded; the message names it and its place.
         """
         raise NotImplementedError
 
 
 class IndexedPipeline(TrainingPipeline):
-    """Images found through the index: what the pipelines on both devices share.
+    """The base of the pipelines on both devices, which find images through the index.
 
     `next_micro_batch` is called ahead of ``run()``, for micro-batches of `size` images.
     """
@@ -107,7 +107,7 @@ class IndexedPipeline(TrainingPipeline):
 
 
 class DaliPipeline(IndexedPipeline):
-    """One graph does everything but mixing, `PREFETCH` micro-batches ahead. Meant for a GPU; runs on a CPU, too."""
+    """One graph does everything except mixing, `PREFETCH` micro-batches ahead. Meant for a GPU; also runs on a CPU."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
         inputs = training_inputs(self._split, self._storage, self._data, self._augmentation)
@@ -182,9 +182,9 @@ class CpuPipeline(IndexedPipeline):
 
 
 class EvaluationPipeline:
-    """Evaluates the batches of image numbers that it was made with, over and over: after the last comes the first.
+    """Batches of validation images, given by number, in an endless cycle.
 
-    So the start of the next evaluation is already prepared when one ends, and nothing marks an end.
+    So when one evaluation ends, the start of the next is already prepared.
     """
 
     def __init__(
@@ -266,10 +266,10 @@ def padded(crop: NDArray[np.uint8], offset: NDArray[np.int32], side: int) -> NDA
 def central_regions(
     heights: NDArray[np.float64], widths: NDArray[np.float64], resize_to: int, size: int, *, squash: bool
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the region of each image that becomes the evaluated square: (start, end), each (n, 2) as y, x in pixels.
+    """Return the region of each image that is evaluated: (start, end), each (n, 2) as y, x in pixels.
 
-    Resizing to `resize_to` and cutting the central `size` out is one resize of this region. The sizes and offsets
-    are rounded as torchvision's Resize and CenterCrop round them, so that the pixels are the same.
+    Resizing this region to `size` equals resizing the image to `resize_to` and cropping the center. Sizes and offsets
+    are rounded as in torchvision's Resize and CenterCrop, so that the pixels are the same.
     """
     short = np.minimum(heights, widths)
     starts, ends = [], []
@@ -282,7 +282,7 @@ def central_regions(
 
 
 def find_undecodable(split: Split, storage: Storage, images: NDArray[np.int64], error: RuntimeError) -> Exception:
-    """Return the error that names the first of `images` that does not decode; `error` if all do.
+    """Return an error that names the first of `images` that cannot be decoded, or `error` if all can.
 
     DALI names only a position in a batch that has already run ahead, so the images are tried one by one.
     """
@@ -293,6 +293,6 @@ def find_undecodable(split: Split, storage: Storage, images: NDArray[np.int64], 
         if reasons := checker.failures([encoded]):
             return DatasetError(
                 f"{split.describe(image)} cannot be decoded: {reasons[0]}. Run `dali-train data verify {split.root}` "
-                "for all such images, and convert again without them"
+                "to list all such images, and convert again without them"
             )
     return error

@@ -1,15 +1,14 @@
-"""Reading ahead: what a rank will need soon is brought closer before it is decoded.
+"""Reading ahead: threads have the storage prefetch the images that a rank will need soon.
 
-A decoder that touches a page that is not in memory waits for the disk, 128 kB at a time. Here threads have the storage
-prefetch the same bytes some time before, in requests of 1 MB as far as they are adjacent, several at once: in a block
-order complete windows, in another order the next images, with adjacent ones merged.
+Otherwise a decoder that touches a page that is not in memory waits for the disk, 128 kB at a time. Adjacent bytes are
+prefetched in requests of 1 MB, several at once: in a block order whole windows, in other orders the next images.
 
-What is in memory already is copied once more to no effect: that costs a fifth of the speed of raw pixels, and nothing
-that could be measured where images are decoded. (Asking first, with RWF_NOWAIT, makes the kernel fetch what is asked
-about, a page here and a page there: a disk of 500 requests per second was slower than without reading ahead.)
+Prefetching bytes that are already in memory is wasted work: it costs a fifth of the speed of raw pixels, and nothing
+measurable if images are decoded. (Testing first, with RWF_NOWAIT, makes the kernel fetch the tested pages one by one:
+on a disk with 500 requests per second this was slower than no reading ahead.)
 
-Nothing here decides which images come. A storage that does not answer ends reading ahead but not the run; a shard that
-is not what was indexed ends the run with an error that names it.
+Reading ahead does not influence the order of images. If the storage does not answer, reading ahead stops but the run
+continues; if a shard differs from the index, the run ends with an error that names it.
 """
 
 import atexit
@@ -35,14 +34,14 @@ _END_S = 5.0
 
 
 class ReadAhead(Iterator[MicroBatch]):
-    """The micro-batches `chosen` for one coordinate unchanged, while threads read those that come next.
+    """Yields the micro-batches `chosen` for one coordinate unchanged, while threads prefetch the next ones.
 
     Args:
         places: (step, k) of the same micro-batches in the same order.
-        num_ahead: how many micro-batches are read before they are asked for.
+        num_ahead: how many micro-batches to read ahead.
 
     Raises:
-        DatasetError: by the iterator, once a shard is found not to be what was indexed.
+        DatasetError: from the iterator, if a shard differs from the index.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class ReadAhead(Iterator[MicroBatch]):
 
 
 class _Plan:
-    """What is read when, and the threads that share it.
+    """The plan of what to read when, and the threads that carry it out.
 
     It holds no reference to ReadAhead, so that its finalizer can stop these threads.
     """
@@ -84,13 +83,13 @@ class _Plan:
         num_ahead: int,
     ) -> None:
         self._rows, self._storage, self._micro_batches, self._num_ahead = split.rows, storage, micro_batches, num_ahead
-        self._turn = threading.Lock()  # the thread that holds it works out what comes next, or waits until it is time
+        self._turn = threading.Lock()  # its holder works out what to read next, or waits until it is time
         self._portions = self._all_portions(places)
         self._moved = threading.Condition()
         self._num_taken = 0
         self._stopped = threading.Event()
         self.fault: DatasetError | None = None
-        self._windows: OrderedDict[tuple[int, int], None] = OrderedDict()  # read lately, the last of them last
+        self._windows: OrderedDict[tuple[int, int], None] = OrderedDict()  # recently read, the latest one last
 
     def start(self) -> None:
         self._threads = [
@@ -103,8 +102,8 @@ class _Plan:
 
     @classmethod
     def end_all(cls) -> None:
-        """Stop and wait. A thread that the end of the interpreter finds in NumPy's C++ code (``np.unique`` without
-        Python's lock) cannot unwind from there: the process would end with SIGABRT."""
+        """Stop all threads and wait. If the interpreter ends while a thread is in NumPy's C++ code (``np.unique``
+        without the GIL), the thread cannot unwind and the process ends with SIGABRT."""
         plans = list(cls._started)
         for plan in plans:
             plan.stop()
@@ -135,14 +134,14 @@ class _Plan:
         except DatasetError as error:
             self.fault = error
             self.stop()
-        except Exception as error:  # whatever it is: training continues without
+        except Exception as error:  # any error: training continues without reading ahead
             with self._moved:
                 if not self._stopped.is_set():
-                    logger.warning("reading ahead ends, images are read when they are decoded: %s", error)
+                    logger.warning("reading ahead stops, images are read when they are decoded: %s", error)
                 self.stop()
 
     def _all_portions(self, places: Iterator[tuple[int, int]]) -> Iterator[NDArray[np.int64]]:
-        """Yield the images to read, ascending, about a megabyte at a time or what the storage likes better."""
+        """Yield the images to read, ascending, in portions of the storage's `portion_bytes`."""
         for number, (step, k) in enumerate(places):
             with self._moved:
                 while not self._stopped.is_set() and number >= self._num_taken + self._num_ahead:
@@ -159,7 +158,7 @@ class _Plan:
                     yield portion
 
     def _next_images(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the images at `positions`; in a block order those of their windows that have not been read yet."""
+        """Return the images at `positions`; in a block order all images of their windows not read yet."""
         order = self._micro_batches.order
         windows = order.windows_at(positions) if self._storage.keeps_windows else None
         if windows is None:

@@ -1,4 +1,4 @@
-"""Images of a dataset in an object store: fetched ahead of their use, and kept on the node's disk if it has a cache."""
+"""Images of a dataset in an object store: fetched ahead of use, and kept on the node's disk if it has a cache."""
 
 import threading
 from collections import OrderedDict
@@ -18,14 +18,14 @@ Image = NDArray[np.uint8]
 class RemoteImages(RemoteShards):
     """A split in an object store, as a `Storage`.
 
-    What `prefetch` brings waits in memory until it is read, once for each time that it was asked for.
+    Prefetched images wait in memory until they have been read as many times as they were prefetched.
 
     Args:
-        staged_bytes: so much waits in memory. Beyond it images are only put into the cache; without one, the oldest of
-            those that wait are dropped and fetched again when they are read.
+        staged_bytes: limit of the memory for waiting images. Beyond it images are only put into the cache; without a
+            cache, the oldest waiting images are dropped, and fetched again when they are read.
     """
 
-    portion_bytes = 8 << 20  # with four portions under way, hundreds of images of 110 kB
+    portion_bytes = 8 << 20  # four portions in flight are hundreds of images of 110 kB
 
     def __init__(self, split: Split, cache: ImageCache | None, *, staged_bytes: int) -> None:
         super().__init__(split)
@@ -36,11 +36,11 @@ class RemoteImages(RemoteShards):
 
     @property
     def keeps_windows(self) -> bool:
-        """Whether complete windows of a block order may be prefetched: they wait on the disk."""
+        """Whether whole windows of a block order may be prefetched: only if they can wait on a disk."""
         return self._cache is not None
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
-        """Bring `images`, each given once, into memory or into the cache."""
+        """Fetch `images`, which are distinct, into memory or into the cache."""
         mine: dict[int, Future[Image]] = {}
         with self._changing:
             for image in images.tolist():
@@ -55,10 +55,10 @@ class RemoteImages(RemoteShards):
         self._drop_surplus(mine)
 
     def read(self, images: NDArray[np.int64]) -> list[Image]:
-        """Return what is stored of each of `images`, read-only, (size,) each.
+        """Return the stored bytes of each of `images`, read-only, (size,) each.
 
         Raises:
-            DatasetError: one is missing, has changed, or is wrong and stays wrong.
+            DatasetError: a shard is missing or has changed, or an image's checksum is wrong repeatedly.
         """
         futures: dict[int, Future[Image]] = {}
         missing: dict[int, Future[Image]] = {}
@@ -88,11 +88,11 @@ class RemoteImages(RemoteShards):
                 for image in newest:
                     if self._num_staged_bytes > self._most_bytes and image in self._staged:
                         self._drop(image)
-            while self._num_staged_bytes > 2 * self._most_bytes:  # read before it had come, and never asked for again
+            while self._num_staged_bytes > 2 * self._most_bytes:  # read before it arrived, and not prefetched again
                 self._drop(next(iter(self._staged)))
 
     def _bring(self, futures: dict[int, Future[Image]]) -> None:
-        """Give each future its image, from the cache or from the store."""
+        """Set the result of each future to its image, from the cache or from the store."""
         try:
             missing = []
             for image, future in futures.items():

@@ -1,6 +1,6 @@
-"""Where the bytes of images come from. An image is a byte range of a shard; what returns images is a storage.
+"""Storages, which return the bytes of images. An image is a byte range of a shard.
 
-To add one, write a class with `read` and `prefetch` in a file of its own, and give it a row in `STORAGES`.
+To add a storage, write a class with `read` and `prefetch` in its own file, and add a row to `STORAGES`.
 """
 
 import os
@@ -20,41 +20,40 @@ from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES
 
 REQUEST_BYTES = 1 << 20
-"""Files are read ahead in pieces of at most this."""
-GAP_BYTES = 1 << 16  # up to this much between two images, framing and other features, is read with them
+"""Largest request when files are read ahead."""
+GAP_BYTES = 1 << 16  # gaps up to this between two images (framing, other features) are read along with them
 
 
 class Storage(Protocol):
     """One split's images. Methods are called from several threads at once."""
 
     portion_bytes: int
-    """`prefetch` is given images of about this many bytes at a time."""
+    """About how many bytes of images each call of `prefetch` gets."""
 
     @property
     def keeps_windows(self) -> bool:
-        """Whether complete windows of a block order, gigabytes, may be prefetched rather than micro-batches."""
+        """Whether whole windows of a block order (gigabytes) may be prefetched instead of micro-batches."""
 
     def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        """Return what is stored of each of `images`, (size,) each, possibly as read-only views. Called in the order of
+        """Return the stored bytes of each of `images`, (size,) each, possibly as read-only views. Called in order of
         use, just before the bytes are needed."""
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
-        """Bring `images`, ascending, closer, so that a `read` of them some seconds from now does not wait. May take as
-        long as it takes.
+        """Fetch `images`, which are ascending, so that a `read` some seconds later does not wait. May block.
 
         Raises:
-            OSError: the storage does not answer; reading ahead ends with a warning and training continues without it.
-            DatasetError: a shard is not what was indexed; the run ends.
+            OSError: the storage does not answer; reading ahead stops with a warning and training continues without it.
+            DatasetError: a shard differs from the index; the run ends.
         """
 
 
 class MappedFiles(MappedShards):
-    """Files, mapped into memory: a read copies nothing, and what decodes is what waits for the disk.
+    """Memory-mapped files: a read copies nothing, and the decoder waits for the disk.
 
     `prefetch` reads the same bytes into the page cache instead of advising the kernel (madvise or posix_fadvise with
-    WILLNEED). One advice is cut to the device's largest request (force_page_cache_ra in Linux' mm/readahead.c),
-    Lustre's client ignores it (its llite sets ra_pages and io_pages to 0), and Python's mmap.madvise holds the
-    interpreter's lock. A read works wherever the data can be read.
+    WILLNEED). The kernel limits one advice to the device's largest request (force_page_cache_ra in Linux'
+    mm/readahead.c), Lustre's client ignores advice (its llite sets ra_pages and io_pages to 0), and Python's
+    mmap.madvise holds the GIL. Reading works everywhere.
     """
 
     portion_bytes = REQUEST_BYTES
@@ -81,8 +80,8 @@ class MappedFiles(MappedShards):
                     # SIGBUS.
                     length = os.fstat(descriptor).st_size
                     raise DatasetError(
-                        f"{self._paths[shard]} has become shorter while it was in use: it ends at byte {length}, the "
-                        f"index says that an image lies at byte {offset}. Restore the shard, and start again"
+                        f"{self._paths[shard]} was truncated while in use: it ends at byte {length}, but the index has "
+                        f"an image at byte {offset}. Restore the shard, and start again"
                     )
                 offset, size = offset + num_read, size - num_read
 
@@ -108,7 +107,7 @@ def _close_all(files: dict[int, int]) -> None:
 def requests(
     rows: NDArray[np.void], images: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return (shards, first bytes, sizes) of the reads, each at most REQUEST_BYTES, that fetch `images` in disk order.
+    """Return (shards, first bytes, sizes) of requests of at most REQUEST_BYTES each that fetch `images` in disk order.
 
     Args:
         rows: the split's index (``INDEX_DTYPE``), which is in the order on disk.
@@ -120,7 +119,9 @@ def requests(
     first = np.flatnonzero(np.concatenate([[True], apart])) if len(rows) else np.empty(0, dtype=np.int64)
     shards, starts, stops = shards[first], starts[first], stops[np.append(first, len(rows))[1:] - 1]
     counts = -(-(stops - starts) // REQUEST_BYTES)
-    inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # which piece of its run each is
+    inside = np.arange(counts.sum()) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )  # number of each request within its run
     begins = np.repeat(starts, counts) + inside * REQUEST_BYTES
     return np.repeat(shards, counts), begins, np.minimum(np.repeat(stops, counts) - begins, REQUEST_BYTES)
 
@@ -138,11 +139,11 @@ STORAGES: dict[str, Callable[[Split, DataConfig, Node | None], Storage]] = {
     "file": _open_files,
     **dict.fromkeys(SCHEMES, _open_remote),
 }
-"""By the scheme of the URL in data.root; a path without a scheme is a file."""
+"""Functions that open a storage, by the scheme of the URL in data.root; a path without a scheme is a file."""
 
 
 def open_storage(split: Split, data: DataConfig, node: Node | None = None) -> Storage:
-    """Return the storage that holds the images of `split`: of data.root, or of the local copy that `split` is of.
+    """Return the storage with the images of `split`, which may be a split of data.root or of its local copy.
 
     Args:
         node: the cache of this node, if it has one.
@@ -164,13 +165,13 @@ def storage_of(data: DataConfig) -> Callable[[Split, DataConfig, Node | None], S
         scheme = "file"
     if scheme not in STORAGES:
         raise ConfigError(
-            f"data.root is {data.root}: there is no storage for {scheme}://, only for {', '.join(STORAGES)}"
+            f"data.root is {data.root}: there is no storage for {scheme}://, use one of {', '.join(STORAGES)}"
         )
     return STORAGES[scheme]
 
 
 def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-    """Return what is stored of each image: a file's bytes, (size,), or with raw records pixels, (height, width, 3)."""
+    """Return each image as stored: encoded bytes, (size,), or pixels of raw records, (height, width, 3)."""
     contents = storage.read(images)
     if split.manifest.encoding == "image":
         return contents
