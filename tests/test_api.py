@@ -162,4 +162,4 @@ def test_a_dataset_without_validation_is_mentioned(tmp_path: Path) -> None:
 
 def test_status_of_a_run_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path / "nowhere")]) == 2
-    assert "/nowhere: no such directory; name the run.dir of a run" in capsys.readouterr().err
+    assert "/nowhere: no such directory; use a run directory" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_plan_tells_the_order_and_idle_ranks_in_words(tiny_config: Path, capsys:
             f"eval --config {B16}",
             "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights",
         ),
-        ("diff a b c", "a b c: diff compares two runs, 3 named"),
+        ("diff a b c", "a b c: diff compares two runs, but 3 are given"),
         ("doctor frobnicate", "frobnicate: without --config FILE doctor takes no further arguments"),
         (f"doctor --config {B16} frobnicate", "'frobnicate' belongs to no setting"),
         (f"doctor --config {B16} --run.epoch 3", "use --run.epochs"),

@@ -68,7 +68,7 @@ WRONG = [
     ("data.read_ahead_mb", -1, "from 0 to 1,048,576"),
     ("data.local_copy", "", "the name of a directory"),
     ("data.num_threads", 0, "a number of threads from 1"),
-    ("data.progressive", ((6.0, 16), (3.0, 24)), "growing epochs"),
+    ("data.progressive", ((6.0, 16), (3.0, 24)), "increasing epochs"),
     ("data.crop_padding", 4, "set data.crop_side, such as 224"),
     ("data.augment", "rand-q3", "has no setting 'q3'"),
     ("optimizer.lr", 0, "a finite number over 0"),
@@ -91,7 +91,7 @@ WRONG = [
     ("run.epochs", 0, "from 0.0001"),
     ("run.max_steps", 0, "from 1 to .*, or None"),
     ("run.eval_every_epochs", 0, "over 0"),
-    ("run.mirror", "https://host/run", "the URL of a bucket that can be written"),
+    ("run.mirror", "https://host/run", "the URL of a writable bucket"),
     ("hooks.log_every_steps", True, "a whole number from 1"),
     ("hooks.log_every_steps", 10.0, "a whole number from 1"),
     ("hooks.trace_samples", 1, "true or false"),
@@ -408,7 +408,7 @@ def test_loading_by_path(tmp_path: Path) -> None:
     text.write_text("")
     with pytest.raises(ConfigError, match=r"not a Python file; its name must end in .py, or in .json for a run's"):
         load_config(text)
-    with pytest.raises(ConfigError, match=r"this is a directory; name a file, for a run's directory .*config.json"):
+    with pytest.raises(ConfigError, match=r"this is a directory; use a file, for a run directory .*config.json"):
         load_config(tmp_path)
 
 

@@ -133,7 +133,7 @@ def test_weights_to_evaluate_name_what_does_not_fit(
             "four.pth has 4 classes, the dataset 5: use weights trained on these",
         ),
         (["resnet50.a1_in1k"], "resnet50.a1_in1k has 1000 classes, the dataset 5: use weights trained on these"),
-        ([str(finished), "--checkpoint", "best"], "--model.weights beside a run or a checkpoint"),
+        ([str(finished), "--checkpoint", "best"], "--model.weights with a run or a checkpoint"),
     ):
         assert main([*words, *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -237,7 +237,7 @@ def test_both_decoders_are_compared_on_the_validation_split(
         (["RUN", "--picture", "x.png"], "--picture needs images"),
         (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image in a known format"),
         (["RUN", "TEXT"], "TEXT is not an image in a known format"),
-        (["RUN", "--data.train_size", "1"], "predict takes a run's own settings and no others"),
+        (["RUN", "--data.train_size", "1"], "predict uses the run's own settings and accepts no others"),
     ],
 )
 def test_predict_names_mistakes(
