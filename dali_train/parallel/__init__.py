@@ -1,1 +1,1 @@
-"""Who computes what: the layout of ranks, and how a model is spread over them."""
+"""Parallelism: the layout of ranks, and how a model is replicated, sharded and split over them."""

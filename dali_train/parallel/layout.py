@@ -1,7 +1,7 @@
-"""The layout of ranks: the sizes of the kinds of parallelism, and this process's coordinate in each.
+"""The layout of ranks: the size of each dimension of parallelism, and this process's coordinate in it.
 
-Which micro-batches a rank computes depends on its data coordinate alone, never on the global rank: ranks that share one
-(pipeline stages, tensor-parallel ranks) work on the same micro-batch.
+The micro-batches of a rank depend only on its data-parallel coordinate, not on the global rank: ranks with the same
+coordinate (pipeline stages, tensor-parallel ranks) work on the same micro-batches.
 """
 
 from dataclasses import dataclass, replace
@@ -16,8 +16,9 @@ from dali_train.text import plural
 class Layout:
     """The sizes of the mesh, slowest dimension first, and this process's rank in it.
 
-    Tensor-parallel ranks are neighbours, since they communicate most and neighbours share a host. `shard` ranks shard
-    one copy of the model's state, and `replicas` are further copies; both compute different micro-batches.
+    Tensor-parallel ranks are adjacent, because they communicate most and adjacent ranks share a host. `shard` ranks
+    shard one copy of the model's state, and `replicas` is the number of copies; all of them compute different
+    micro-batches.
     """
 
     rank: int
@@ -28,10 +29,10 @@ class Layout:
 
     @classmethod
     def from_config(cls, launch: Launch, parallel: ParallelConfig) -> "Layout":
-        """Return the layout of all ranks of `launch` that `parallel` asks for, with as many replicas as there is room.
+        """Return the layout of all ranks of `launch` with the sizes in `parallel`; the number of replicas follows.
 
         Raises:
-            ConfigError: its sizes do not divide the number of ranks.
+            ConfigError: the sizes do not divide the number of ranks.
         """
         pipeline, tensor = parallel.pipeline, parallel.tensor.size
         data, rest = divmod(launch.world_size, pipeline * tensor)
@@ -56,7 +57,7 @@ class Layout:
         assert 0 <= self.rank < self.world_size, self
 
     def describe(self) -> str:
-        """Describe it, as in "8 ranks = pipeline 2 x data 2 x tensor 2, ..."."""
+        """Describe the layout, as in "8 ranks = pipeline 2 x data 2 x tensor 2, ..."."""
         sizes = {"pipeline": self.pipeline, "data": self.data_size, "tensor": self.tensor}
         factors = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
         shard = f", state sharded over {self.shard} data-parallel ranks" if self.shard > 1 else ""
@@ -88,12 +89,13 @@ class Layout:
         return self.rank // self.tensor % self.data_size
 
     def num_own(self, num_micro_batches: int) -> int:
-        """Return how many of the `num_micro_batches` of a step this process's data-parallel coordinate computes."""
+        """Return how many of a step's `num_micro_batches` this process's data-parallel coordinate computes."""
         return len(range(self.data_rank, num_micro_batches, self.data_size))
 
     def describe_idle(self, num_micro_batches: int) -> str:
-        """Return what to append to the number of ranks where they do not divide the `num_micro_batches` of a step, as
-        in "57 ranks: 25.1% idle; 64 would have none": some wait while others compute one more. Elsewhere nothing."""
+        """Return the idle time to append to the number of ranks, as in "57 ranks: 25.1% idle; 64 would have none".
+
+        Some ranks wait while others compute one more of the `num_micro_batches`. Empty if they divide evenly."""
         if num_micro_batches % self.data_size == 0:
             return ""
         divisors = [size for size in range(1, num_micro_batches + 1) if num_micro_batches % size == 0]

@@ -1,7 +1,7 @@
-"""The one device mesh of a run whose model is split over ranks, and arithmetic on tensors that lie on it.
+"""The device mesh of a run whose model is split over ranks, and arithmetic on DTensors.
 
-A DTensor knows its mesh and its placements. Whatever can be computed shard by shard is computed on the shards
-(`local`), without torch's distributed operators: they refuse to mix meshes, and cost the host a lot.
+Whatever can be computed shard by shard is computed on the local shards (`local`), without torch's distributed
+operators, which refuse to mix meshes and take much host time.
 """
 
 from collections import defaultdict
@@ -20,20 +20,20 @@ DIMENSIONS = ("pipeline", "replicas", "shard", "tensor")
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the ranks of `layout` with a process group for each dimension. All ranks call this together."""
+    """Return the mesh of `layout`, with a process group for each dimension. All ranks call this together."""
     return init_device_mesh(device.type, tuple(getattr(layout, name) for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of `tensor`, in the same memory and without a history; of a plain tensor, itself."""
+    """Return this rank's shard of `tensor`, in the same memory and detached; a plain tensor is returned as it is."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def laid_out_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value`, complete on every rank, with the memory format, device and placements of `target`, or itself if
-    its shape is another.
+    """Return `value`, which is complete on every rank, with the memory format, device and placements of `target`, or
+    unchanged if the shapes differ.
 
-    A norm's last bits depend on the order of its summands, and so on the memory format.
+    The last bits of a norm depend on the order of summation, and so on the memory format.
     """
     if value.shape != target.shape:
         return value
@@ -43,11 +43,11 @@ def laid_out_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def in_blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with every rank's shard a contiguous block of rows, as DCP writes it. All ranks call this
-    together.
+    """Return `tensor` redistributed so that every rank's shard is a contiguous block of rows, as DCP needs. All ranks
+    call this together.
 
-    Of timm's fused queries, keys and values a rank holds rows of each (`_StridedShard`), and DCP would note the first
-    block alone. FSDP's own strided placements, of rows that another mesh dimension shards as well, are blocks.
+    A rank holds rows of each of timm's fused queries, keys and values (`_StridedShard`), of which DCP would record only
+    the first block. FSDP's own strided placements, of rows that another mesh dimension shards too, are blocks.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -102,7 +102,7 @@ def total_norm(gradients: Sequence[torch.Tensor], layout: Layout, device: torch.
 
 
 def reduce_partial_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Sum gradients of which each rank has a summand (Partial), in place. All ranks call this together."""
+    """All-reduce Partial gradients in place. All ranks call this together."""
     for parameter in parameters:
         gradient = parameter.grad
         if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):

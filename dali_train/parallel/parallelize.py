@@ -1,7 +1,7 @@
-"""How the model is spread over the ranks: DDP, or pipeline stages, tensor parallelism and FSDP2 composed.
+"""Parallelizing a model: DDP, or a composition of pipeline stages, tensor parallelism and FSDP2.
 
-The trainer gets a model to call, a data-parallel coordinate, gradients that are the mean over the step's micro-batches
-on all ranks, and statistics that do not depend on the number of ranks.
+The trainer gets a model to call, a data-parallel coordinate, and gradients averaged over the step's micro-batches on
+all ranks.
 """
 
 import warnings
@@ -29,7 +29,7 @@ Prepare = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class Parallel:
-    """The model as the trainer calls it, and how it is spread."""
+    """The model as the trainer calls it, and how it is parallelized."""
 
     model: nn.Module
     layout: Layout
@@ -53,18 +53,18 @@ class Parallel:
             prepare_backward(module, self.level, last=last)
 
     def num_passes(self, num_micro_batches: int) -> int:
-        """Return how many forward and backward passes this rank makes in a step of `num_micro_batches` on all ranks.
+        """Return how many forward and backward passes this rank makes in a step with `num_micro_batches` on all ranks.
 
-        One for each of its own. Where ranks meet in every pass, because gradients are sharded, and in a pipeline, whose
-        schedule is then the same for all, they make as many as those with the most micro-batches.
+        It is one per micro-batch of its own. If every pass has collectives (sharded gradients), or in a pipeline, whose
+        schedule must be the same on all ranks, it is the maximum over the ranks.
         """
         if self.stages or self.level in ("gradients", "full"):
             return -(-num_micro_batches // self.layout.data_size)
         return self.layout.num_own(num_micro_batches)
 
     def finish_gradients(self) -> None:
-        """Complete the gradients after the last backward pass of a step, where DDP or FSDP has not: sum those that
-        tensor parallelism left as summands, and take the mean over the data-parallel ranks."""
+        """Complete the gradients after the last backward pass of a step, if DDP or FSDP has not: all-reduce the Partial
+        ones of tensor parallelism, and average over the data-parallel ranks."""
         if self.mesh is None or self.level is not None:
             return
         reduce_partial_gradients(self.model.parameters())
@@ -81,16 +81,16 @@ def parallelize(
     activations: StageActivations | None = None,
     prepare: Prepare | None = None,
 ) -> Parallel:
-    """Spread `model` over the ranks: by DDP where data parallelism is all, and not at all for a single process.
+    """Parallelize `model` over the ranks: by DDP if there is only data parallelism; a single process needs nothing.
 
     Args:
-        model: on `device`, or in host memory where the layout splits it.
-        blocks: of which the model consists; they are gathered one by one where it is sharded.
+        model: on `device`, or in host memory if the layout splits it.
+        blocks: the repeated blocks of the model, which are gathered one by one if it is sharded.
         activations: sent between the stages of a pipeline.
         prepare: called for the model, or each of its stages, before it is wrapped.
 
     Raises:
-        ConfigError: the model cannot be split so.
+        ConfigError: the model cannot be split in this way.
     """
     if layout.splits_model:
         return _split(model, layout, config, device, blocks, activations, prepare)
@@ -100,7 +100,7 @@ def parallelize(
         with warnings.catch_warnings():
             # torch 2.15 renames the option, earlier versions know only this name.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            # Buffers are not broadcast: rank 0's would win over the others'. RunningStatistics keeps them equal.
+            # Buffers are not broadcast, which would overwrite them with rank 0's; RunningStatistics keeps them equal.
             model = DistributedDataParallel(
                 model,
                 broadcast_buffers=False,
@@ -153,33 +153,34 @@ def _split(
 
 
 def check_model(model: nn.Module, config: ParallelConfig) -> None:
-    """Check that the layers of the complete `model` can be split as `config` says.
+    """Check that the layers of the complete `model` can be split by `config`.
 
     Raises:
-        ConfigError: they cannot; the message names what does not fit.
+        ConfigError: they cannot; the message names the layer and the size.
     """
     if config.tensor.size > 1:
         vit.check_model(model, config.tensor)
 
 
 def parameters_per_rank(model: nn.Module, config: ParallelConfig) -> int:
-    """Return the number of parameters of `model`, or a stage of one, that each rank of a copy holds before
-    `parallel.shard` shards them. It needs no ranks."""
+    """Return the number of parameters of `model`, or of a stage, on each rank, before `parallel.shard` shards them.
+
+    This needs no process group."""
     return vit.parameters_per_rank(model, config.tensor)
 
 
 def warm_up(
     parallel: Parallel, images: torch.Tensor, autocast: AbstractContextManager[None], *, keep_gradients: bool = False
 ) -> list[nn.Parameter]:
-    """A forward and backward pass that leaves no trace, so that the first step sums like every other.
+    """Run forward and backward passes without side effects, so that the first step sums in the usual order.
 
-    DDP orders its gradient buckets anew after the first backward pass, and with three or more ranks the order of a
-    sum depends on a gradient's place in its bucket. Without this pass a resumed run would sum its first step
-    differently from a run that was never stopped.
+    DDP reorders its gradient buckets after the first backward pass, and with three or more ranks the order of summation
+    depends on a gradient's place in its bucket. Without these passes a resumed run would sum its first step differently
+    from a run that was never stopped.
 
     Args:
-        images: blank, in the form in which the loader gives them, so that a compiled model is compiled for it.
-        keep_gradients: end with gradients of zero rather than None.
+        images: blank, in the format of the loader's images, so that a compiled model is compiled for it.
+        keep_gradients: leave gradients of zero instead of None.
 
     Returns:
         The parameters in the order in which the last backward pass reached them.
@@ -214,28 +215,28 @@ def warm_up(
 
 
 def without_weight(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return a loss of a model's `output` whose gradient is zero, and that of every parameter with it.
+    """Return a loss of a model's `output` whose gradient with respect to every parameter is zero.
 
-    Where an activation is not finite it is not a number: for a micro-batch whose own loss has had the same activations
-    that changes nothing.
+    With non-finite activations the gradient is NaN, which changes nothing if the micro-batch has already counted, since
+    its own loss had the same activations.
     """
     outputs = output if isinstance(output, tuple) else (output,)  # a second one is a distillation token's
     return torch.stack([output.float().sum() for output in outputs]).sum() * 0
 
 
 def _refuse_unused_parameters(model: nn.Module, reached: list[nn.Parameter]) -> None:
-    """DDP would wait for their gradients on several ranks, so that what works on one fails on two."""
+    """Refuse parameters without a gradient, which DDP would wait for, so that one rank would work but two would not."""
     used = {id(parameter) for parameter in reached}
     unused = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used]
     if unused:
         raise ConfigError(
-            f"the model does not use {_names(unused)}: they get no gradient, and data parallelism waits for all of "
-            "them. Leave them out with model.kwargs, or choose another model.name"
+            f"the model does not use {_names(unused)}: they get no gradient, and data parallelism waits for all "
+            "gradients. Remove these layers with model.kwargs, or choose another model.name"
         )
 
 
 def _refuse_foreign_buffers(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """Only BatchNorm's statistics are made the same on all ranks (`RunningStatistics`)."""
+    """Refuse buffers that a forward pass changes; only BatchNorm's are synchronised (`RunningStatistics`)."""
     handled = {
         id(buffer)
         for layer in model.modules()

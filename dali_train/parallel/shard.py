@@ -1,7 +1,7 @@
 """Sharded data parallelism (ZeRO 1 to 3) by torch's FSDP2: each rank keeps a shard of weights and optimizer state.
 
 A block's weights are gathered before they are needed, and gradients are reduce-scattered. Between steps every parameter
-is a DTensor under the name that it always had.
+is a DTensor with its usual name.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh,
     device block by block, so that no device ever holds all of them.
 
     Raises:
-        ConfigError: the ranks do not divide what tensor parallelism has sharded already.
+        ConfigError: weights that tensor parallelism has sharded already are not divisible by the number of ranks.
     """
     data = mesh["replicas", "shard"] if mesh["replicas"].size() > 1 else mesh["shard"]
     place = partial(_placement, num_shards=mesh["shard"].size())
@@ -33,8 +33,9 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh,
 
 
 def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
-    """Return the first dimension that divides evenly, None where there is none: then FSDP pads the first one. Of
-    position embeddings, (1, tokens, width), a single rank would have all."""
+    """Return the first dimension that divides evenly; None if none does, so that FSDP pads the first one.
+
+    Always sharding the first one would put position embeddings, (1, tokens, width), on a single rank."""
     if not isinstance(parameter, DTensor):
         return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_shards == 0), None)
     if not any(isinstance(placement, _StridedShard) for placement in parameter.placements):
@@ -49,7 +50,7 @@ def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
 
 
 def prepare_backward(model: nn.Module, level: Level, *, last: bool) -> None:
-    """Set what a backward pass does with weights and gradients; after the `last` of a step, all are sharded."""
+    """Set whether a backward pass reshards weights and gradients; after the `last` of a step, all are sharded."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last or level != "optimizer")
     model.set_reshard_after_backward(last or level == "full")

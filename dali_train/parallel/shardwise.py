@@ -1,8 +1,7 @@
-"""Arithmetic on DTensors shard by shard, for optimizers and what watches them.
+"""Arithmetic on DTensors shard by shard, for optimizers and their hooks.
 
-torch's own operators on DTensors search for the best placements of each operation anew for each shape, in a time that
-grows exponentially with the mesh's dimensions, and most of a first step goes into that. Element by element there is
-nothing to search for.
+torch's own operators on DTensors search for the best placements of every operation and shape, in a time that grows
+exponentially with the dimensions of the mesh and dominates the first step. Element-wise operations need no search.
 """
 
 from typing import Any
@@ -32,8 +31,8 @@ _REDUCTIONS = {"linalg_vector_norm", "mean", "norm", "sum"}
 class Shardwise(TorchDispatchMode):
     """A mode in which operations on DTensors are computed on this rank's shards.
 
-    Operations element by element communicate nothing, between tensors of the same placements and numbers. A 2-norm,
-    sum or mean over an entire tensor is all-reduced and gives a plain tensor, so all ranks make them together.
+    Element-wise operations on numbers and tensors with the same placements communicate nothing. A 2-norm, sum or mean
+    of a whole tensor is all-reduced and returns a plain tensor, so all ranks must compute it together.
 
     Raises:
         NotImplementedError: for any other operation on a DTensor.
@@ -77,7 +76,7 @@ def _shards(value: Any) -> Any:
 
 
 def _placed(like: Any, result: Any) -> Any:
-    """Return `result`, computed from the shards of `like`, as a DTensor; of lists, each of their tensors."""
+    """Return `result`, computed from the shards of `like`, as a DTensor; in lists, tensor by tensor."""
     if isinstance(like, DTensor):
         mesh, placements = like.device_mesh, like.placements
         return DTensor.from_local(result, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
@@ -91,7 +90,7 @@ def _norm(tensor: torch.Tensor, of_shard: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_over_shards(tensor: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-    """Return the sum of every rank's `summand`, those with the same shard of `tensor` counted once."""
+    """Return the sum of all ranks' `summand`, counting ranks with the same shard of `tensor` once."""
     if isinstance(tensor, DTensor):
         for dim, placement in enumerate(tensor.placements):
             if not placement.is_replicate() and tensor.device_mesh.size(dim) > 1:

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which blocks of a vision transformer each has, and what they cost.
+"""The stages of a pipeline: the blocks of a vision transformer in each stage, and the pipeline's costs.
 
 Weights keep timm's names, so checkpoints, hooks and optimizers need not know of stages. The first stage also has the
 patch embedding, the last one the head.
@@ -46,11 +46,11 @@ class Stage:
 
 
 def make_stages(model: nn.Module, parallel: ParallelConfig) -> list[Stage]:
-    """Return all stages of `model`, in order: of the same number of blocks, the first ones with one more where they do
-    not divide. Rank r of a pipeline of P has stages r, r + P, ...
+    """Return all stages of `model`, in order, with equally many blocks, or one more in the first stages if these do not
+    divide evenly. Rank r of a pipeline with P ranks has stages r, r + P, ...
 
     Raises:
-        ConfigError: the model is no vision transformer that can be split into stages, or has fewer blocks.
+        ConfigError: the model is not a vision transformer that can be split, or has too few blocks.
     """
     if (
         not isinstance(model, VisionTransformer)
@@ -86,8 +86,8 @@ def check_micro_batches(parallel: ParallelConfig, grad_accum_steps: int) -> None
     if grad_accum_steps < pipeline:
         raise ConfigError(
             f"parallel.pipeline is {pipeline}, but a step has {plural(grad_accum_steps, 'micro-batch')} per "
-            f"data-parallel rank, fewer than the pipeline has ranks: use at least {pipeline}, by a larger "
-            "batch.global_batch, a smaller batch.micro_batch or fewer ranks"
+            f"data-parallel rank, fewer than the pipeline has ranks: use at least {pipeline} micro-batches, by a "
+            "larger batch.global_batch, a smaller batch.micro_batch or fewer ranks"
         )
     rounds = max(1, grad_accum_steps // pipeline)
     if parallel.schedule == "interleaved" and grad_accum_steps % rounds:
@@ -99,14 +99,14 @@ def check_micro_batches(parallel: ParallelConfig, grad_accum_steps: int) -> None
 
 
 def bubble(parallel: ParallelConfig, grad_accum_steps: int) -> float:
-    """Return the pipeline bubble: the share of a step in which a rank is idle, if all stages take equally long and
-    sending takes no time."""
+    """Return the pipeline bubble: the fraction of a step in which a rank is idle, assuming equal stages and instant
+    communication."""
     idle = parallel.pipeline - 1
     return idle / (grad_accum_steps * parallel.num_chunks + idle)
 
 
 def in_flight(parallel: ParallelConfig, pipeline_rank: int, grad_accum_steps: int) -> int:
-    """Return the most micro-batches whose activations the stages of a rank hold, counted once for each stage."""
+    """Return the maximum number of micro-batches whose activations a rank holds, counted once per stage."""
     later = parallel.pipeline - 1 - pipeline_rank
     if parallel.schedule == "1f1b":
         return min(grad_accum_steps, later + 1)
@@ -114,13 +114,13 @@ def in_flight(parallel: ParallelConfig, pipeline_rank: int, grad_accum_steps: in
 
 
 class VitStage(nn.Module):
-    """One stage of a VisionTransformer, sharing its layers, which keep timm's names.
+    """One stage of a VisionTransformer, made of its layers, which keep timm's names.
 
-    It maps images, or the tokens (n, tokens, width) of the stage before, to tokens of `dtype`, or in the last stage to
-    logits.
+    It maps images, or the tokens (n, tokens, width) of the previous stage, to tokens of `dtype`, or in the last stage
+    to logits.
 
     Raises:
-        ConfigError: it has nothing to train.
+        ConfigError: the stage has no trained parameters.
     """
 
     blocks: nn.Sequential
@@ -130,7 +130,7 @@ class VitStage(nn.Module):
     def __init__(self, model: nn.Module, stage: Stage, dtype: torch.dtype) -> None:
         super().__init__()
         self.stage, self.dtype = stage, dtype
-        # Settings and methods, which embedding and head use.
+        # Attributes and methods that the embedding and the head use.
         for name, value in vars(model).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
@@ -169,7 +169,7 @@ def embed(model: Any, images: torch.Tensor) -> torch.Tensor:
 
 
 def merge_stages(stages: Sequence[VitStage]) -> nn.Module:
-    """Return all `stages` of a rank as one module, for names and weights. It shares them and is never called."""
+    """Return all `stages` of a rank as one module that has their weights under timm's names and is never called."""
     if len(stages) == 1:
         return stages[0]
     merged = nn.Module()
@@ -195,7 +195,7 @@ class StageActivations:
 
     @classmethod
     def from_model(cls, model: nn.Module, config: Config) -> "StageActivations":
-        """Return those of a complete model.
+        """Return the activations of a complete model.
 
         Raises:
             ConfigError: see `make_stages`.
@@ -217,7 +217,7 @@ def _token_shape(model: nn.Module, image_size: int) -> tuple[int, int]:
 
 
 def _dtype(config: Config) -> torch.dtype:
-    """Return the residual stream's dtype: autocast leaves it in float32 unless model.fast_norm says otherwise."""
+    """Return the residual stream's dtype: float32 under autocast, unless model.fast_norm is set."""
     if config.precision.dtype == "fp64":
         return torch.float64
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}

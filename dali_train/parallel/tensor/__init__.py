@@ -1,1 +1,1 @@
-"""One layer on several ranks: 1D, 2D, 2.5D and 3D tensor parallelism of a timm VisionTransformer."""
+"""1D, 2D, 2.5D and 3D tensor parallelism of a timm VisionTransformer."""

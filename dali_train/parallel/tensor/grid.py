@@ -6,10 +6,10 @@
 | 2.5d | (depth, row, column) | images by depth and row, features by column | the same | as 2d, replicated by depth |
 | 3d | (a, b, c) | images by a and c, features by b | images by b and c, features by a | out by a, in by b, c |
 
-In 3d's second layers, which lead back to the residual stream, a and b change places. "Stored by" means that columns are
-sharded further, and gathered before the layer multiplies; in 3d they are stored by c. Features inside attention are
-heads. Communicated per layer are activations and weights of 1/q of their size (2d), activations of 1/(depth q) (2.5d),
-or gathers along two dimensions and a sum over the third (3d).
+In the second layers of 3d, which write to the residual stream, a and b are swapped. "Stored by" means that columns are
+sharded further, and gathered before the matrix product; in 3d they are stored by c. Features inside attention are
+heads. Each layer communicates 1/q of its activations and weights (2d), 1/(depth q) of its activations (2.5d), or has
+all-gathers along two dimensions and a reduce-scatter along the third (3d).
 """
 
 import math
@@ -45,7 +45,7 @@ class LinearLayout:
     """How one linear layer is sharded."""
 
     weight: tuple[Placement, ...]
-    stored_by: int  # the mesh dimension along which columns are gathered before the layer multiplies
+    stored_by: int  # the mesh dimension along which columns are gathered before the matrix product
     gather_input: _Along | None = None
     scatter_output: _Along | None = None
 
@@ -56,8 +56,8 @@ class LinearLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class GridLayout:
-    """How a block's activations are sharded, and its linear layers: `first` lead inside attention and MLP, `second`
-    back to the residual stream."""
+    """How a block's activations and linear layers are sharded: `first` layers read from the residual stream, `second`
+    layers write to it."""
 
     names: tuple[str, ...]  # of the mesh's dimensions
     residual: tuple[Placement, ...]
@@ -105,21 +105,21 @@ LAYOUTS = {
 
 
 def make_grid(mesh: DeviceMesh, tensor: TensorConfig) -> DeviceMesh:
-    """Return the grid of the ranks of `mesh`, which has one dimension. All ranks call it together."""
+    """Return the ranks of `mesh`, which has one dimension, as a grid. All ranks call this together."""
     assert math.prod(tensor.grid_sizes) == mesh.size(), (tensor, mesh)
     prefix = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "tensor"
     names = tuple(f"{prefix}_{name}" for name in LAYOUTS[tensor.mode].names)
     grid = mesh._unflatten(0, tensor.grid_sizes, names)
-    # DTensor sums over several dimensions in one collective where they are a mesh of their own.
+    # DTensor can all-reduce over several dimensions at once only if they are flattened into a mesh of their own.
     for dims in chain.from_iterable(combinations(names, length) for length in range(2, len(names) + 1)):
         grid[dims]._flatten()
     return grid
 
 
 def parallelize_block(block: Any, grid: DeviceMesh, layout: GridLayout) -> None:
-    """Spread timm's `block` over the ranks of `grid`, in place. Its weights are the same on all of them.
+    """Shard timm's `block` over the ranks of `grid`, in place. Its weights must be equal on all ranks.
 
-    It then takes and gives shards, plain tensors, placed as `layout.residual` says.
+    The block then takes and returns local shards as plain tensors, with the placements `layout.residual`.
     """
     replicated = {name: [Replicate()] * grid.ndim for name in ("weight", "bias", "gamma")}
     features = _axis(grid, layout.residual.index(Shard(FEATURES)))
@@ -165,7 +165,7 @@ def _linear(grid: DeviceMesh, layout: LinearLayout, fused_by: DeviceMesh | None 
     """Return the style of a linear layer.
 
     Args:
-        fused_by: of attn.qkv, the axis of the grid that shards heads.
+        fused_by: for attn.qkv, the axis of the grid that shards heads.
     """
     placements = {"weight": layout.weight, "bias": layout.bias}
 
@@ -175,7 +175,7 @@ def _linear(grid: DeviceMesh, layout: LinearLayout, fused_by: DeviceMesh | None 
         if fused_by is not None:
             shard = fused_rows(shard, fused_by)
         if layout.scatter_output is not None and _axis(grid, layout.scatter_output[1]).get_local_rank() > 0:
-            shard = shard * 0  # one of the summands has the bias
+            shard = shard * 0  # only one of the summands includes the bias
         return shard
 
     def activation(x: torch.Tensor) -> torch.Tensor:

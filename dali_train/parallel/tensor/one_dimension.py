@@ -1,4 +1,5 @@
-"""1D tensor parallelism: attention by heads, the MLP by hidden units; with sequence parallelism, all else by tokens."""
+"""1D tensor parallelism: attention sharded by heads, the MLP by hidden units, and with sequence parallelism the rest by
+tokens."""
 
 from functools import partial
 from typing import Any
@@ -27,10 +28,10 @@ _HEADS = 1  # the dimension of queries (images, heads, tokens, features)
 
 
 def parallelize_block(block: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Spread timm's `block` over the ranks of `mesh`, in place. Its weights are the same on all of them.
+    """Shard timm's `block` over the ranks of `mesh`, in place. Its weights must be equal on all ranks.
 
     Args:
-        sequence_parallel: the block takes and gives DTensors sharded by tokens, otherwise plain tensors.
+        sequence_parallel: the block takes and returns DTensors sharded by tokens, otherwise plain tensors.
     """
     stream: Placement = Shard(TOKENS) if sequence_parallel else Replicate()
     to_stream = partial(RowwiseParallel, output_layouts=stream, use_local_output=not sequence_parallel)
@@ -59,5 +60,5 @@ def parallelize_block(block: Any, mesh: DeviceMesh, *, sequence_parallel: bool) 
     trained = {name: parameter.requires_grad for name, parameter in block.named_parameters()}
     present = {name: style for name, style in plan.items() if not isinstance(block.get_submodule(name), nn.Identity)}
     parallelize_module(block, mesh, present, src_data_rank=None)
-    for name, parameter in block.named_parameters():  # SequenceParallel lets everything be trained
+    for name, parameter in block.named_parameters():  # SequenceParallel unfreezes all parameters
         parameter.requires_grad_(trained[name])

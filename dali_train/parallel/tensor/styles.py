@@ -1,4 +1,4 @@
-"""Parallel styles, in the sense of `torch.distributed.tensor.parallel`, that torch does not have."""
+"""Parallel styles, in the sense of `torch.distributed.tensor.parallel`, that torch lacks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
 IMAGES, TOKENS, FEATURES = range(3)  # the dimensions of an activation
-OUT, IN = range(2)  # and of a weight
-NUM_FUSED = 3  # queries, keys and values: the layers that timm fuses in the rows of attn.qkv
+OUT, IN = range(2)  # the dimensions of a weight
+NUM_FUSED = 3  # queries, keys and values, which timm fuses in the rows of attn.qkv
 
 LocalMap = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -36,8 +36,8 @@ class LocalParallel(ParallelStyle):
 
     Args:
         placements: of each parameter, by name.
-        prepare_parameter: maps the local shard of a parameter to what the layer computes with.
-        prepare_input, prepare_output: map what the layer is given and gives.
+        prepare_parameter: maps the local shard of a parameter to the tensor that the layer uses.
+        prepare_input, prepare_output: map the layer's input and output.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LocalParallel(ParallelStyle):
             try:
                 module._parameters = {name: self._local(name, parameter) for name, parameter in parameters.items()}
                 output: torch.Tensor = compute(x if self.prepare_input is None else self.prepare_input(x))
-            finally:  # recomputation stops in the middle of a layer
+            finally:  # recomputation may stop in the middle of a layer
                 module._parameters = parameters
             return output if self.prepare_output is None else self.prepare_output(output)
 
@@ -79,10 +79,10 @@ class LocalParallel(ParallelStyle):
 
 
 def fused_placements(weight: Sequence[Placement]) -> dict[str, Sequence[Placement]]:
-    """Return the placements of attn.qkv's parameters, for those of another weight that is sharded as it is.
+    """Return the placements of attn.qkv's parameters, given those of an unfused `weight`.
 
     A rank gets its heads' rows of queries, keys and values. The bias stays replicated: FSDP can shard a vector only
-    along its rows, which is no layout that DTensor knows beside this one.
+    along its rows, which DTensor cannot combine with this placement.
     """
     strided = _StridedShard(OUT, split_factor=NUM_FUSED)
     return {
@@ -92,18 +92,18 @@ def fused_placements(weight: Sequence[Placement]) -> dict[str, Sequence[Placemen
 
 
 def fused_rows(bias: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    """Return the rows of attn.qkv's complete bias that belong to the heads of this rank of `axis`."""
+    """Return the rows of attn.qkv's complete bias for this rank's heads along `axis`."""
     by_rank = bias.unflatten(0, (NUM_FUSED, axis.size(), -1))
     return by_rank[:, axis.get_local_rank()].flatten()
 
 
 class OneProcessMasks(ParallelStyle):
-    """Dropout or stochastic depth of a sharded activation with the masks of one process.
+    """Dropout or stochastic depth of a sharded activation, with the same masks as in a single process.
 
-    Every rank draws the complete mask, from the same seed, and takes its shard of it.
+    Every rank draws the complete mask from the same seed, and uses its shard of it.
 
     Args:
-        placements: of the activation where it comes as a plain tensor, with shards of one size; a DTensor has its own.
+        placements: of an activation given as a plain tensor, with shards of equal size; a DTensor has its own.
     """
 
     def __init__(self, placements: Sequence[Placement] = ()) -> None:

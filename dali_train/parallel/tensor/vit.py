@@ -1,7 +1,7 @@
-"""Tensor parallelism of timm's VisionTransformer: its blocks change in place, everything around them stays as it is.
+"""Tensor parallelism of timm's VisionTransformer: its blocks are sharded in place, everything else is unchanged.
 
-Patch embedding, final norm and classifier are computed by all ranks alike. The first block takes the complete
-activations and the last one gives them, so what lies before, after and between pipeline stages need not know.
+All ranks compute patch embedding, final norm and classifier. The first block takes the complete activations and the
+last one returns them, so the rest of the model, and pipeline stages, need not know of the sharding.
 """
 
 import math
@@ -23,16 +23,16 @@ from dali_train.parallel.tensor.styles import IN, OUT, TOKENS
 
 
 def tensor_parallel(models: Sequence[nn.Module], mesh: DeviceMesh, tensor: TensorConfig) -> None:
-    """Spread the blocks of `models` over the ranks of `mesh`, in place. All ranks call it together.
+    """Shard the blocks of `models` over the ranks of `mesh`, in place. All ranks call this together.
 
-    Afterwards the parameters that the ranks share are DTensors, whose `full_tensor()` is timm's weight; all others are
-    equal on all ranks and get equal gradients. Gradients of replicated DTensors are Partial until
-    `Parallel.finish_gradients`. The masks of dropout are shards of those that one process draws.
+    The sharded parameters become DTensors, whose `full_tensor()` is timm's weight; all others are equal on all ranks
+    and get equal gradients. Gradients of replicated DTensors are Partial until `Parallel.finish_gradients`. Dropout
+    masks are shards of the masks that a single process draws.
 
     Args:
-        models: timm's VisionTransformer, or pipeline stages of one, with the same weights on every rank; `check_model`
-            has passed it. Before they are compiled, wrapped or given an optimizer; the meta device is fine.
-        mesh: of one dimension.
+        models: timm's VisionTransformer, or pipeline stages of one, with the same weights on every rank, after
+            `check_model`, and before compiling, wrapping or making an optimizer. The meta device is allowed.
+        mesh: with one dimension.
     """
     if tensor.mode == "1d":
         residual: Sequence[Placement] = (Shard(TOKENS),) if tensor.sequence_parallel else ()
@@ -54,7 +54,7 @@ def tensor_parallel(models: Sequence[nn.Module], mesh: DeviceMesh, tensor: Tenso
 
 
 def parameters_per_rank(model: nn.Module, tensor: TensorConfig) -> int:
-    """Return the number of parameters of `model`, or a stage of one, that each rank holds. It needs no ranks."""
+    """Return the number of parameters of `model`, or of a stage, on each rank. This needs no process group."""
     count = sum(parameter.numel() for parameter in model.parameters())
     if tensor.size == 1:
         return count
@@ -84,7 +84,7 @@ def check_model(model: nn.Module, tensor: TensorConfig) -> None:
     """
     if not isinstance(model, VisionTransformer):
         raise ConfigError(
-            f"parallel.tensor takes timm's VisionTransformer, and the model is a {type(model).__name__}: leave "
+            f"parallel.tensor supports timm's VisionTransformer, but the model is a {type(model).__name__}: leave "
             "parallel.tensor out, or choose a model.name such as vit_base_patch16_224"
         )
     for number, block in enumerate(model.blocks):
@@ -93,18 +93,18 @@ def check_model(model: nn.Module, tensor: TensorConfig) -> None:
         for found, kind in kinds:
             if type(found) is not kind:
                 raise ConfigError(
-                    f"{where} has a {type(found).__name__} where only {kind.__name__} can be sharded: choose another "
+                    f"{where} has a {type(found).__name__}, but only {kind.__name__} can be sharded: choose another "
                     "model.name, or leave parallel.tensor out"
                 )
         _check_options(block, where)
         _check_sizes(block, where, tensor)
     tokens = model.patch_embed.num_patches + model.num_prefix_tokens
-    # torch's version is no plain text: it compares as numbers, so 2.9 is before 2.15.
+    # torch's version is not a plain string: it compares numerically, so 2.9 is before 2.15.
     if tensor.sequence_parallel and tokens % tensor.size and torch.__version__ < "2.15":
         # Its gradients of gathered shards of unequal size are not contiguous (seen with 2.11).
         raise ConfigError(
             f"parallel.tensor.sequence_parallel is true, but {tensor.size} ranks do not divide the model's {tokens} "
-            f"tokens, which torch {torch.__version__} cannot compute: install torch 2.15 or later, or set it false"
+            f"tokens, which torch {torch.__version__} does not support: install torch 2.15 or later, or set it to false"
         )
 
 
@@ -112,8 +112,8 @@ def _check_options(block: Any, where: str) -> None:
     attention = block.attn
     if attention.attn_drop.p > 0:
         raise ConfigError(
-            f"{where} has attn_drop_rate {attention.attn_drop.p}: fused attention draws these masks itself, and those "
-            "of one rank's heads would differ from one process's; set model.kwargs.attn_drop_rate 0"
+            f"{where} has attn_drop_rate {attention.attn_drop.p}: fused attention draws these masks itself, so they "
+            "would differ from those of a single process; set model.kwargs.attn_drop_rate 0"
         )
     for norm, name in ((attention.norm, "scale_attn_norm"), (block.mlp.norm, "scale_mlp_norm")):
         if not isinstance(norm, nn.Identity):
@@ -140,9 +140,9 @@ def _check_sizes(block: Any, where: str, tensor: TensorConfig) -> None:
 def _shard_residual_stream(
     first: nn.Module, last: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement], tensor: TensorConfig
 ) -> None:
-    """Let `first` take and `last` give the complete activations; the blocks keep their names.
+    """Make `first` take and `last` return the complete activations; the blocks keep their names.
 
-    Between them shards of images and features are plain tensors. Those of tokens, which may differ in size, are
+    Between them, shards of images and features are plain tensors. Shards of tokens, which may differ in size, are
     DTensors.
     """
     num_images = 0
@@ -151,7 +151,7 @@ def _shard_residual_stream(
         nonlocal num_images
         x, *others = inputs
         num_images = len(x)
-        x = F.pad(x, (0, 0, 0, 0, 0, -num_images % tensor.image_shards))  # an evaluation's batch need not divide
+        x = F.pad(x, (0, 0, 0, 0, 0, -num_images % tensor.image_shards))  # an evaluation batch may not be divisible
         replicated = DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
         sharded = replicated.redistribute(placements=placements)
         return (sharded if tensor.mode == "1d" else sharded.to_local(), *others)
