@@ -3,9 +3,9 @@
     python -m dali_train.ray train --config FILE --workers 1:8 [--section.field value ...]
     python -m dali_train.ray convert [--parts N] SOURCE ... --out DATASET
 
-Each worker of Ray Train starts one rank, `dali-train train` in a process of its own, as torchrun does. There are as
-many as the cluster has room for; when that changes, all ranks save and stop, and the next number of them resumes.
-Checkpoints are those of run.dir, and none is Ray's. Only this module needs Ray.
+Each Ray Train worker starts one rank, `dali-train train` in a separate process, as torchrun does. There are as many
+workers as the cluster has room for; when that changes, all ranks save and stop, and the run resumes on the new number.
+Checkpoints are in run.dir, not in Ray. Only this module needs Ray.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python -m dali_train.workflow        the MNIST tutorial: 10 epochs, 128 images per process
     python -m dali_train.workflow --config FILE --dataset NAME|DIRECTORY [--gpus N] [--section.field value ...]
 
-What was trained before is not trained again: the cache's key is the recipe, its length and evaluation, this package's
-version, and the content of the dataset, of weights and of a checkpoint to begin with. A training that was killed
-resumes: locally from its run directory, and on a cluster, where a retry begins on an empty disk, from Flyte's task
-checkpoint. Only this module needs Flyte.
+Nothing is trained twice: the cache key is the recipe, the length of the run, the evaluation settings, this package's
+version, and the content of the dataset and of initial weights and checkpoints. Training that was killed resumes:
+locally from its run directory, and on a cluster, where a retry starts on an empty disk, from Flyte's task checkpoint.
+Only this module needs Flyte.
 """
 
 import argparse
@@ -62,7 +62,7 @@ DATASETS = {name: row.unattended for name, row in datasets.DATASETS.items() if r
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a training runs and what it gets there, as requests and limits; it never decides whether it runs again."""
+    """The resources of a training task, as requests and limits; they are not part of the cache key."""
 
     num_processes: int | None = None  # None: one per GPU, one without GPUs
     gpus: int = 0

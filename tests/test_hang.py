@@ -228,7 +228,7 @@ def test_a_shard_cut_short_while_it_is_decoded_is_named(
     ranks = start_training("run", "--data.root", str(copy), "--data.read_ahead_mb", "0", config=config)
     assert ranks.wait() == [-signal.SIGBUS]
     output = ranks.log.read_text()
-    assert f"bus error (SIGBUS): a mapped file could not be read. A shard of {copy} was cut short" in output
+    assert f"bus error (SIGBUS): a mapped file could not be read. A shard of {copy} was truncated" in output
 
 
 def beat(rank: int, *, step: int = 5, phase: str = "step", **others: object) -> Beat:

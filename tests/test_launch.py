@@ -100,7 +100,7 @@ def test_ports_of_two_steps_differ() -> None:
         (NOTHING, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE is 4.* no node 1"),
         (NOTHING, {**SRUN, "WORLD_SIZE": "8"}, "two launchers at once: WORLD_SIZE is 8.* 4"),
         (NOTHING, {**SRUN, "RANK": "0"}, "two launchers at once: RANK is 0.* 3"),
-        (NOTHING, {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "4 tasks .* torchrun of its own"),
+        (NOTHING, {**SRUN, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, "4 tasks .* its own torchrun"),
         (LaunchOptions(world_size=8), SRUN, "--world_size is 8, but the Slurm step has SLURM_NTASKS 4 tasks"),
         (LaunchOptions(world_size=0), {}, "--world_size is 0: use at least 1"),
         (LaunchOptions(world_size=2, rank=0), {}, "needs --rank, --host and --port too"),

@@ -1,4 +1,5 @@
-"""All ranks save or stop after the same step: those that went on would wait for ever in a collective for the others."""
+"""Agreement of all ranks to save or stop after the same step, since a rank that continued alone would hang in a
+collective."""
 
 import torch
 import torch.distributed as dist
@@ -7,10 +8,10 @@ from dali_train.runtime.stop import StopReason, StopRequests
 
 
 class StepAgreement:
-    """Once per step, whether any rank wants to save or has a reason to stop: an all-reduce that runs beside the step.
+    """An all-reduce per step, overlapped with it, of whether any rank wants to save or has a reason to stop.
 
     Args:
-        group: of all ranks, for host memory; None for a single process.
+        group: all ranks, for host memory; None for a single process.
     """
 
     def __init__(self, requests: StopRequests, group: dist.ProcessGroup | None) -> None:
@@ -20,14 +21,14 @@ class StepAgreement:
         self._pending: dist.Work | None = None
 
     def ask(self, *, save: bool) -> None:
-        """Start to ask all ranks, when a step begins; `save`: this one wants a checkpoint after it."""
+        """Start the all-reduce at the start of a step; `save`: this rank wants a checkpoint after it."""
         self._largest.fill_(2 * int(self._requests.reason()) + save)
         if self._group is not None:
             self._pending = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def agreed(self) -> tuple[StopReason, bool]:
-        """Return, when the step ends, why all ranks stop now, or NONE, and whether one that goes on wants to save."""
+        """Return, at the end of the step, why all ranks stop now, or NONE, and whether to save without stopping."""
         if self._pending is not None:
             self._pending.wait()
-        reason, save = divmod(int(self._largest), 2)  # of ranks that stop, which save anyway, the reason counts
+        reason, save = divmod(int(self._largest), 2)  # a stop outranks a save, since stopping saves too
         return StopReason(reason), bool(save)

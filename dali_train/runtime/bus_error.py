@@ -1,4 +1,4 @@
-"""A word on SIGBUS: it ends a process that touches a page of a mapped file which has become shorter."""
+"""Explaining SIGBUS, which kills a process that touches a page of a memory-mapped file that was truncated."""
 
 import ctypes
 import os
@@ -6,19 +6,19 @@ import signal
 from typing import Any
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_installed: list[Any] = []  # ctypes frees a callback that nobody holds
+_installed: list[Any] = []  # ctypes frees callbacks without a reference
 
 
 def explain_bus_errors(dataset: str) -> None:
-    """Print one sentence before this process ends by SIGBUS.
+    """Print one sentence before SIGBUS kills this process.
 
-    Python's own handlers cannot: they run later on the main thread, while the instruction that has failed is repeated
-    at once, mostly in a thread of DALI's. This one runs where it fails, and lets it fail again without a handler.
+    Python's own handlers cannot do this: they run later on the main thread, while the failing instruction, mostly in a
+    DALI thread, is retried at once. This handler runs in the failing thread, then lets the instruction fail again.
     """
     text = (
-        f"dali-train: bus error (SIGBUS): a mapped file could not be read. A shard of {dataset} was cut short or "
-        f"written anew while in use, its disk failed, or /dev/shm is full: `dali-train data verify {dataset}` names "
-        "the shard; restore it, and start again to resume\n"
+        f"dali-train: bus error (SIGBUS): a mapped file could not be read. A shard of {dataset} was truncated or "
+        f"rewritten while in use, its disk failed, or /dev/shm is full: `dali-train data verify {dataset}` names the "
+        "shard; restore it, and start again to resume\n"
     ).encode(errors="replace")
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

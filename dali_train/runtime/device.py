@@ -30,7 +30,7 @@ def choose_device(name: str, launch: Launch) -> torch.device:
 def cores_per_process(launch: Launch) -> int:
     """Return how many cores this process may use: its affinity mask, split among the processes that share it."""
     cores = len(os.sched_getaffinity(0))
-    # Slurm gives every task a mask of its own; torchrun's workers all have the whole node's.
+    # Slurm gives every task its own mask; torchrun's workers all have the whole node's.
     shared = launch.launcher != "srun" or cores >= (os.cpu_count() or 1)
     return max(1, cores // launch.local_world_size) if shared else cores
 
@@ -38,7 +38,7 @@ def cores_per_process(launch: Launch) -> int:
 def bind_to_numa_node(device: torch.device) -> int:
     """Bind this process, and the threads it will start, to the cores of its GPU's NUMA node; return how many it has.
 
-    A launcher's own binding stands where it allows none of those cores, or where the host does not name them.
+    The launcher's binding is kept if it allows none of those cores, or if the host does not list them.
     """
     gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave the address out
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

@@ -19,7 +19,7 @@ STEP_PHASES = {
 }
 """What a step consists of, and the fields with the seconds of each; "logging" is reading the metrics and the hooks."""
 OUTSIDE_PHASES = {"evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}
-"""What happens between steps."""
+"""Phases between steps."""
 
 METRICS = "metrics.jsonl"
 Event = dict[str, Any]
@@ -30,43 +30,43 @@ _NEEDED = {
     "eval": ("loss", "top1", "top5", "num_images"),
     "end": (),
 }
-"""Fields, apart from step and epoch, without which a line of that kind is not ours."""
+"""Required fields of each event, besides step and epoch; other lines are ignored."""
 
 
 def decisive(event: Event, name: str) -> float:
-    """Return an evaluation's ``loss``, ``top1`` or ``top5``: the moving average's where the run has one (ema.decay),
-    which is what such a run is for."""
+    """Return an evaluation's ``loss``, ``top1`` or ``top5``: of the moving average if the run has one (ema.decay),
+    since the average is the result of such a run."""
     average = f"ema_{name}"
     return float(event[average if average in event else name])
 
 
 def best_evaluation(events: Iterable[Event]) -> Event | None:
-    """Return the evaluation with the best `decisive` top-1, of equal ones the latest, as the link checkpoints/best has
-    it; None without one that is a number."""
+    """Return the evaluation with the best `decisive` top-1, the latest if several are equal, as checkpoints/best; None
+    if there is none."""
     evaluations = (event for event in events if event["event"] == "eval" and not math.isnan(decisive(event, "top1")))
     return max(evaluations, key=lambda event: (decisive(event, "top1"), event["step"]), default=None)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What of a run's time went into steps that count."""
+    """The fraction of a run's time that was spent on steps that count, and the cost of restarts."""
 
-    share: float  # seconds of these steps by those since the first start, pauses between two starts included
-    starts: int  # after the first
-    lost_steps: int  # that were done again, as far as they were logged
-    away_s: float  # between the last line of one start and the first step of the next, in all
+    share: float  # seconds of these steps / seconds since the first start, including pauses between starts
+    starts: int  # restarts
+    lost_steps: int  # steps that were repeated, as far as they were logged
+    away_s: float  # total time between the last line of a start and the first step of the next
 
     def describe(self) -> str:
         if not self.starts:
             return f"{self.share:.1%}"
         return (
-            f"{self.share:.1%}, started {self.starts + 1} times: {plural(self.lost_steps, 'step')} done again, "
+            f"{self.share:.1%}, started {self.starts + 1} times: {plural(self.lost_steps, 'step')} repeated, "
             f"{duration(self.away_s)} without a step"
         )
 
 
 def goodput(events: Sequence[Event]) -> Goodput | None:
-    """Return how much of a run's time went into steps that count; None if that was not recorded."""
+    """Return a run's goodput; None if it was not recorded."""
     starts = [event for event in events if event["event"] == "start"]
     if not starts or not all("time" in event for event in (starts[0], events[-1])):
         return None
@@ -95,8 +95,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of a ``metrics.jsonl``, none where there is no file. Lines that no run wrote, and those that a
-    kill or a full disk has torn, are skipped: in an event there are numbers where numbers belong."""
+    """Return the events of a ``metrics.jsonl``; empty if there is no file. Foreign lines, and lines torn by a kill or a
+    full disk, are skipped, so the fields of an event have the right types."""
     if not path.is_file():
         return []
     with path.open("rb") as file:

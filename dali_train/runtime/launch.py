@@ -1,7 +1,7 @@
-"""Who am I among how many: torchrun, torch.distributed.launch, srun, by hand, or a single process.
+"""Finding rank and world size under torchrun, torch.distributed.launch, srun, by hand, or as a single process.
 
-What a launcher sets in the environment wins over ColossalAI's options (``--local_rank``,
-``--world_size``, ``--rank``, ``--host``, ``--port``), since torch.distributed.launch and Slurm scripts pass both.
+A launcher's environment variables override ColossalAI's options (``--local_rank``, ``--world_size``, ``--rank``,
+``--host``, ``--port``), because torch.distributed.launch and Slurm scripts pass both.
 """
 
 import json
@@ -31,7 +31,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """This process's place among all processes of the run."""
+    """This process's ranks among all processes of the run."""
 
     rank: int = 0
     world_size: int = 1
@@ -55,8 +55,8 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
     """Find rank and world size.
 
     Raises:
-        ConfigError: a launcher's variable is missing or no number, two launchers that contradict each other, or options
-            that do not suffice.
+        ConfigError: a launcher's variable is missing or not a number, two launchers contradict each other, or an option
+            is missing.
     """
     if "TORCHELASTIC_RUN_ID" in environ:  # torchrun, torch.distributed.run, torch.distributed.launch
         if environ["TORCHELASTIC_RUN_ID"].startswith(LOCAL):
@@ -71,8 +71,8 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if environ.get(name, "1") != "1":
             raise ConfigError(
-                f"{name} is {environ[name]}, so mpirun or mpiexec started this process, but neither is a launcher "
-                "that is understood: expected torchrun or srun"
+                f"{name} is {environ[name]}, so mpirun or mpiexec started this process, but neither is supported: use "
+                "torchrun or srun"
             )
     if options.world_size is not None and options.world_size < 1:
         raise ConfigError(f"--world_size is {options.world_size}: use at least 1, or leave it out")
@@ -97,7 +97,7 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
 
 
 def is_first_on_host(local_rank: int | None = None, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether no other process of the run on this host comes before this one, as far as the launcher says.
+    """Return whether this process is the first one of the run on its host, as far as the launcher tells.
 
     Args:
         local_rank: ColossalAI's option.
@@ -107,10 +107,10 @@ def is_first_on_host(local_rank: int | None = None, environ: Mapping[str, str] =
 
 
 def tell_torchrun(message: str, *, is_said: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Let torchrun end its table of failed ranks with `message`, which scrolls away before that otherwise.
+    """Make torchrun show `message` in its table of failed ranks, at the end of the output.
 
     Args:
-        is_said: another rank prints the same; torchrun takes the failure with the earliest time for the first cause.
+        is_said: another rank prints the same; torchrun takes the earliest failure as the root cause.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -133,10 +133,10 @@ def _from_variables(launcher: str, environ: Mapping[str, str]) -> Launch:
 
 
 def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
-    """Return the place of a task of a Slurm step.
+    """Return the ranks of a task of a Slurm step.
 
-    Only address and port may come from elsewhere. ColossalAI's --local_rank is the global rank, and 0 for all
-    tasks where the batch shell expanded it; the rank and the device's number are Slurm's.
+    Only address and port may come from elsewhere. ColossalAI's --local_rank is the global rank, or 0 for all tasks if
+    the batch shell expanded it, so global and local rank are Slurm's.
     """
     launcher = "srun"
     rank, world_size = _number(environ, "SLURM_PROCID", launcher), _number(environ, "SLURM_NTASKS", launcher)
@@ -152,7 +152,7 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
                 f"(SLURM_PROCID {rank} of SLURM_NTASKS {world_size}); unset {name}, or start torchrun itself with srun"
             )
     job, step = _number(environ, "SLURM_JOB_ID", launcher), _number(environ, "SLURM_STEP_ID", launcher)
-    # Batch scripts often export these two, and they know better than a guess.
+    # Batch scripts often export these two, which is better than a guess.
     port = _number(environ, "MASTER_PORT", launcher) if "MASTER_PORT" in environ else None
     return Launch(
         rank=rank,
@@ -169,11 +169,11 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
 
 
 def _check_torchrun_within_slurm(environ: Mapping[str, str]) -> None:
-    """Refuse several torchruns that do not know of each other: each would train the same run."""
+    """Refuse several independent torchruns, each of which would train the same run."""
     tasks, agents = _number(environ, "SLURM_NTASKS", "srun"), _number(environ, "GROUP_WORLD_SIZE", "torchrun")
     if tasks > 1 and agents == 1:
         raise ConfigError(
-            f"two launchers at once: srun started {tasks} tasks (SLURM_NTASKS) and in each a torchrun of its own "
+            f"two launchers at once: srun started {tasks} tasks (SLURM_NTASKS), each with its own torchrun "
             "(GROUP_WORLD_SIZE 1); start the trainer with srun alone, or torchrun with --nnodes and --rdzv-endpoint"
         )
 

@@ -1,4 +1,4 @@
-"""Several ranks from one process, a notebook's perhaps: torchrun's own agent, without its command line."""
+"""Starting several ranks from one process, such as a notebook, by torchrun's agent without its command line."""
 
 import logging
 import multiprocessing
@@ -29,7 +29,7 @@ from dali_train.runtime.orphan import exit_if_launcher_dies
 Result = TypeVar("Result")
 
 _POLL_S = 0.2
-_LATER_S = 2.0  # the agent takes the failure with the earliest second for the cause
+_LATER_S = 2.0  # the agent takes the failure with the earliest time, in seconds, as the cause
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -38,16 +38,16 @@ def launch_locally(
 ) -> dict[int, Result]:
     """Call ``function(*arguments)`` in each of several new processes, which find each other as under torchrun.
 
-    The processes are started afresh, not forked, so this may be called where CUDA is in use already; `function`,
-    `arguments` and results must be picklable. No process outlives this one. What they print appears where this process
-    prints, for example in the cell of a notebook. From the main thread, SIGINT (Ctrl-C, a notebook's interrupt), TERM
-    and USR1 are forwarded to one of them, and it is for `function` to end on all; a second SIGINT kills them.
+    The processes are spawned, not forked, so this may be called when CUDA is already in use; `function`, `arguments`
+    and results must be picklable. No process outlives this one. Their output appears in this process's output, for
+    example in the cell of a notebook. If called in the main thread, SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM
+    and SIGUSR1 are forwarded to one rank, and `function` must then end on all ranks; a second SIGINT kills them.
 
     Args:
-        num_processes: auto: one for each GPU, one where there is none.
+        num_processes: auto: one per GPU, or one without GPUs.
 
     Returns:
-        What each rank returned, by rank.
+        The result of each rank, by rank.
 
     Raises:
         ConfigError: `num_processes` is less than 1.
@@ -56,7 +56,7 @@ def launch_locally(
     """
     count = max(1, torch.cuda.device_count()) if num_processes == "auto" else num_processes
     if count < 1:
-        raise ConfigError(f"num_processes is {count}: use at least 1, or auto for one for each GPU")
+        raise ConfigError(f"num_processes is {count}: use at least 1, or auto for one per GPU")
     with TemporaryDirectory(prefix="dali-train-") as logs, ThreadPoolExecutor(1, "agent") as thread, _quiet_agent():
         config = LaunchConfig(
             min_nodes=1,
@@ -72,8 +72,8 @@ def launch_locally(
             log_line_prefix_template=" ",  # an empty one would become "[default0]:"
         )
         with _Ranks(count) as ranks:
-            # In the main thread the agent would take signals over, end all ranks at the first, and never give them
-            # back.
+            # In the main thread the agent would install signal handlers that end all ranks at the first signal, and
+            # never restore the old ones.
             launched = thread.submit(elastic_launch(config, _work), function, *arguments)
             ranks.supervise(launched)
         try:
@@ -86,7 +86,7 @@ def launch_locally(
 
 
 def _work(function: Callable[..., Result], *arguments: Any) -> Result:
-    # a terminal and a notebook send SIGINT to the process group: it is for the parent alone, which hands it on
+    # a terminal and a notebook send SIGINT to the process group: only the parent handles it, and forwards it
     os.setsid()
     exit_if_launcher_dies()
     try:
@@ -94,13 +94,13 @@ def _work(function: Callable[..., Result], *arguments: Any) -> Result:
     except RunError as error:
         if error.is_said:
             time.sleep(_LATER_S)
-        raise RunError(str(error)) from error  # by this name the parent knows that the message says all
+        raise RunError(str(error)) from error  # the parent recognises errors without a traceback by this class name
     except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None  # torch would take it for a result that is still to come
+        raise SystemExit(128 + signal.SIGINT) from None  # torch would wait for a result
 
 
 class _Ranks:
-    """The new processes, seen from their parent: signals for them, and why they ended."""
+    """The parent's view of the new processes: forwarded signals, and why they ended."""
 
     def __init__(self, count: int) -> None:
         self.num_interrupts, self._count = 0, count
@@ -139,7 +139,7 @@ class _Ranks:
                 os.kill(self._processes[0].pid or 0, self._pending.pop(0))
 
     def explain(self, rank: int, failure: ProcessFailure) -> str:
-        """Say why the first rank failed; or which one was killed, since then the others only miss its answers."""
+        """Describe why the first rank failed; or which rank was killed, since the others then fail in collectives."""
         killed = [r for r in self._first_ended if self._processes[r].exitcode == -signal.SIGKILL]
         if killed:
             return (
@@ -158,7 +158,7 @@ class _Ranks:
 
 
 def _inherit_output() -> bool:
-    """Say whether what new processes print goes where this one's goes: not in a notebook, which catches it."""
+    """Return whether the output of new processes goes where this process's does; not so in a notebook."""
     try:
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     except (AttributeError, OSError):
@@ -167,7 +167,7 @@ def _inherit_output() -> bool:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Silence the agent: what it logs about failed ranks is in the exception, and its warning does not apply."""
+    """Silence the agent: its log of failed ranks is in the exception, and its warning does not apply."""
     names = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(names)]
     levels = [logger.level for logger in loggers]

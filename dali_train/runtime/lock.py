@@ -1,9 +1,10 @@
-"""One run directory, one run at a time: ``run.lock`` names the process that trains there.
+"""``run.lock``, which names the process that trains in a run directory, so that only one run at a time does.
 
-No lock of the operating system is used: those are unreliable on shared file systems, and what counts is whether the
-*run* lives, not its host. On the holder's own machine its process is looked up. From elsewhere the holder is dead when
-the file's modification time has not changed for `STALE_S`, by the observer's own clock. A holder whose lock is gone,
-names another process or could not be refreshed for as long has lost it for good and ends. Nothing here needs torch.
+No lock of the operating system is used: those are unreliable on shared file systems, and the question is whether the
+*run* is alive, not its host. On the holder's own machine its process is looked up. From other machines the holder
+counts as dead when the file's modification time has not changed for `STALE_S`, by the observer's own clock. A holder
+whose lock is gone, names another process, or could not be refreshed for that long has lost it and ends. Nothing here
+needs torch.
 """
 
 import errno
@@ -26,7 +27,7 @@ from dali_train.text import printable
 
 BEAT_S = 3.0
 STALE_S = 30.0
-_GRACE_S = 4.0  # a process of this machine may be about to end: it has just lost its launcher
+_GRACE_S = 4.0  # a process on this machine may be about to end, having just lost its launcher
 _LARGEST_FILE = 4096
 FILE = "run.lock"
 
@@ -63,7 +64,7 @@ class Holder:
         return printable(f"pid {self.pid} on {self.host}{job}, since {self.since}")
 
     def is_gone(self, observer: "Holder") -> bool | None:
-        """Say whether the process has ended, as far as `observer`'s machine can see; None: it cannot."""
+        """Return whether the process has ended, or None if `observer`'s machine cannot tell."""
         if self.job and self.job == observer.job and self.job_restarts < observer.job_restarts:
             return True  # Slurm ends a job before it starts it again
         if self.machine == observer.machine:
@@ -73,13 +74,13 @@ class Holder:
 
 
 class RunLock:
-    """Held from construction until `release`, or until the process ends in whatever way.
+    """Held from construction until `release`, or until the process ends in any way.
 
     Args:
-        say: called with the reason why construction takes long.
+        say: called with the reason if construction has to wait.
 
     Raises:
-        ConfigError: another run trains in `directory`, or it cannot be written.
+        ConfigError: another run trains in `directory`, or it is not writable.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> None:
@@ -90,7 +91,7 @@ class RunLock:
             self._acquire(say)
         except OSError as error:
             raise ConfigError(
-                f"run.dir {directory} cannot be written ({error}): choose another, or make room and permission there"
+                f"run.dir {directory} cannot be written ({error}): choose another, or check its space and permissions"
             ) from error
         self._refreshed = time.monotonic()
         self._closing = threading.Event()
@@ -98,7 +99,7 @@ class RunLock:
         self._thread.start()
 
     def release(self) -> None:
-        """End the run's claim. Does not raise, so that it never hides why the run ended."""
+        """Release the lock. This never raises, so that it does not hide why the run ended."""
         self._closing.set()
         self._thread.join()
         try:
@@ -120,7 +121,7 @@ class RunLock:
             if first is None:
                 first = found
                 if gone is None:
-                    say(f"run.dir was last used by {who}: waiting up to {STALE_S:.0f} s for a sign of life")
+                    say(f"run.dir was last used by {who}: waiting up to {STALE_S:.0f} s for a heartbeat")
             if not gone and (holder != first[0] or (found != first if gone is None else waited_s >= _GRACE_S)):
                 raise ConfigError(
                     f"run.dir {self._path.parent} is in use: {who} trains there. Wait for it, end it, or choose "
@@ -132,9 +133,9 @@ class RunLock:
                 return
 
     def _take_over(self, dead: Holder | None) -> bool:
-        """Put this process's name in the place of a dead one's; False if another process was faster.
+        """Replace a dead holder by this process; return False if another process was faster.
 
-        Of two that do so at once the last wins, and the other finds the winner's name here or with its next beat.
+        If two do so at once the last one wins, and the other finds the winner's name here or at its next heartbeat.
         """
         found = _read(self._path)
         if found is not None and found[0] != dead:
@@ -158,7 +159,7 @@ class RunLock:
                 os._exit(1)
 
     def _refresh(self) -> str:
-        """Give a sign of life; return how the lock was lost, if it was."""
+        """Send a heartbeat; return how the lock was lost, or an empty string."""
         try:
             found = _read(self._path)
             if found is None:
@@ -175,9 +176,9 @@ class RunLock:
 
 
 def find_holder(directory: Path) -> Holder | None:
-    """Return who trains in `directory` now; None: nobody.
+    """Return the process that trains in `directory` now, or None.
 
-    A holder on another machine counts if it gave a sign of life lately.
+    A holder on another machine counts if it sent a heartbeat recently.
     """
     try:
         holder, beat = _read(directory / FILE) or (None, 0.0)

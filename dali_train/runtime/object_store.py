@@ -1,7 +1,7 @@
 """Buckets: S3, Google Cloud Storage, Azure Blob Storage, and read-only HTTP servers, through obstore.
 
-Credentials and endpoints are taken from the environment, as each cloud's own tools take them (docs/storage.md); they
-are never printed and never saved.
+Credentials and endpoints come from the environment, as for each cloud's own tools (docs/storage.md); they are never
+printed or saved.
 """
 
 import atexit
@@ -30,17 +30,17 @@ logger = logging.getLogger("dali_train")
 T = TypeVar("T")
 Item = TypeVar("Item")
 Version = Mapping[str, Any]
-"""Which version of an object: its ETag and, in stores that count them, its number."""
+"""The version of an object: its ETag and, in some stores, its version number."""
 
 SCHEMES = ("s3", "gs", "az", "http", "https")
 RETRY_S = 300.0
-"""Seconds for which a request is repeated before it fails: a closed laptop or a server that restarts ends no run."""
+"""Seconds for which a request is retried before it fails, so that runs survive a restarting server."""
 _FIRST_ANSWER_S = 20.0  # of a store that has never answered
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _WARN_AFTER_S, _WARN_EVERY_S = 5.0, 30.0
 _CONNECT_S, _REQUEST_S = 5, 30
-_NUM_THREADS = 64  # requests of one process under way: at 50 ms each, 1,280 per second
-_END_S = 5.0  # a program that ends waits so long for requests under way
+_NUM_THREADS = 64  # requests in flight per process: at 50 ms each, 1,280 per second
+_END_S = 5.0  # how long a program that ends waits for requests in flight
 _PIECE_BYTES = 8 << 20  # of a whole object: it has obstore's limit of time per request
 _NUM_UPLOADED_PIECES = 4  # under way: at 1 MB/s they stay within that limit
 _ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
@@ -50,7 +50,7 @@ _requested_by: list[int] = []  # the process that has made requests
 
 
 class ObjectStoreError(RunError):
-    """A bucket that does not do what it is asked; the message names object, cause and remedy."""
+    """A failed request to a bucket; the message names the object, the cause and the remedy."""
 
 
 class MissingObjectError(ObjectStoreError):
@@ -58,11 +58,11 @@ class MissingObjectError(ObjectStoreError):
 
 
 class ChangedObjectError(ObjectStoreError):
-    """An object is not what it was when it was first read, or exists where a new one was to be made."""
+    """An object has changed since it was first read, or already exists where a new one was to be created."""
 
 
 def is_remote(name: str) -> bool:
-    """Return whether `name` is the URL of an object store rather than the path of a directory."""
+    """Return whether `name` is the URL of an object store, not the path of a directory."""
     return name.partition("://")[0] in SCHEMES and "://" in name
 
 
@@ -99,13 +99,13 @@ class Bucket:
         def request(store: "ObjectStore") -> tuple[memoryview, str | None, int]:
             found = store.get(name, options={"range": (start, stop), **({"if_match": etag} if etag else {})})
             content = memoryview(found.bytes())
-            if len(content) < min(stop, found.meta["size"]) - start:  # a cut connection is no error to all servers
-                raise TimeoutError(f"{len(content)} of {stop - start} bytes came")
+            if len(content) < min(stop, found.meta["size"]) - start:  # with some servers a lost connection is no error
+                raise TimeoutError(f"{len(content)} of {stop - start} bytes were received")
             return content, found.meta["e_tag"], found.meta["size"]
 
         content, found_etag, size = self._ask(f"{self.url}/{name}", request)
         if size < stop:
-            raise ChangedObjectError(f"{self.url}/{name} has {size} bytes, byte {stop - 1} was asked for")
+            raise ChangedObjectError(f"{self.url}/{name} has {size} bytes, but byte {stop - 1} was requested")
         return content, found_etag, size
 
     def read_all(self, name: str) -> bytes:
@@ -119,7 +119,7 @@ class Bucket:
         return b"".join(pieces)
 
     def read_version(self, name: str) -> tuple[bytes, Version]:
-        """Return a small object and which version of it this is. Raises MissingObjectError."""
+        """Return a small object and its version. Raises MissingObjectError."""
 
         def request(store: "ObjectStore") -> tuple[bytes, Version]:
             found = store.get(name)
@@ -128,7 +128,7 @@ class Bucket:
         return self._ask(f"{self.url}/{name}", request)
 
     def download(self, name: str, path: Path, size: int, report: Callable[[int], None] = lambda size: None) -> None:
-        """Write an object of `size` bytes to a new file, in pieces side by side; `report` gets the size of each.
+        """Download an object of `size` bytes to a new file, in concurrent pieces; `report` gets the size of each.
 
         Raises:
             MissingObjectError, ChangedObjectError: it is not there, or shorter.
@@ -225,7 +225,7 @@ class Bucket:
             return self._opened
 
     def _ask(self, what: str, request: Callable[["ObjectStore"], T], kind: Literal["read", "write"] = "read") -> T:
-        """Return what `request` returns, repeating it with growing, random pauses as long as that may help."""
+        """Return the result of `request`, retrying with growing, random pauses while that may help."""
         from obstore import exceptions
 
         store, began = self._store(), time.monotonic()
@@ -268,8 +268,8 @@ class Bucket:
 
 
 class _Threads:
-    """Threads for requests. Those of an executor would keep a program from ending while they wait for a store that is
-    gone, and those that the end of the interpreter finds in obstore's code could not unwind from there."""
+    """Threads for requests. An executor's threads would keep a program from ending while they wait for an unreachable
+    store, and threads inside obstore when the interpreter ends could not unwind."""
 
     def __init__(self) -> None:
         self.ending = threading.Event()
@@ -315,7 +315,7 @@ _THREADS = _Threads()
 
 
 def _pauses() -> Iterator[float]:
-    """Yield seconds to wait: full jitter over a doubling range, so that thousands of ranks do not ask at once."""
+    """Yield seconds to wait: full jitter over a doubling range, so that thousands of ranks do not retry at once."""
     longest = _FIRST_WAIT_S
     while True:
         yield _JITTER.uniform(0, longest)
@@ -374,7 +374,7 @@ def _hopeless(error: Exception, url: str) -> str:
 
 
 def _credentials(url: str) -> str:
-    """Return where credentials for this kind of store come from."""
+    """Describe where credentials for this kind of store come from."""
     variables = {
         "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give this machine a role; "
         "AWS_SKIP_SIGNATURE=true reads a public bucket",

@@ -1,4 +1,4 @@
-"""Exit when torchrun is killed: it leaves its workers running, and they would train beside a new run."""
+"""Exit when torchrun is killed, since its orphaned workers would otherwise train next to a new run."""
 
 import os
 import sys
@@ -10,10 +10,10 @@ CHECK_S = 1.0
 
 
 def exit_if_launcher_dies(environ: Mapping[str, str] = os.environ) -> None:
-    """Watch the parent from a thread under torchrun, or under `local_launch`, which is its agent in our process.
+    """Watch the parent from a thread, under torchrun or under `local_launch`, which uses torchrun's agent.
 
-    Elsewhere a parent may go away and the run is to stay: nohup, a shell that has been closed. Linux's own signal for
-    this (PR_SET_PDEATHSIG) comes when the *thread* that started the process ends, so it is not used.
+    With other parents the run should survive, e.g. under nohup or after its shell was closed. Linux's own signal for
+    this (PR_SET_PDEATHSIG) is sent when the *thread* that started the process ends, so it is not used.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         threading.Thread(target=_watch, args=(os.getppid(),), name="launcher", daemon=True).start()

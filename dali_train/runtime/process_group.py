@@ -1,4 +1,4 @@
-"""How the ranks meet, and the process groups in which they communicate."""
+"""The rendezvous of the ranks, and their process groups."""
 
 import os
 import socket
@@ -176,7 +176,7 @@ def host_group(launch: Launch, config: Config, timeout: timedelta | None = None)
 
 
 def on_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None) -> Value:
-    """Call `function` on rank 0 alone; return its value, or raise its error, on all ranks of `group`."""
+    """Call `function` only on rank 0; return its value, or raise its error, on all ranks of `group`."""
     if group is None:
         return function()
     outcome: list[Any] = [None, None]
@@ -194,7 +194,7 @@ def on_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None) ->
 
 
 def first_fault(fault: str, group: dist.ProcessGroup | None) -> tuple[str, int]:
-    """Return the `fault` of the first rank that has one, and that rank, on all ranks of `group`; empty: none has."""
+    """Return the first non-empty `fault` of the ranks in `group`, and its rank, on all of them; or empty."""
     if group is None:
         return fault, 0
     faults = [""] * dist.get_world_size(group)
@@ -204,10 +204,10 @@ def first_fault(fault: str, group: dist.ProcessGroup | None) -> tuple[str, int]:
 
 @contextmanager
 def locked(directory: Path, group: dist.ProcessGroup | None) -> Iterator[Holder | None]:
-    """Keep other runs out of the run directory. Rank 0 holds the lock; only there the holder is given.
+    """Keep other runs out of the run directory. Rank 0 holds the lock, and only it gets the holder.
 
     Raises:
-        ConfigError: on all ranks, if another run trains there or the directory cannot be written.
+        ConfigError: on all ranks, if another run trains there or the directory is not writable.
     """
     locks: list[RunLock] = []
     try:

@@ -1,7 +1,7 @@
 """``status.json`` in the run directory: how the last start ended, for scripts that cannot see the exit status.
 
-torchrun swallows the exit status of its workers, and a kill leaves none. Nothing here needs torch, so that a batch
-script gets its answer at once.
+torchrun hides the exit status of its workers, and a kill leaves none. Nothing here needs torch, so that a batch script
+gets its answer at once.
 """
 
 import json
@@ -27,9 +27,9 @@ _FILE, _LARGEST_FILE = "status.json", 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How far the last start came."""
+    """The progress and the end of the last start."""
 
-    state: Literal["running", "stopped", "finished", "failed", "killed"]  # the last is never written: there was no time
+    state: Literal["running", "stopped", "finished", "failed", "killed"]  # killed is never written, only inferred
     step: CountOr0  # optimizer steps done
     reason: str = ""  # why it was stopped or failed
     total_steps: CountOr0 | None = None  # at which the run ends
@@ -42,7 +42,7 @@ class RunStatus:
 
 
 def read_status(run_directory: Path) -> RunStatus | None:
-    """Read how far a run is; None: no start has come to its first step. A run that says running is looked for.
+    """Read the status of a run; None if no start has begun training. A status of running is checked against run.lock.
 
     Raises:
         ConfigError: status.json is not what a run writes.
@@ -57,7 +57,7 @@ def read_status(run_directory: Path) -> RunStatus | None:
             f"{path} is not the status of a run ({error}): move it away, checkpoints do not need it"
         ) from error
     if status.state == "running" and find_holder(run_directory) is None:
-        return replace(status, state="killed", reason="it ended without a word, as after SIGKILL or a power failure")
+        return replace(status, state="killed", reason="it ended without a message, as after SIGKILL or a power failure")
     return status
 
 
@@ -84,9 +84,9 @@ def describe(run_directory: Path) -> str:
 
 
 def describe_all(run_directories: Sequence[Path]) -> tuple[list[str], int]:
-    """Return the table that `dali-train status` prints of several runs, and the exit status: 0 all are finished, 75
-    some are to be started again, 1 something else."""
-    rows = [["run", "state", "step", "best top-1", "checkpoint", "why, or by whom"]]
+    """Return the table that `dali-train status` prints for several runs, and the exit status: 0 if all are finished, 75
+    if some should be started again, 1 otherwise."""
+    rows = [["run", "state", "step", "best top-1", "checkpoint", "reason, or process"]]
     statuses = set()
     for directory in run_directories:
         try:
@@ -113,17 +113,17 @@ def _progress(status: RunStatus, newest: int | None) -> str:
 
 
 def exit_status(status: RunStatus | None) -> int:
-    """Return the trainer's exit status: 0 finished, 75 start it again, 1 failed, killed or still running."""
+    """Return the exit status for a run: 0 finished, 75 should be started again, 1 failed, killed or still running."""
     if status is None:
         return 1
     return {"finished": FINISHED, "stopped": START_AGAIN}.get(status.state, 1)
 
 
 def stopped_before_restart(run_directory: Path, environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether torchrun has started this process again after a stop on request that was meant to last.
+    """Return whether torchrun has restarted this process after a stop on request that was meant to last.
 
-    torchrun takes the exit status 75 of its workers for a failure and restarts them. A TERM is another matter: that is
-    how it stops workers itself, to continue with another number of them.
+    torchrun treats exit status 75 of its workers as a failure and restarts them. A stop by SIGTERM is different:
+    torchrun itself stops workers by it, to continue with another number of them.
     """
     status = read_status(run_directory)
     restarted = environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
@@ -131,7 +131,7 @@ def stopped_before_restart(run_directory: Path, environ: Mapping[str, str] = os.
 
 
 def newest_step(run_directory: Path) -> int | None:
-    """Return the step of the newest checkpoint, None without one. Its content is not looked at."""
+    """Return the step of the newest checkpoint, or None, without reading its content."""
     paths = [path for path in (run_directory / "checkpoints").glob("step-*") if path.is_dir() and not path.is_symlink()]
     steps = [path.name.removeprefix("step-") for path in paths]
     return max((int(step) for step in steps if step.isdecimal()), default=None)

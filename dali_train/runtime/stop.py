@@ -1,6 +1,7 @@
-"""Requests to stop: signals, run.max_seconds and the end of the job. Here a rank only notes its reason to stop.
+"""Requests to stop: signals, run.max_seconds and the end of the job. A rank only records its reason to stop here.
 
-Without torch, so that the handlers are there before its import: that takes seconds, and a signal meanwhile would kill.
+This does not import torch, so that the handlers are installed before that import, which takes seconds in which a signal
+would kill the process.
 """
 
 import os
@@ -16,7 +17,7 @@ from dali_train.runtime.status import STOPPED_BY_TERM
 
 
 class StopReason(IntEnum):
-    """The larger number wins where ranks have different reasons."""
+    """Why a run stops. If ranks have different reasons, the largest number wins."""
 
     NONE = 0
     USR1 = 1
@@ -38,7 +39,7 @@ class StopReason(IntEnum):
 
     @property
     def grace_s(self) -> float | None:
-        """Seconds that may be spent once the run is saved: launchers kill 30 s after TERM. None: nothing presses."""
+        """Seconds available after the run is saved, since launchers kill 30 s after SIGTERM. None: no limit."""
         if self == StopReason.NONE:
             return None
         return _AFTER_TERM_S if self == StopReason.TERM else _LARGEST_MARGIN_S / 2
@@ -51,7 +52,7 @@ _LAST_WORDS_S = 5.0
 
 
 class StopRequests:
-    """This rank's reasons to stop. Make it in the main thread; from then on USR1 and TERM no longer end the process."""
+    """This rank's reasons to stop. Create it in the main thread; SIGUSR1 and SIGTERM then no longer end the process."""
 
     def __init__(self, max_seconds: float | None, environ: Mapping[str, str] = os.environ) -> None:
         self._signal = StopReason.NONE
@@ -67,7 +68,7 @@ class StopRequests:
         self._listen()
 
     def close(self) -> None:
-        """Restore the former signal handlers, for a caller that does other things next."""
+        """Restore the former signal handlers, for a caller that continues with something else."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pipe_end is not None:
@@ -122,7 +123,7 @@ class StopRequests:
                 os._exit(128 + signal.SIGINT)
 
     def ignore_further(self) -> None:
-        """Ignore signals once the run is saved: Python takes its handlers down before the process ends."""
+        """Ignore signals once the run is saved, because Python removes its handlers before the process ends."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -137,7 +138,7 @@ class StopRequests:
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:
-    """Return when to stop so that a Slurm job ends in time, as Unix time; None where Slurm does not say."""
+    """Return the Unix time at which to stop so that a Slurm job ends in time; None if Slurm does not tell."""
     try:
         start, end = float(environ["SLURM_JOB_START_TIME"]), float(environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):

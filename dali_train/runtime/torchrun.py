@@ -1,8 +1,8 @@
 """torchrun with the trainer's exit status: ``python -m dali_train.runtime.torchrun OPTIONS -m dali_train train ...``
 
-torchrun itself ends with status 1 whatever its workers end with, and Kubernetes and the like must know whether to start
-a run again (75) or not (2). And with --nnodes 1:8 a node may join a run under way. Options, environment and output are
-torchrun's.
+torchrun itself ends with status 1 whatever the status of its workers, but Kubernetes and the like must know whether to
+restart a run (75) or not (2). In addition, with --nnodes 1:8 a node may join while a run trains. Options, environment
+and output are torchrun's.
 """
 
 import os
@@ -19,7 +19,7 @@ from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this node's ranks, and return their exit status; after a signal, which they got too, 75."""
+    """Run this node's ranks and return their exit status, or 75 after a signal, which the ranks also received."""
     # With a store that all rounds of the rendezvous share, the first node says where it is in the first round alone,
     # and one that joins later waits for it until both give up (torch 2.15, DynamicRendezvousHandler.next_rendezvous).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -1,9 +1,9 @@
 """Heartbeats between ranks: the log says which rank hangs, lags or has died, on which host and in which phase.
 
-Each rank sends a beat per second to the store through which the ranks met, which rank 0's process holds. Rank 0
-compares all beats and names those that the others wait for; the others notice when rank 0 no longer answers. A rank
-without progress writes phase, step and Python stacks to ``hang/rank{r}.txt`` in the run directory. Beats, not
-collectives: what hangs are collectives.
+Each rank sends a heartbeat per second to the rendezvous store, which rank 0's process hosts. Rank 0 compares all
+heartbeats and names the ranks that the others wait for; the others notice when rank 0 no longer answers. A rank without
+progress writes phase, step and Python stacks to ``hang/rank{r}.txt`` in the run directory. Heartbeats do not use
+collectives, because collectives are what hangs.
 """
 
 import faulthandler
@@ -29,7 +29,7 @@ from dali_train.runtime.launch import Launch
 
 Answer = TypeVar("Answer")
 
-LATE_S = 30.0  # without progress: rank 0 says whom it waits for
+LATE_S = 30.0  # without progress: rank 0 logs which ranks it waits for
 BEAT_S = 1.0
 SILENT_S = 4.0  # without a beat: dead, stopped or unreachable
 # Ranks take their time in these phases: what is too long the process group's timeout decides.
@@ -40,7 +40,7 @@ _LOST_PEER = re.compile(r"gloo|nccl|connection|timed? ?out|socket|TCPStore", re.
 
 
 class Position(Protocol):
-    """Where the training loop is; the trainer's PhaseClock is one."""
+    """The position of the training loop, such as the trainer's PhaseClock."""
 
     step: int
     phase: str
@@ -49,7 +49,7 @@ class Position(Protocol):
 
 @dataclass
 class Startup:
-    """The position before the training loop has a clock of its own."""
+    """The position before the training loop has its own clock."""
 
     phase_start: float
     step: int = 0
@@ -58,7 +58,7 @@ class Startup:
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """Where a rank is. `age_s`: since it entered the phase."""
+    """The state of a rank. `age_s`: seconds since it entered the phase."""
 
     rank: int
     host: str
@@ -82,12 +82,12 @@ class Beat:
 
 
 class Watchdog:
-    """Watches this rank from the moment the ranks have met; within ``with`` by threads of its own.
+    """Watches this rank after the rendezvous; inside ``with`` by its own threads.
 
     Args:
-        timeout_s: without progress for this long a rank of several writes its report and ends its process; a single
-            process only reports.
-        monotonic: the clock, in seconds, by which `Position.phase_start` counts.
+        timeout_s: after this long without progress, a rank writes its report and ends its process; a single process
+            only reports.
+        monotonic: the clock, in seconds, of `Position.phase_start`.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Watchdog:
             self.beat()  # a rank that is lost right afterwards is known by host and pid
 
     def watch(self, position: Position, data_source: str) -> None:
-        """Let `position` say from here on where this rank is; `data_source` is named when images do not come."""
+        """Use `position` as this rank's position from now on; `data_source` is named if images do not arrive."""
         self._data_source = data_source
         self._position = position
 
     def __enter__(self) -> Self:
-        # Two, since a beat waits for as long as the store's process is frozen, perhaps for ever.
+        # Two threads, since a heartbeat blocks while the store's process is frozen, perhaps forever.
         loops = (self._check_always, self._beat_always) if self._store is not None else (self._check_always,)
         self._threads = [threading.Thread(target=loop, name="watchdog", daemon=True) for loop in loops]
         for thread in self._threads:
@@ -133,12 +133,12 @@ class Watchdog:
             raise lost from error
 
     def close(self, error: BaseException | None) -> str:
-        """Stop watching, and see to it that of the ranks that end with the same `error` one prints it. After an error
-        rank 0 stays a moment: it finds out who else ended, and the others learn that it has.
+        """Stop watching. If several ranks end with the same `error`, only one prints it. After an error rank 0 stays a
+        moment, to find out which other ranks ended and to let them learn that it has.
 
         Returns:
-            If `error` says that another rank was lost, or has come with a traceback that another rank prints, the cause
-            as far as it is known here; else empty.
+            The cause, as far as it is known here, if `error` means that another rank was lost, or if another rank
+            prints the same traceback; otherwise empty.
         """
         if self._closing.is_set():
             return self._cause
@@ -163,7 +163,7 @@ class Watchdog:
         return self._cause
 
     def _find_cause(self, store_answers: bool) -> tuple[str, bool]:
-        """Return why this rank has lost touch with others, and whether another rank says so."""
+        """Return why this rank has lost contact with others, and whether another rank reports it."""
         launch = self._launch
         if launch.rank == 0:
             self._wait(SILENT_S + BEAT_S)  # silence shows by waiting
@@ -187,14 +187,14 @@ class Watchdog:
         return self._answer(ask) not in (rank, None)
 
     def _wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait, looking at the others' beats meanwhile; at the longest until a condition holds."""
+        """Wait while checking the others' heartbeats, for at most `seconds`, or until a condition holds."""
         end = self._now() + seconds
         while self._now() < end and not until():
             time.sleep(BEAT_S / 10)
             self.beat()
 
     def beat(self) -> bool:
-        """Send this rank's beat and get rank 0's, or on rank 0 everyone's. False: the store failed."""
+        """Send this rank's heartbeat and read rank 0's, or on rank 0 all ranks'. Return False if the store failed."""
         assert self._store is not None
         self._count += 1
         position, rank = self._position, self._launch.rank
@@ -224,7 +224,7 @@ class Watchdog:
         return True
 
     def check(self) -> bool:
-        """Warn about what is late and report what is too late; return whether this rank has to end."""
+        """Warn about late ranks and report a timeout; return whether this rank must end."""
         age = self._age()
         if age < self._late_s:
             self._next_warning, self._reported = self._late_s, False
@@ -268,7 +268,7 @@ class Watchdog:
                 self._say(f"no answer from the store of rank 0. {_MISSING}{known[0] if known else 'rank 0'}")
 
     def _end(self) -> None:
-        """End the process, whose main thread may never come back."""
+        """End the process, whose main thread may be blocked forever."""
         age = self._age()
         if self._launch.rank == 0:
             self._warn(age)
@@ -279,12 +279,12 @@ class Watchdog:
         os._exit(1)
 
     def _send_last(self, ended: str, *, lost_peer: bool) -> bool:
-        """Send the last beat; False if the store does not answer, which must not keep the process from ending."""
+        """Send the last heartbeat; return False if the store does not answer, which must not delay the end."""
         self._ended, self._lost_peer = ended, lost_peer
         return self._answer(self.beat) is True
 
     def _answer(self, ask: Callable[[], Answer]) -> Answer | None:
-        """Return what the store answers; None if it does not."""
+        """Return the store's answer, or None if it does not answer."""
         answers: list[Answer] = []
 
         def work() -> None:
@@ -319,14 +319,14 @@ class Watchdog:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether torch's communication failed, or whether that is why one of our own errors was raised."""
+    """Return whether torch's communication failed, directly or as the cause of another error."""
     first = error.__cause__ if isinstance(error, RunError) else error
     is_torchs = first is not None and not isinstance(first, UserError | OSError | ValueError | SystemExit)
     return isinstance(error, RuntimeError) and is_torchs and _LOST_PEER.search(str(error)) is not None
 
 
 def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:
-    """Say which ranks the others wait for, from each rank's last beat and the seconds of silence since."""
+    """Name the ranks that the others wait for, from each rank's last heartbeat and the seconds of silence since."""
     ranks = {beat.rank for beat, _ in beats}
     never = [f"rank {rank}: not heard of since the ranks met" for rank in range(world_size) if rank not in ranks]
     furthest = max((_progress(beat) for beat, _ in beats), default=(0, 0))
