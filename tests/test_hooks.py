@@ -302,7 +302,7 @@ def test_a_full_disk_is_said_once(train: Train, tmp_path: Path) -> None:
         (run / name).symlink_to("/dev/full")
     printed = train("run", "--run.max_steps", "2")
     assert (
-        "hook MetricsFile failed at start: [Errno 28] No space left on device. Training continues; make room under "
+        "hook MetricsFile failed at start: [Errno 28] No space left on device. Training continues; free some space for "
         f"{run}" in printed
     )
     assert printed.count(f"{run}/logs/rank0.log cannot be written") == 1
@@ -313,10 +313,7 @@ def test_a_full_disk_is_said_once(train: Train, tmp_path: Path) -> None:
 
 def test_files_removed_from_the_run_directory_are_reported(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     printed = train("run", "--run.max_steps", "4", config=extended(tiny_config, REMOVING_HOOK))
-    gone = (
-        "is gone: was .* deleted or moved while the run uses it\\? What was recorded there is lost; a new file is "
-        "started"
-    )
+    gone = "is gone: was .* deleted or moved during the run\\? What was recorded there is lost; a new file is started"
     for name in ("metrics.jsonl", "samples.rank0.jsonl"):
         assert len(re.findall(f"warning: {tmp_path}/run/{name} {gone}", printed)) == 1
     assert [event["step"] for event in events(tmp_path / "run", "train")] == [4]

@@ -174,7 +174,7 @@ def test_damaged_checkpoints_are_passed_over(url: str, tmp_path: Path, caplog: p
     content[-5] ^= 1
     Bucket(url).write(name, bytes(content))
     assert restore(run(tmp_path / "before", url)) == [5]
-    assert f"{url}/{folder} is damaged, it is passed over" in caplog.text
+    assert f"{url}/{folder} is damaged and skipped" in caplog.text
     assert load_checkpoint(tmp_path / "before" / "checkpoints" / "newest").step == 5
     Bucket(url).delete([name for name in Bucket(url).sizes("checkpoints/") if name.endswith("manifest.json")])
     with pytest.raises(CheckpointError, match=f"no checkpoint in {url} is complete: choose another prefix"):
@@ -311,7 +311,7 @@ def test_a_store_that_is_away_ends_nothing(
     mirror_.grace_s = 1.0
     mirror_.finish()
     mirror_.close()
-    assert "the run goes on, and the upload is tried again" in caplog.text
+    assert "the run continues, and the upload is retried" in caplog.text
     assert "start the same command again to complete it" in caplog.text
     wait(mirror_._tasks)
     with suppress(ObjectStoreError):  # `close` may have given up before its own release did

@@ -183,7 +183,7 @@ def test_what_differs_and_what_is_resumed(runs: list[Path]) -> None:
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert re.search(rf"{tmp_path} is not a run directory: .*name the run.dir", capsys.readouterr().err)
+    assert re.search(rf"{tmp_path} is not a run directory: .*use the run.dir", capsys.readouterr().err)
     run = write_run(tmp_path / "run", 0)
     (run / "metrics.jsonl").write_bytes(b"")
     assert main(["report", str(run)]) == 2

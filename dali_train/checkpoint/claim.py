@@ -1,9 +1,9 @@
-"""One mirror, one run at a time: ``mirror.json`` names the process that writes there, and what it has completed.
+"""``mirror.json``, which names the process that writes to a mirror and its complete checkpoints, so that only one run
+writes there at a time.
 
-The object is only ever replaced on condition that it is still what its writer last knew, which the store decides. So
-one of several contenders gets it, and a process that was frozen and lost it can complete nothing more. A writer gives a
-sign of life every `BEAT_S`. Where its process cannot be looked up, it counts as dead when the object has not changed
-for `STALE_S` by the observer's clock.
+The object is replaced by compare-and-swap on its version. So one of several contenders gets it, and a process that was
+suspended and lost it can complete nothing more. A writer sends a heartbeat every `BEAT_S`. If its process cannot be
+looked up, it counts as dead when the object has not changed for `STALE_S` by the observer's clock.
 """
 
 import json
@@ -31,10 +31,10 @@ class Claim:
     """Held from construction to `release`, or until another process takes it over.
 
     Args:
-        say: called with the reason why construction takes long.
+        say: called with the reason if construction has to wait.
 
     Raises:
-        ConfigError: another run has it, or something else is there.
+        ConfigError: another run has it, or the prefix holds something else.
         ObjectStoreError: by any method: the store refuses, or does not answer.
     """
 
@@ -48,7 +48,7 @@ class Claim:
         self._take(say)
 
     def renew(self, checkpoints: dict[str, float | None] | None = None) -> bool:
-        """Give a sign of life, and say that these `checkpoints` are complete. False: another process has taken over."""
+        """Send a heartbeat, with the complete `checkpoints`. Return False if another process has taken over."""
         with self._changing:
             complete = self.checkpoints if checkpoints is None else checkpoints
             if not self.is_lost and not self._replace(self._holder, complete):
@@ -60,7 +60,7 @@ class Claim:
             return not self.is_lost
 
     def release(self) -> None:
-        """Say that nobody writes here any more."""
+        """Record that no process writes here any more."""
         with self._changing:
             if not self.is_lost:
                 self.is_lost = True
@@ -93,7 +93,7 @@ class Claim:
                 continue
             if found is first:
                 who = holder.describe()
-                say(f"run.mirror was last used by {who}: waiting up to {STALE_S:.0f} s for a sign of life")
+                say(f"run.mirror was last used by {who}: waiting up to {STALE_S:.0f} s for a heartbeat")
             time.sleep(BEAT_S / 3)
 
     def _find(self) -> tuple[bytes, Version] | None:
@@ -117,7 +117,7 @@ class Claim:
             ) from None
 
     def _replace(self, holder: Holder | None, checkpoints: dict[str, float | None]) -> bool:
-        """Replace the object if it is still the version that this process knows; False: it is not."""
+        """Replace the object if it is still the version that this process knows; return False if it is not."""
         self._count += 1  # so that no two contents are equal, of which S3's ETags are made
         values = {"format": _FORMAT, "holder": asdict(holder) if holder is not None else None, "count": self._count}
         content = (json.dumps(values | {"checkpoints": checkpoints}, indent=1) + "\n").encode()

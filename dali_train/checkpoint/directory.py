@@ -1,7 +1,7 @@
-"""The ``checkpoints`` directory of a run: which there are, and the links to the newest and the best.
+"""The ``checkpoints`` directory of a run: its checkpoints, and the links to the newest and the best.
 
-Checkpoints are real directories named ``step-NNNNNNNN``. Everything else that lies there, such as copies, links and
-files, belongs to somebody else: it is not read and never removed, at most renamed if it is in the way.
+Checkpoints are real directories named ``step-NNNNNNNN``. Anything else there, such as copies, links and files, is
+foreign: it is not read and never removed, at most renamed if it is in the way.
 """
 
 import itertools
@@ -23,7 +23,7 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     """Return the checkpoints by step, oldest first; none if the directory does not exist yet.
 
     Raises:
-        ConfigError: there may be some, but they cannot be seen.
+        ConfigError: the directory cannot be listed.
     """
     try:
         with os.scandir(directory) as entries:
@@ -40,14 +40,14 @@ def checkpoint_paths(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise ConfigError(
-            f"the checkpoints in {directory} cannot be listed ({error.strerror}): it must be a directory that can be "
-            "read; mend that, or choose another run.dir"
+            f"the checkpoints in {directory} cannot be listed ({error.strerror}): make it a readable directory, or "
+            "choose another run.dir"
         ) from None
     return sorted((directory / name for name in names), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """Return the step that a checkpoint's name says, -1 if it has another name."""
+    """Return the step in a checkpoint's name, -1 if it has another name."""
     name = _NAME.fullmatch(path.name)
     return int(name[1]) if name else -1
 
@@ -70,7 +70,7 @@ def record_top1(path: Path, top1: float) -> None:
 
 
 def wrong_path(path: Path) -> str:
-    """Say why `path` cannot be a checkpoint's, with the remedy; empty if it may be one."""
+    """Return why `path` cannot be a checkpoint, with the remedy; empty if it may be one."""
     try:
         for inner in ("newest", "checkpoints/newest"):
             if not (path / MANIFEST).exists() and (path / inner).exists():
@@ -89,7 +89,7 @@ def wrong_path(path: Path) -> str:
 def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
     """Return the path of a run's checkpoint: ``best``, ``newest``, a name in its checkpoints directory, or any path.
 
-    None: the best one, or the newest where nothing was evaluated.
+    None: the best one, or the newest if none was evaluated.
 
     Raises:
         ConfigError: the checkpoint does not exist.
@@ -111,7 +111,7 @@ def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
 
 
 def named_checkpoint(path: Path, field: str) -> Path:
-    """Return the checkpoint that a directory names: itself, or of a run the best one, or the newest.
+    """Return the checkpoint of a directory: itself, or for a run its best one, or the newest.
 
     Raises:
         ConfigError: it is neither a checkpoint nor a run that has one; the message names the setting `field`.
@@ -129,7 +129,7 @@ def set_aside(path: Path) -> None:
 
 
 def point_link(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to its sibling `target`, in one move."""
+    """Make `link` a symbolic link to its sibling `target`, atomically."""
     fresh = link.with_name(f".{link.name}.partial")
     for path in (link, fresh):
         if os.path.lexists(path) and not path.is_symlink():  # such as what a copy that follows links has made of it

@@ -1,4 +1,4 @@
-"""Checkpoints are verified by checksum when they are read, and reading one runs no code."""
+"""Reading checkpoints: they are verified by checksum, and no code in them is executed."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from dali_train.checkpoint.transfer import at_hand
 from dali_train.errors import ConfigError
 from dali_train.runtime.process_group import first_fault, on_rank_0
 
-# What DCP says in a single process; that is what is meant here.
+# DCP's warning in a single process, where it is used on purpose.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
@@ -26,13 +26,13 @@ class Checkpoint:
     """
 
     path: Path
-    step: int  # optimizer steps that were done
+    step: int  # optimizer steps done
     state: dict[str, Tensors]
     values: dict[str, Any]
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read one checkpoint on the CPU, in this process alone.
+    """Read one checkpoint on the CPU, in this process only.
 
     Raises:
         ConfigError: the path is not a checkpoint's.
@@ -53,14 +53,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, manifest.step, state, manifest.values)
     except CheckpointError:
         raise
-    except (Exception, CheckpointException) as error:  # whatever damaged bytes happen to lead to
+    except (Exception, CheckpointException) as error:  # damaged bytes may raise anything
         raise CheckpointError(f"{path} is not a complete checkpoint ({type(error).__name__}: {error})") from error
 
 
 def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint that is complete, if any, and a warning for each newer one that was passed over.
+    """Return the newest complete checkpoint, if any, and a warning for each newer one that was skipped.
 
-    With a `group` all its ranks call this together and get the same one: complete means that every rank could read it.
+    With a `group` all its ranks call this together and get the same one, which every rank could read.
 
     Raises:
         ConfigError: the directory cannot be listed.
@@ -85,8 +85,8 @@ def find_checkpoint(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that run.resume names (``auto``, ``never`` or a path), and warnings, for all of `group`.
 
-    A path to another run's checkpoint is where this run begins. Once it has checkpoints of its own it resumes from
-    those, so that the same command serves to start it again.
+    With the path of another run's checkpoint this run starts from it; once it has its own checkpoints it resumes from
+    those, so that the same command can start it again.
 
     Raises:
         CheckpointError: the named one is damaged.
@@ -116,7 +116,7 @@ def find_checkpoint(
 
 
 def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, str]:
-    """Return the checkpoint if every rank can read it; else None and what the first rank that cannot says."""
+    """Return the checkpoint if every rank can read it; else None and the error of the first rank that cannot."""
     checkpoint, fault = None, ""
     with at_hand(path, group) as place:
         try:
@@ -130,5 +130,5 @@ def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoin
 
 
 def _agreed_paths(directory: Path, group: dist.ProcessGroup | None) -> list[Path]:
-    """Return the checkpoints as rank 0 sees them: file systems may show a change to some hosts later."""
+    """Return the checkpoints as rank 0 sees them, because other hosts may see changes later."""
     return on_rank_0(lambda: checkpoint_paths(directory), group)

@@ -1,8 +1,8 @@
-"""A run in an object store: complete checkpoints, metrics and the like, put there by rank 0 in the background.
+"""The copy of a run in an object store: rank 0 uploads complete checkpoints, metrics and the like in the background.
 
-A checkpoint's files are in a folder named after its step and its manifest's SHA-256, which decides the content of them
-all. It is complete once ``mirror.json`` names it (claim.py). Folders that it does not name are leftovers of a kill, or
-checkpoints that the run has removed from its directory, and are removed.
+A checkpoint's files are in a folder named after its step and its manifest's SHA-256, which covers all of them. The
+checkpoint is complete once ``mirror.json`` names it (claim.py). Folders that it does not name are leftovers of a kill,
+or checkpoints that the run has removed from its directory, and are deleted.
 """
 
 import json
@@ -40,9 +40,9 @@ _FILES = (
     *("model.safetensors", "report/index.html"),
 )
 _CHECKPOINTS = "checkpoints"
-_LOOK_S = 5.0  # between two looks for new checkpoints
-_IMPATIENT_S = 5.0  # in the background: what fails is tried again with the next look
-_FIRST_WARNING_S, _LONGEST_WARNING_S = 30.0, 600.0  # pauses between warnings about a store that is away
+_LOOK_S = 5.0  # between two checks for new checkpoints
+_IMPATIENT_S = 5.0  # in the background: failed uploads are retried at the next check
+_FIRST_WARNING_S, _LONGEST_WARNING_S = 30.0, 600.0  # pauses between warnings about an unreachable store
 _FAILED_S, _STALLED_S = 15.0, 60.0  # what a run that has failed waits for an upload; one that has finished, without any
 _NO_LIMIT = timedelta(days=30)  # ranks wait for rank 0's transfers as long as those take
 
@@ -70,13 +70,13 @@ class Mirror:
         self._tasks: list[Future[None]] = [self._bucket.submit(self._renew_always)]
 
     def start(self, held: set[str]) -> None:
-        """Begin to upload. `held`: where to put the names of checkpoints that must not be removed meanwhile."""
+        """Start uploading. `held`: a set for the names of checkpoints that must not be removed during their upload."""
         self._held = held
         self._bucket.retry_s = _IMPATIENT_S
         self._tasks.append(self._bucket.submit(self._upload_always))
 
     def finish(self) -> None:
-        """Upload what is new, and wait for that."""
+        """Upload all new files, and wait until they are uploaded."""
         self._finishing.set()
         began = said = time.monotonic()
         sent, limit_s = self._num_sent, _STALLED_S if self.grace_s is None else self.grace_s
@@ -98,7 +98,7 @@ class Mirror:
                 print(f"uploading to {self._bucket.url}: {self._num_sent / 1e6:,.0f} MB so far", file=sys.stderr)
 
     def close(self) -> None:
-        """End the uploads, and let other runs write. Does not raise, so that it never hides why the run ended."""
+        """End the uploads, and release the mirror. This never raises, so that it does not hide why the run ended."""
         self._finishing.set()
         self._closing.set()
         releasing = self._bucket.submit(self._claim.release)
@@ -112,11 +112,11 @@ class Mirror:
     # Download
 
     def restore(self, run: RunConfig) -> None:
-        """Download the newest complete checkpoint, the best one and the metrics, if that is ahead of run.dir.
+        """Download the newest complete checkpoint, the best one and the metrics, if the mirror is ahead of run.dir.
 
         Raises:
-            ConfigError: run.resume says never, or it is another run's mirror.
-            CheckpointError: there are checkpoints, and all of them are damaged.
+            ConfigError: run.resume is never, or the mirror belongs to another run.
+            CheckpointError: there are checkpoints, but all of them are damaged.
         """
         folders = sorted(self._claim.checkpoints, key=_step, reverse=True)
         local = checkpoint_paths(self._directory / _CHECKPOINTS)
@@ -163,7 +163,7 @@ class Mirror:
             theirs = json.loads(self._bucket.read_all(f"{_CHECKPOINTS}/{folder}/{MANIFEST}"))["values"]["recipe"]
             changes = changes_between(theirs, CheckpointManifest.read(path).values["recipe"])
         except (MissingObjectError, CheckpointError, OSError, ValueError, TypeError, KeyError):
-            return  # damaged: whoever resumes from it says so
+            return  # damaged, which is reported when a run resumes from it
         if changes:
             raise ConfigError(
                 f"run.mirror {self._bucket.url} holds a run of another recipe than run.dir {self._directory}: "
@@ -196,7 +196,7 @@ class Mirror:
             if _folder(partial, _step(folder)) != folder:
                 raise CheckpointError(f"{MANIFEST} is another checkpoint's")
         except (CheckpointError, MissingObjectError, ChangedObjectError) as error:
-            logger.warning("run.mirror: %s/%s is damaged, it is passed over: %s", self._bucket.url, folder, error)
+            logger.warning("run.mirror: %s/%s is damaged and skipped: %s", self._bucket.url, folder, error)
             shutil.rmtree(partial)
             return False
         top1 = self._claim.checkpoints[folder]
@@ -227,7 +227,7 @@ class Mirror:
             pass
 
     def _attempt(self, *, last: bool) -> bool:
-        """Upload what is new; False: it did not succeed, and is to be tried again."""
+        """Upload all new files; return False if that failed and should be retried."""
         try:
             self._upload_new(last)
             self._pause = _FIRST_WARNING_S
@@ -243,11 +243,11 @@ class Mirror:
         now = time.monotonic()
         if now >= self._next_warning and not self._closing.is_set():
             self._next_warning, self._pause = now + self._pause, min(2 * self._pause, _LONGEST_WARNING_S)
-            logger.warning("run.mirror: %s; the run goes on, and the upload is tried again", error)
+            logger.warning("run.mirror: %s; the run continues, and the upload is retried", error)
 
     def _upload_new(self, last: bool) -> None:
-        """Upload the newest checkpoint and the best one, then the small files, and only then say that they are there;
-        remove what the run directory has no longer."""
+        """Upload the newest checkpoint and the best one, then the small files, and only then record them as complete;
+        remove checkpoints that are no longer in the run directory."""
         local = {}
         for path in checkpoint_paths(self._directory / _CHECKPOINTS):
             with suppress(FileNotFoundError):  # removed just now
@@ -277,7 +277,7 @@ class Mirror:
             self._held.discard(path.name)
 
     def _upload(self, name: str, path: Path) -> None:
-        """Upload a file, unless it is there as it is."""
+        """Upload a file, unless it is unchanged since its last upload."""
         status = path.stat()
         if self._sent.get(name) != (status.st_size, status.st_mtime_ns):
             self._bucket.upload(name, path, self._count)
@@ -285,7 +285,7 @@ class Mirror:
 
     def _count(self, num_bytes: int) -> None:
         if self._closing.is_set() or self._claim.is_lost:
-            raise ObjectStoreError(f"{self._bucket.url}: the upload was given up")
+            raise ObjectStoreError(f"{self._bucket.url}: the upload was aborted")
         self._num_sent += num_bytes
 
     def _remove_leftovers(self) -> None:
@@ -310,7 +310,7 @@ def _step(folder: str) -> int:
 
 @contextmanager
 def mirrored(config: Config, launch: Launch) -> Iterator[Mirror | None]:
-    """Within, rank 0 has the mirror that run.mirror asks for, and run.dir has its checkpoint if it had none as new.
+    """Open run.mirror on rank 0 for the duration of the context, after downloading its checkpoint if it is ahead.
 
     All ranks call this together, and wait for rank 0's download and for its last upload.
 

@@ -1,4 +1,4 @@
-"""A trained model out of a run directory: settings, weights, classes."""
+"""Loading a trained model from a run directory: settings, weights, classes."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,9 +36,9 @@ def load_model(
 ) -> nn.Module:
     """Return the timm model of a run, in evaluation mode: see `load_trained`.
 
-    It maps images (n, 3, eval_size, eval_size), float32 and normalised as the run's config says, to logits (n,
-    classes), float32. Its `pretrained_cfg` says how, so that ``timm.data.resolve_data_config({}, model=model)``
-    prepares images as the run's evaluation did; it holds the class names as ``label_names``.
+    It maps float32 images (n, 3, eval_size, eval_size), normalised as in the run's config, to float32 logits (n,
+    classes). Its `pretrained_cfg` describes the preprocessing, so that ``timm.data.resolve_data_config({},
+    model=model)`` matches the run's evaluation, and has the class names as ``label_names``.
     """
     return load_trained(Path(run_dir), checkpoint, weights).model.to(device)
 
@@ -57,12 +57,11 @@ class TrainedModel:
 
 
 def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights | None = None) -> TrainedModel:
-    """Return the model of a run and where it is from.
+    """Return the model of a run with its checkpoint and config.
 
     Args:
-        checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest where nothing was evaluated.
-        weights: ``raw`` or ``ema``; None: the moving average if the checkpoint has one, by which the best is chosen
-            too.
+        checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest if none was evaluated.
+        weights: ``raw`` or ``ema``; None: the moving average if the checkpoint has one.
 
     Raises:
         ConfigError, CheckpointError: no such run, no such checkpoint, no moving average in it, or a model that only the
@@ -82,10 +81,10 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
 
 
 def check_registered(config: Config, run_dir: Path) -> None:
-    """Check that timm knows the model of a run; nothing in a run directory is run without being asked for.
+    """Check that timm knows the model of a run. Code in a run directory is not executed unless the user asks for it.
 
     Raises:
-        ConfigError: it does not; the message names the file that may register it.
+        ConfigError: timm does not know it; the message names the file that may register it.
     """
     if not timm.is_model(config.model.name) and (file := RunDirectory(run_dir).environment.get("config_file")):
         raise ConfigError(
@@ -95,7 +94,7 @@ def check_registered(config: Config, run_dir: Path) -> None:
 
 
 def _input_config(model: nn.Module, config: Config, class_names: tuple[str, ...]) -> dict[str, Any]:
-    """Return timm's description of `model`: what concerns its layers from timm, its images from `config`."""
+    """Return timm's description of `model`, with the facts on layers from timm and those on images from `config`."""
     data, of_layers = config.data, ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
     theirs = getattr(model, "pretrained_cfg", None) or {}  # a model of the user's own may have none
     return {name: theirs[name] for name in of_layers if name in theirs} | {
@@ -117,24 +116,22 @@ def model_from(
     """Return the model of `config` with the weights of `checkpoint`, or with ``ema`` their moving average.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: the weights do not fit the model.
     """
     section = "ema" if weights == "ema" else "model"
     if section not in checkpoint.state:
-        raise ConfigError(
-            f"{checkpoint.path} has no moving average of the weights: ask for raw, or train with ema.decay"
-        )
+        raise ConfigError(f"{checkpoint.path} has no moving average of the weights: use raw, or train with ema.decay")
     model = build_model(config, num_classes, device)
     restore_weights(checkpoint, model, section)
     return model
 
 
 def first_weights(config: Config) -> Tensors | None:
-    """Return the weights, or their moving average, that model.weights names as a run or a checkpoint; None if it names
-    something else, which `create_pretrained` reads.
+    """Return the weights, or their moving average, if model.weights is a run or a checkpoint; None for anything else,
+    which `create_pretrained` reads.
 
     Raises:
-        ConfigError, CheckpointError: it names a directory that is neither, or is damaged.
+        ConfigError, CheckpointError: model.weights is another kind of directory, or is damaged.
     """
     weights = config.model.weights
     if weights is None or not is_path(weights) or not Path(weights).is_dir():
@@ -173,7 +170,7 @@ def write_model(run_dir: Path, step: int) -> Path:
         write_atomically(path, save(tensors, metadata={"format": "pt", "weights": weights, "step": str(step)}))
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written ({error}): make room or permission there and start the same command again; "
+            f"{path} cannot be written ({error}): check space and permissions, and start the same command again; "
             "nothing is trained twice"
         ) from error
     return path

@@ -1,6 +1,6 @@
-"""What decides a run's result, as a fingerprint: resuming with another recipe is a decision and not an accident.
+"""The recipe of a run, everything that decides its result, so that a run never resumes with a changed one by accident.
 
-Files that decide it enter by their content, so that one that was exchanged in its place is noticed.
+Files are included by their content, so that a replaced file is noticed.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalis
 def recipe(config: Config, split: Split) -> dict[str, Any]:
     """Return everything that decides what is computed, as plain JSON values by field name.
 
-    The dataset enters by the checksums in its ``dataset.json``, where those of the index cover labels, sizes and
-    places. Of a shard that was indexed without reading all of it only these and its size are known.
+    The dataset is included by the checksums in ``dataset.json``; those of the index cover labels, sizes and places. For
+    a shard that was indexed without reading all of it, only these and its size are known.
     """
     splits = {
         name: (part.index_crc32c, [(shard.num_bytes, shard.crc32c) for shard in part.shards])
@@ -46,7 +46,7 @@ def recipe_settings(config: Config) -> dict[str, Any]:
         for name, (section, _, field) in ((name, name.partition(".")) for name in SETTINGS)
         if SETTINGS[name].in_recipe
     }
-    if config.data.shuffle != "block":  # then they decide nothing
+    if config.data.shuffle != "block":  # otherwise they have no effect
         del fields["data.block_images"], fields["data.window_blocks"]
     fields |= {name: _content_of(name, fields[name]) for name in _WEIGHTS}
     del fields["data.normalise"]  # as numbers, so that it does not matter how they were spelled
@@ -54,12 +54,12 @@ def recipe_settings(config: Config) -> dict[str, Any]:
 
 
 def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: bool) -> list[str]:
-    """Return warnings about what changed since `checkpoint`, where that is accepted.
+    """Return warnings about changes since `checkpoint`, if they are accepted.
 
-    A file of model.weights that is gone since the start decides nothing any more: `current` gets what it was.
+    A file of model.weights that was deleted after the start has no effect any more: `current` gets its old digest.
 
     Raises:
-        ConfigError: the recipe differs and that is not accepted; the message names the difference.
+        ConfigError: the recipe differs, which is not accepted; the message names the difference.
     """
     saved = checkpoint.values["recipe"]
     began_with, weights = str(saved.get("model.weights")), str(current.get("model.weights"))
@@ -78,10 +78,10 @@ def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: boo
 
 
 def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return what differs between two recipes, as "NAME OLD -> NEW".
+    """Return the differences of two recipes, as "NAME OLD -> NEW".
 
-    A setting that one of them lacks has its default there: a checkpoint may be older than the setting. One that is no
-    longer part of the recipe does not count.
+    A setting that one of them lacks has its default there, because a checkpoint may be older than the setting. Settings
+    that are no longer part of the recipe are ignored.
     """
     names = sorted(name for name in {*saved, *current} if name not in SETTINGS or SETTINGS[name].in_recipe)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]
@@ -89,7 +89,7 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
 
 
 def _content_of(field: str, weights: str | None) -> str | None:
-    """Return the digest of the file, directory, run or checkpoint that `weights` name; a timm name as it is."""
+    """Return the digest of the file, directory, run or checkpoint `weights`; a timm name is returned as it is."""
     path = Path((weights or "").removeprefix("local-dir:"))
     files = [path]
     if weights is not None and path.is_dir():

@@ -1,7 +1,4 @@
-"""A run directory, read back: what lies there may be torn, foreign or of another kind, and is checked before its use.
-
-Needs no torch.
-"""
+"""Reading a run directory, whose files may be torn or foreign and are checked before use. This needs no torch."""
 
 import json
 import warnings
@@ -22,7 +19,7 @@ _COUNTS = ("host_cores", "decoding_threads", "ranks_on_host", "world_size")
 
 @dataclass(frozen=True, eq=False)
 class RunDirectory:
-    """The files of a run by the types with which it wrote them, each read when it is asked for.
+    """The files of a run, parsed, each read on first use.
 
     Raises:
         ConfigError: there is no such run, or a file is not what a run writes; the message names the file and a remedy.
@@ -33,18 +30,18 @@ class RunDirectory:
     def __post_init__(self) -> None:
         if not (self.directory / "config.json").exists():
             reason = "it has no config.json" if self.directory.is_dir() else "no such directory"
-            raise ConfigError(f"{self.directory} is not a run directory: {reason}; name the run.dir of a run")
+            raise ConfigError(f"{self.directory} is not a run directory: {reason}; use the run.dir of a run")
 
     @cached_property
     def config(self) -> Config:
-        """The run's settings, without its user's hooks: those have nothing to do any more."""
+        """The run's settings, without user hooks, which are not needed any more."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*hooks.user")
             return config_from_json(self._read("config.json"), str(self.directory / "config.json"))
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """What environment.json says, with numbers where numbers belong; empty where there is no such file."""
+        """The content of environment.json, with checked types; empty if there is no such file."""
         path = self.directory / "environment.json"
         if not path.exists():
             return {}
@@ -58,7 +55,7 @@ class RunDirectory:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """The lines of metrics.jsonl, those that no run wrote left out; none where there is no such file."""
+        """The events of metrics.jsonl, without foreign lines; empty if there is no such file."""
         try:
             return tuple(read_events(self.directory / METRICS))
         except OSError as error:

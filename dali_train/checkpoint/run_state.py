@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run in progress, and how a run starts from it."""
+"""The state of a run in a checkpoint, and starting a run from it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from dali_train.training.trainer import Trainer, TrainState
 
 @dataclass(kw_only=True)
 class Start:
-    """Where a run starts: at step 0, or after the steps of a checkpoint."""
+    """The start of a run: at step 0, or after the steps of a checkpoint."""
 
     recipe: dict[str, Any]
     checkpoint: Checkpoint | None  # with a copy of the weights in host memory; see `release`
@@ -31,11 +31,11 @@ class Start:
 
     @property
     def seeding(self) -> str | None:
-        """How the checkpoint's run seeds dropout; None without a checkpoint."""
+        """The dropout seeding of the checkpoint's run; None without a checkpoint."""
         return self.checkpoint.values["dropout"] if self.checkpoint is not None else None
 
     def restore(self, state: TrainState) -> None:
-        """Put weights, optimizer state and loss scale in place.
+        """Restore weights, optimizer state and loss scale.
 
         Raises:
             ConfigError: the weights do not fit the model.
@@ -44,12 +44,12 @@ class Start:
             self.warnings += restore(self.checkpoint, state.model, state.optimizer, state.precision, state.parallel)
 
     def restore_average(self, trainer: Trainer) -> None:
-        """Put the moving average of the weights in place, if the checkpoint has one."""
+        """Restore the moving average of the weights, if the checkpoint has one."""
         if trainer.ema is not None and self.checkpoint is not None and "ema" in self.checkpoint.state:
             trainer.ema.load(self.checkpoint.state["ema"])
 
     def release(self) -> None:
-        """Free the memory of what was read: everything of it has been restored."""
+        """Free the memory of the checkpoint, once everything in it has been restored."""
         self.checkpoint = self.weights = None
 
 
@@ -57,9 +57,9 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
     """Read the checkpoint that `config` resumes from, if any. All ranks of `group` call this together.
 
     Raises:
-        ConfigError: its recipe differs and run.accept_changed_recipe is false, or run.resume or model.weights name
-            none.
-        CheckpointError: it is damaged.
+        ConfigError: its recipe differs and run.accept_changed_recipe is false, or run.resume or model.weights is not a
+            checkpoint.
+        CheckpointError: the checkpoint is damaged.
     """
     directory = Path(config.run.dir) / "checkpoints"
     current = recipe(config, split)

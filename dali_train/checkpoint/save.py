@@ -1,8 +1,8 @@
-"""Checkpoints: written by all ranks in the background, complete or not there, verified by checksum, safe to read.
+"""Writing checkpoints: by all ranks in the background, atomically, with checksums, safe to read.
 
 ``step-NNNNNNNN/`` holds tensors as safetensors, under their names in the model, so that a run with another layout of
 ranks can read them; everything else is in ``manifest.json``. The directory gets its final name only when all of it is
-on disk, so a name without ``.partial`` is a promise. The only position is the step number: order, draws and dropout
+on disk, so a directory without ``.partial`` is complete. The only position is the step number: order, draws and dropout
 follow from it (the invariant).
 """
 
@@ -30,7 +30,7 @@ from dali_train.text import plural
 
 logger = logging.getLogger("dali_train")
 
-# More writers than this do not make a file system faster, and each has to hold its share in host memory.
+# More writers do not make a file system faster, and each holds its share in host memory.
 _MAX_WRITERS = 8
 
 
@@ -38,10 +38,10 @@ class CheckpointWriter:
     """Saves in the background; every rank has one and calls it at the same steps.
 
     Args:
-        group: of all ranks, for host memory and used by nobody else; None for a single process.
-        keep: newest checkpoints that are kept, besides the one with the best top-1.
-        num_stages: of a pipeline, each of as many neighbouring ranks; ranks of one stage have tensors of the same
-            names.
+        group: all ranks, for host memory, not used for anything else; None for a single process.
+        keep: how many of the newest checkpoints to keep, besides the one with the best top-1.
+        num_stages: stages of the pipeline, with equally many adjacent ranks; the ranks of a stage have tensors of the
+            same names.
     """
 
     def __init__(self, directory: Path, group: dist.ProcessGroup | None, *, keep: int, num_stages: int = 1) -> None:
@@ -50,7 +50,7 @@ class CheckpointWriter:
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
         self._num_stages = num_stages
         self._apart: list[int] = []
-        self.held: set[str] = set()  # names of checkpoints that are being read, and stay as long
+        self.held: set[str] = set()  # names of checkpoints that are being read and must not be removed
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -58,13 +58,13 @@ class CheckpointWriter:
         self._num_bytes = 0
 
     def prepare(self, start_step: int) -> float:
-        """Make the directory ready, on all ranks; return the best accuracy of a kept checkpoint, -1 without one.
+        """Prepare the directory, on all ranks; return the best accuracy of a kept checkpoint, -1 if there is none.
 
-        Removes what a killed run left half done, and sets aside what lies beyond `start_step`: it is damaged, or of a
-        future that resuming from an earlier step has abandoned.
+        This removes incomplete checkpoints of a killed run, and sets aside those after `start_step`, which are damaged,
+        or were abandoned by resuming from an earlier step.
 
         Raises:
-            CheckpointError: the directory cannot be written to.
+            CheckpointError: the directory is not writable.
         """
         try:
             best = on_rank_0(lambda: self._tidy(start_step), self._group)
@@ -82,11 +82,11 @@ class CheckpointWriter:
     def save(self, step: int, state: Mapping[str, Mapping[str, torch.Tensor]], values: dict[str, Any]) -> None:
         """Copy this rank's share of `state` to host memory, then write it in the background.
 
-        A replicated tensor is written by one rank, a sharded one (DTensor) by all that hold a part of it. Waits for the
-        save before, if it still runs.
+        A replicated tensor is written by one rank, a sharded one (DTensor) by all ranks that hold a shard. Waits for
+        the previous save, if it is still running.
 
         Raises:
-            CheckpointError: the save before this one failed.
+            CheckpointError: the previous save failed.
         """
         self.wait()
         flat = {
@@ -96,12 +96,12 @@ class CheckpointWriter:
         }
         self._num_bytes = self._num_stages * sum(tensor.numel() * tensor.element_size() for tensor in flat.values())
         self._copy_to_host({name: flat[name] for name in self._share(flat)})
-        # Not a daemon: what was begun is finished, also when the main thread ends with an error of its own.
+        # Not a daemon: a save is completed even if the main thread ends with an error.
         self._thread = threading.Thread(target=self._write, args=(step, values), name="checkpoint")
         self._thread.start()
 
     def record_top1(self, step: int, top1: float) -> None:
-        """Note the accuracy of a checkpoint that was saved before it was evaluated. Waits for that save.
+        """Record the accuracy of a checkpoint that was saved before it was evaluated. Waits for that save.
 
         Raises:
             CheckpointError: the save failed.
@@ -113,7 +113,7 @@ class CheckpointWriter:
             self._retire()
 
     def wait(self) -> None:
-        """Wait until the last save is complete on disk. Raises CheckpointError: it is not; the message says why."""
+        """Wait until the last save is complete on disk. Raises CheckpointError: it failed; the message says why."""
         self.join()
         self._thread = None
         if self._error is not None:
@@ -123,12 +123,12 @@ class CheckpointWriter:
             ) from error
 
     def join(self) -> None:
-        """Let the last save end, well or not: for when the run fails anyway."""
+        """Wait for the end of the last save, ignoring its errors, when the run has failed anyway."""
         if self._thread is not None:
             self._thread.join()
 
     def _share(self, flat: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the names that this rank writes: a similar size for some ranks of each stage, over all nodes."""
+        """Return the names that this rank writes: similar sizes for some ranks of each stage, spread over all nodes."""
         sharded = [name for name, tensor in flat.items() if isinstance(tensor, DTensor)]
         ranks = self._world_size // self._num_stages
         writers = min(ranks, max(1, _MAX_WRITERS // self._num_stages))
@@ -209,7 +209,7 @@ class CheckpointWriter:
         return max((top1 for path in paths if path.exists() and (top1 := saved_top1(path)) is not None), default=-1.0)
 
     def _explain(self, error: BaseException) -> str:
-        """Say the first cause on each rank that has one, and what to do if there was no room."""
+        """Describe the root cause on each rank that has one, with the remedy if the disk is full."""
         failures = (
             {rank: cause for rank, (cause, _) in error.failures.items()}
             if isinstance(error, CheckpointException)
@@ -221,6 +221,6 @@ class CheckpointWriter:
             free = shutil.disk_usage(self._directory).free
             text += (
                 f". A checkpoint needs {self._num_bytes / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free (a quota "
-                "may allow less): make room and start the same command again"
+                "may allow less): free some space and start the same command again"
             )
         return text

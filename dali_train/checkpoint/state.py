@@ -1,11 +1,11 @@
-"""What a checkpoint holds of a run, and how it is put back.
+"""Capturing and restoring the state of model and optimizer.
 
-Tensors stand under the parameter's name, not the optimizer's number for it, so that they can be read whatever the
-layout of ranks. Settings are not in it: they come from the config.
+Tensors are stored under the parameter's name, not the optimizer's number for it, so that any layout of ranks can read
+them. Settings are not stored: they come from the config.
 
-Weights go through torch's functions for distributed state, which know of wrappers and shards. The optimizer's state
-does not: torch's function takes a step with gradients of zero first, which counts, and it demands state for every
-parameter and casts all of it to the parameter's dtype.
+Weights go through torch's functions for distributed state, which handle wrappers and shards. The optimizer's state does
+not: torch's function first takes a step with zero gradients, which is counted, requires state for every parameter, and
+casts all of it to the parameter's dtype.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ def capture(
     """Return (tensors, plain values) of the run, as `restore` takes them. All ranks call this together.
 
     Args:
-        parallel: how the model is spread; None: not at all.
-        group: of all ranks, for host memory; needed where it is spread.
+        parallel: how the model is parallelized; None: not at all.
+        group: all ranks, for host memory; needed if the model is parallelized.
     """
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: Tensors = {}
@@ -73,9 +73,9 @@ def restore(
     precision: Precision,
     parallel: Parallel | None = None,
 ) -> list[str]:
-    """Put the weights, optimizer state and counters of `checkpoint` in place; rates stay those of the config.
+    """Restore the weights, optimizer state and counters of `checkpoint`; learning rates stay those of the config.
 
-    Return a warning for what could not be taken over, because another optimizer or precision made it.
+    Return warnings about state of another optimizer or precision, which cannot be restored.
 
     Raises:
         ConfigError: the weights do not fit the model.
@@ -91,10 +91,10 @@ def restore(
 def restore_weights(
     checkpoint: Checkpoint, model: nn.Module, section: str = "model", *, parallel: Parallel | None = None
 ) -> None:
-    """Put the weights in `section` of a checkpoint in place: "model", or "ema" for their moving average.
+    """Restore the weights in `section` of a checkpoint: "model", or "ema" for their moving average.
 
     Raises:
-        ConfigError: they do not fit the model.
+        ConfigError: the weights do not fit the model.
     """
     current: Mapping[str, torch.Tensor] = get_model_state_dict(model)  # type: ignore[assignment]
     saved = checkpoint.state.get(section, {})

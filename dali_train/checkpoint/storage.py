@@ -1,8 +1,8 @@
-"""The files of one checkpoint: tensors as safetensors, everything else in a JSON manifest. Nothing in them can run.
+"""The files of one checkpoint: tensors as safetensors, everything else in a JSON manifest, neither of which holds code.
 
-Ranks write and read through DCP (``torch.distributed.checkpoint``): each writes the shards that it holds, and any other
-layout of ranks can read them. It does not see a flipped bit, so each file's SHA-256 is in the manifest, and the
-manifest's own is in a file beside it.
+Ranks write and read through DCP (``torch.distributed.checkpoint``): each writes its shards, and any other layout of
+ranks can read them. DCP does not detect flipped bits, so each file's SHA-256 is in the manifest, and the manifest's own
+is in a file next to it.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CheckpointError(RunError):
-    """A checkpoint that is not what was written; the message names the file."""
+    """A checkpoint that is damaged or incomplete; the message names the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """What is in a checkpoint besides the tensors, each field of the kind that it says."""
+    """The content of a checkpoint besides the tensors, with checked types."""
 
     step: int  # optimizer steps done
     values: dict[str, Any]  # the state that is not tensors
@@ -73,7 +73,7 @@ class CheckpointManifest:
 
         Raises:
             OSError: it cannot be read.
-            CheckpointError: it is damaged, of another format, or something in it is not of the kind it must be.
+            CheckpointError: the manifest is damaged, has another format, or a value of the wrong type.
         """
         path = directory / MANIFEST
         content = read_limited(path, _MAX_MANIFEST_BYTES)
@@ -91,7 +91,7 @@ class CheckpointManifest:
             raise CheckpointError(f"{path} is not the manifest of a checkpoint that can be read: {error}") from None
 
     def write(self, directory: Path) -> None:
-        """Write it, and flush it and the directory's list of names."""
+        """Write and flush the manifest and the directory entry."""
         content = (json.dumps(asdict(self), indent=1) + "\n").encode()
         write_atomically(directory / MANIFEST, content)
         write_atomically(directory / MANIFEST_DIGEST, _digest_line(content))
@@ -102,7 +102,7 @@ class CheckpointManifest:
 
         Raises:
             OSError: a file cannot be read.
-            CheckpointError: a file is not what was written.
+            CheckpointError: a file is damaged.
         """
         for name, digest in self.files.items():
             if sha256(directory / name) != digest:
@@ -110,11 +110,11 @@ class CheckpointManifest:
 
 
 class Writer(dcp.HuggingFaceStorageWriter):
-    """DCP's writer of safetensors, which flushes each file to disk; notes its checksum."""
+    """DCP's writer of safetensors, which also flushes each file to disk and records its checksum."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), save_distributed=True)
-        # Nothing is copied ahead: that would open a context on the first GPU in the thread that saves.
+        # No copying ahead, which would create a context on the first GPU in the saving thread.
         self.per_thread_copy_ahead = 0
         self.digests: dict[str, str] = {}
 

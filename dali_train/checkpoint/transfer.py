@@ -1,6 +1,6 @@
-"""Files of checkpoints between hosts that do not share the run directory: there rank 0's disk has them all.
+"""Sending checkpoint files between hosts that do not share the run directory, so that rank 0's disk has all of them.
 
-All ranks of a group call each of these together. Where all of them see rank 0's disk nothing is sent.
+All ranks of a group call each of these functions together. If all of them see rank 0's disk, nothing is sent.
 """
 
 import os
@@ -41,7 +41,7 @@ def ranks_apart(directory: Path, group: dist.ProcessGroup | None) -> list[int]:
 def collect(
     directory: Path, names: Sequence[Collection[str]], apart: Sequence[int], group: dist.ProcessGroup | None
 ) -> None:
-    """Move the files that ranks `apart` have written into their `directory`, `names` by rank, to rank 0's."""
+    """Move the files `names` (by rank) of the ranks `apart` from their `directory` to rank 0's."""
     for rank in apart:
         for name in sorted(names[rank]):
             _send(directory / name, source=rank, target=0, group=group)
@@ -54,7 +54,7 @@ def collect(
 
 @contextmanager
 def at_hand(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
-    """Within, give the directory of the checkpoint `path`; where it is not rank 0's, that of a copy."""
+    """Yield the directory of the checkpoint `path`, or of a temporary copy on hosts that do not see rank 0's."""
     if group is None:
         yield path
         return
@@ -94,7 +94,7 @@ def _digest(path: Path) -> str:
 
 
 def _send(path: Path, *, source: int, target: int, group: dist.ProcessGroup | None, place: Path | None = None) -> None:
-    """Send a file from rank `source` to `target`, where it becomes `place`; does nothing on other ranks."""
+    """Send a file from rank `source` to `target`, where it is stored as `place`; other ranks do nothing."""
     rank = dist.get_rank(group)
     if rank == source:
         dist.send(torch.tensor([path.stat().st_size]), target, group=group)

@@ -1,4 +1,4 @@
-"""Hooks observe a run; the loop acts. A hook gets frozen records and may measure, log or trace, nothing else."""
+"""Hooks observe a run; the loop acts. A hook gets frozen records and may only measure, log or trace."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ __all__ = ["EvaluationRecord", "Hook", "RunEnd", "RunPlan", "RunStart", "StepRec
 
 
 def __getattr__(name: str) -> Any:
-    """Import the records where they are asked for: with them come torch and DALI."""
+    """Import the records on first use, since they import torch and DALI."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dali_train.hooks import records

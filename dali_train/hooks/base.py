@@ -1,4 +1,4 @@
-"""The moments of a run. Config files import this for hooks of their own, and are read before torch is imported."""
+"""The base class of hooks. Config files import it, and are executed before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Override what you need: a moment that is not overridden costs nothing. Every rank calls its own hooks; records
-    hold what that rank knows. In a config file::
+    """The base class of hooks. Override the methods that you need; others cost nothing. Every rank calls its own hooks,
+    with records of what it knows. In a config file::
 
         class ModelNorm(Hook):
             def start(self, record):
@@ -22,29 +22,29 @@ class Hook:
 
         config = Config(..., hooks=HooksConfig(user=(ModelNorm,)))
 
-    A hook that raises, or calls `sys.exit`, is reported and does not end the run, unless it is `required`. Callbacks
-    that a hook registers with torch (`Module.register_forward_hook`, ...) are called by torch: what they raise ends the
-    run.
+    If a hook raises, or calls `sys.exit`, the error is logged and the run continues, unless the hook is `required`.
+    Callbacks that a hook registers with torch (`Module.register_forward_hook`, ...) are called by torch: an exception
+    in one ends the run.
     """
 
     required: ClassVar[bool] = False
 
     def announce(self, record: RunPlan) -> None:
-        """Before the model is built and compiled, which can take minutes."""
+        """Called before the model is built and compiled, which can take minutes."""
 
     def start(self, record: RunStart) -> None:
-        """Before the first step. A hook that fails here is not called again."""
+        """Called before the first step. A hook that fails here is not called again."""
 
     def measure(self) -> Mapping[str, float]:
-        """On logging steps, when the device has finished: return numbers, by name, for files, trackers and the report.
-        A tensor or an array of one number counts as one. What rank 0 returns is recorded."""
+        """Called on logging steps, when the device has finished: return numbers by name, for files, trackers and the
+        report. Tensors and arrays with one element count as numbers. Rank 0's return value is recorded."""
         return {}
 
     def step(self, record: StepRecord) -> None:
-        """After every step."""
+        """Called after every step."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """After every evaluation; `step` of the same step comes before."""
+        """Called after every evaluation, and after `step` of the same step."""
 
     def end(self, record: RunEnd) -> None:
-        """After the last step, or the error that ended the run."""
+        """Called after the last step, or after the error that ended the run."""

@@ -1,4 +1,4 @@
-"""Class names for people."""
+"""Readable class names."""
 
 import re
 from collections import Counter
@@ -9,8 +9,7 @@ from dali_train.hooks.records import RunStart
 
 
 def class_names(record: RunStart) -> tuple[str, ...]:
-    """Return one different name per class: the dataset's, in words where those are WordNet's numbers; without any, the
-    labels."""
+    """Return a unique name per class: the dataset's, with WordNet ids replaced by words; without names, the labels."""
     names = record.class_names or tuple(str(number) for number in range(record.num_classes))
     return _in_words(names) if all(re.fullmatch(r"n\d{8}", name) for name in names) else names
 

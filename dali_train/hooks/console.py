@@ -1,5 +1,4 @@
-"""A run as it progresses: the plan at the start, a line per logging interval, a line per epoch, the result at the
-end."""
+"""Console output: the plan at the start, a line per logging interval, a line per epoch, the result at the end."""
 
 import logging
 import os
@@ -22,7 +21,7 @@ _BAR_WIDTH = len("100 % |            | ")
 
 
 class Console(Hook):
-    """A progress bar on rank 0's terminal; in a file or under Slurm plain lines. Other ranks write to their log
+    """A progress bar on rank 0's terminal, or plain lines in a file and under Slurm. Other ranks write to their log
     files."""
 
     def announce(self, record: RunPlan) -> None:
@@ -51,7 +50,7 @@ class Console(Hook):
         self._epoch = record.start_step / self._steps_per_epoch
         self._begin = self._step_time = time.monotonic()
         self._ended = threading.Event()
-        # Control characters have no place in a file, and srun's output is one even where srun has a terminal.
+        # No control characters in files; srun's output goes to one even if srun has a terminal.
         self._bar = tqdm(
             total=record.total_steps,
             initial=record.start_step,
@@ -123,7 +122,7 @@ class Console(Hook):
             )
 
     def _tick(self) -> None:
-        """Keep the bar moving between steps and logging, from what the host knows without asking the device."""
+        """Update the bar between logging steps, from what the host knows without waiting for the device."""
         while not self._ended.wait(1.0):
             if self._step > self._start_step:
                 self._draw(self._parts())
@@ -132,7 +131,7 @@ class Console(Hook):
         self._bar.set_description_str(fitting(parts, _terminal_width() - _BAR_WIDTH))
 
     def _parts(self) -> list[str]:
-        """Return what a line says, the most important first; loss and speed are those that were logged last."""
+        """Return the parts of a line, the most important first; loss and speed are the last logged ones."""
         train, now = self._interval, time.monotonic()
         step_s = (
             train.step_s if train is not None else (self._step_time - self._begin) / (self._step - self._start_step)
@@ -175,8 +174,7 @@ class Console(Hook):
 
 
 def fitting(parts: list[str], width: int) -> str:
-    """Return as many of the first `parts` as fit into `width` characters, and the first in any case: tqdm would cut in
-    the middle."""
+    """Join as many `parts` as fit into `width` characters, at least the first; tqdm would truncate in the middle."""
     text = parts[0]
     for part in parts[1:]:
         if len(text) + 2 + len(part) > width:

@@ -1,4 +1,4 @@
-"""Warnings about a run that goes wrong, while something can still be done."""
+"""Early warnings about a run that is going wrong."""
 
 import logging
 import statistics
@@ -17,12 +17,11 @@ SKIPPED_SHARE = 0.05
 SEARCH_STEPS = 50
 """At the start of a process the scaler searches for its scale, from 65,536 down, and skips a step for each halving."""
 TRUST_RATIO_MAX = 100.0
-"""Our judgement: ratios of healthy layers are far smaller; a larger one means that the layer gets almost no
-gradient."""
+"""An estimate: ratios of healthy layers are far smaller; a larger one means that the layer gets almost no gradient."""
 
 
 class Health(Hook):
-    """Looks at the logged numbers only. The terminal shows each kind once, the log file each time."""
+    """Checks the logged numbers. The terminal shows each kind of warning once, the log file shows all."""
 
     def start(self, record: RunStart) -> None:
         self._start_step, self._optimizer = record.start_step, record.config.optimizer
@@ -56,7 +55,7 @@ class Health(Hook):
             )
 
     def _remedy(self) -> str:
-        """Return the first remedy for a large trust ratio that the run does not follow already."""
+        """Return the first remedy for a large trust ratio that the config does not apply already."""
         decay = self._optimizer.weight_decay
         if not self._optimizer.exclude_vectors:
             return "Exclude biases and norms from it: optimizer.exclude_vectors true"

@@ -17,12 +17,12 @@ logger = logging.getLogger("dali_train")
 
 
 class JsonLines:
-    """A JSON-lines file for appending, without its lines of steps after `last_step` and those that a killed run left
-    half. Lines of other programs, which name no step, stay.
+    """A JSON-lines file for appending, after removing lines of steps after `last_step` and lines torn by a kill. Lines
+    of other programs, which have no step, stay.
 
-    Lines are handed to the operating system at once: a killed run keeps them. One that did not fit on a full disk
-    leaves a torn line at most; the next one begins on a line of its own. If the file is deleted meanwhile, a warning
-    says so and a new one is begun.
+    Lines are passed to the operating system at once, so they survive a kill. A full disk leaves at most one torn line,
+    and the next line starts on a new one. If the file is deleted during the run, a warning is logged and a new file
+    started.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -35,8 +35,8 @@ class JsonLines:
     def write(self, line: dict[str, Any]) -> None:
         if not self._is_there():
             logger.warning(
-                "%s is gone: was %s deleted or moved while the run uses it? What was recorded there is lost; a new "
-                "file is started",
+                "%s is gone: was %s deleted or moved during the run? What was recorded there is lost; a new file is "
+                "started",
                 self._path,
                 self._path.parent,
             )
@@ -112,8 +112,8 @@ class SampleTrace(Hook):
     Steps count from 0, as those of micro-batches do: step s of metrics.jsonl is s - 1 here.
 
     Args:
-        writes: whether this rank records its micro-batches. One that shares them with another rank does not; in
-            another layout it may have, and what it wrote after the last checkpoint goes.
+        writes: whether this rank records its micro-batches; of several ranks with the same ones, only one does. The
+            others still trim files that they wrote under another layout.
     """
 
     def __init__(self, *, writes: bool) -> None:

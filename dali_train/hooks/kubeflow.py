@@ -1,4 +1,4 @@
-"""Progress, remaining time, loss and top-1 in the status of a TrainJob, where Kubeflow Trainer asks for them.
+"""Progress, remaining time, loss and top-1 in the status of a TrainJob, if Kubeflow Trainer requests them.
 
 Its feature gate TrainJobStatus gives each pod the three variables that are read here; the body of a request is that of
 Trainer 2.3.
@@ -20,7 +20,7 @@ from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRec
 logger = logging.getLogger("dali_train")
 
 SERVER, CERTIFICATE, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-_INTERVAL_S, _TIMEOUT_S = 5.0, 5.0  # Kubeflow asks for at most one request in five seconds
+_INTERVAL_S, _TIMEOUT_S = 5.0, 5.0  # Kubeflow allows one request per five seconds
 
 
 class KubeflowProgress(Hook):
@@ -68,7 +68,7 @@ class KubeflowProgress(Hook):
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "the status of the TrainJob could not be posted to %s (%s): training goes on without it",
+                    "the status of the TrainJob could not be posted to %s (%s): training continues without it",
                     *(os.environ[SERVER], error),
                 )
 

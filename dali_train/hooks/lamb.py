@@ -1,4 +1,4 @@
-"""LAMB's own view: large-batch training fails in single layers, long before the loss shows it."""
+"""LAMB's trust ratios by layer: large-batch training fails in single layers long before the loss shows it."""
 
 import math
 import statistics
@@ -24,11 +24,11 @@ class LambView(Hook):
     steps.
 
     LAMB moves a weight w by lr * |w| / |r| * r, with r = m / (sqrt(v) + eps) + weight_decay * w; |w| / |r| is the trust
-    ratio. It keeps neither, so r is worked out from the gradient and the moments as they are before the step, layer by
-    layer, without a copy of the weights. Nothing here waits for the device: `measure` reads when the loop has waited.
-    Every layer goes into ``lamb.jsonl``; the scalars get minimum, median and maximum over the layers that a gradient
-    reaches. Where there is none, as behind the zero gammas that timm's ResNets begin with, the ratio is 1 /
-    weight_decay and says nothing. Other optimizers have no trust ratio: then the hook does nothing.
+    ratio. LAMB stores neither, so r is computed from the gradient and the moments before the step, layer by layer,
+    without copying weights. This never waits for the device: `measure` reads after the loop has waited. All layers are
+    written to ``lamb.jsonl``; the scalars are minimum, median and maximum over the layers with a gradient. Without a
+    gradient, as behind the zero gammas at the start of timm's ResNets, the ratio is 1 / weight_decay and meaningless.
+    With other optimizers, which have no trust ratio, the hook does nothing.
     """
 
     def __init__(self, layout: Layout, every_steps: int = EVERY_STEPS) -> None:
@@ -90,7 +90,7 @@ class LambView(Hook):
 
 
 def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
-    """Return (trust ratio, norm of the weight, of its update, of its gradient) of one parameter in the step to come."""
+    """Return (trust ratio, norm of the weight, of its update, of its gradient) of one parameter in the coming step."""
     gradient, step = parameter.grad, int(group.get("step", 0)) + 1  # LAMB's own count is on the host
     assert gradient is not None
     beta1, beta2 = group["betas"]

@@ -1,4 +1,4 @@
-"""``logs/rank{r}.log`` of every rank, and the terminal: rank 0's messages, and warnings of any rank, each once."""
+"""``logs/rank{r}.log`` of every rank, and the terminal, with rank 0's messages and all ranks' warnings, each once."""
 
 import hashlib
 import logging
@@ -19,13 +19,13 @@ _WATCHED = ("dali_train", "py.warnings")
 
 
 class RunLogs(Hook):
-    """The handlers, in place for as long as the run lasts. Must be the first hook."""
+    """Installs the log handlers for the duration of the run. Must be the first hook."""
 
     _handlers: ClassVar[list[logging.Handler]] = []  # the loggers are the process's, too
 
     def announce(self, record: RunPlan) -> None:
         rank = record.launch.rank
-        self._close()  # those of an earlier run in this process that did not get as far as its first step
+        self._close()  # handlers of an earlier run in this process that ended before its first step
         self._handlers.append(_Terminal(rank))
         try:
             self._handlers.append(_RankFile(record.directory / "logs" / f"rank{rank}.log", rank))
@@ -56,7 +56,7 @@ class RunLogs(Hook):
 
 
 class _RankFile(logging.FileHandler):
-    """Everything, with time and rank; a resumed run continues the same file."""
+    """Writes all messages with time and rank; a resumed run appends to the same file."""
 
     def __init__(self, path: Path, rank: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,14 +71,14 @@ class _RankFile(logging.FileHandler):
         if not self._failed:
             self._failed = True  # before the warning, which comes here too
             logger.warning(
-                "%s cannot be written (%s). Training continues; make room there, what is logged until then is lost",
+                "%s cannot be written (%s). Training continues; free some space, log lines until then are lost",
                 self.baseFilename,
                 sys.exc_info()[1],
             )
 
 
 class _Terminal(logging.Handler):
-    """Rank 0's lines on stdout; warnings on stderr, a repeated one only once over all ranks."""
+    """Writes rank 0's lines to stdout and all ranks' warnings to stderr, repeated ones only once."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(logging.INFO if rank == 0 else logging.WARNING)

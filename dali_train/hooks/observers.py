@@ -1,4 +1,4 @@
-"""All hooks of a rank. One that raises is reported by name and training continues."""
+"""All hooks of a rank. If one raises, the error is logged with its name and training continues."""
 
 import logging
 from collections import Counter
@@ -16,7 +16,7 @@ logger = logging.getLogger("dali_train")
 
 
 class HookUnavailableError(RuntimeError):
-    """A hook cannot work here, for a reason that the user can mend; the message says how."""
+    """A hook cannot work here, for a reason that the user can fix; the message says how."""
 
 
 class Observers:
@@ -56,7 +56,7 @@ class Observers:
             self._guarded(hook, f"the evaluation of step {record.step}", partial(hook.evaluation, record))
 
     def end(self, record: RunEnd) -> None:
-        # Last started, first ended: the log files are still open for what the others report at their end.
+        # In reverse order, so that the log files are still open when other hooks report at their end.
         for hook in reversed(self._hooks):
             if self._failures[hook] > 1:
                 logger.warning("hook %s failed %s in all", type(hook).__name__, plural(self._failures[hook], "time"))
@@ -66,7 +66,7 @@ class Observers:
         return [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(Hook, moment)]
 
     def _guarded(self, hook: Hook, moment: str, call: Callable[[], Any]) -> bool:
-        """Return True if it went well. Only a hook's first failure is reported: a broken one cannot flood the logs."""
+        """Return whether the call succeeded. Only the first failure of a hook is logged, not to flood the logs."""
         try:
             call()
             return True
@@ -84,7 +84,7 @@ class Observers:
         if isinstance(error, HookUnavailableError):
             return f"{error}. Training continues without it"
         if isinstance(error, OSError) and error.errno in NO_SPACE:
-            return f"{error}. Training continues; make room under {self._directory}, what is written until then is lost"
+            return f"{error}. Training continues; free some space for {self._directory}, output until then is lost"
         return (
             f"{type(error).__name__}: {error}. Training continues; the traceback is in {self._directory}/logs. "
             "Remove the hook or correct it; one with `required = True` ends the run instead"
@@ -96,13 +96,13 @@ def _measure(hook: Hook, measured: dict[str, float]) -> None:
     names = {"event", "step", "epoch", *(field.name for field in fields(TrainRecord))}
     taken = sorted(values.keys() & (measured.keys() | names))
     if taken:
-        raise ValueError(f"measure() gives {', '.join(taken)}, which the run records already: choose another name")
+        raise ValueError(f"measure() returns {', '.join(taken)}, which the run records already: choose another name")
     measured.update(values)
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a number of any library as one that every file and tracker takes."""
+    """Convert a number of any library to one that every file and tracker accepts."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # the last one is torch's, for a tensor of several numbers
-        raise ValueError(f"measure() gives {name} = {value!r}: return one number for each name") from None
+        raise ValueError(f"measure() returns {name} = {value!r}: return one number for each name") from None

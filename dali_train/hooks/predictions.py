@@ -1,4 +1,4 @@
-"""The predictions of an evaluation: a table of some images, classes that are confused, accuracy by class.
+"""The predictions of an evaluation: a table of some images, confused classes, accuracy by class.
 
 ``predictions/step-NNNNNNNN/`` holds ``predictions.csv`` (always the same images), ``classes.csv`` and
 ``confusion.csv`` (up to 20 classes) or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once.
@@ -29,7 +29,7 @@ _THUMBNAIL = 128  # pixels
 
 
 def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
-    """Return (columns, rows): image number, label, prediction, and one score per class, or those of these two."""
+    """Return (columns, rows): image number, label, prediction, and the scores of all classes or only of these two."""
     all_scores = len(names) <= MAX_SCORES
     columns = [
         "image",
@@ -63,7 +63,7 @@ def thumbnails(split: Split, data: DataConfig, numbers: NDArray[np.int64]) -> li
 
 
 class PredictionFiles(Hook):
-    """The files, written by one rank."""
+    """Writes the files, on one rank."""
 
     def start(self, record: RunStart) -> None:
         self._start = record

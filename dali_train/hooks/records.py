@@ -1,4 +1,4 @@
-"""The record that a hook gets at each moment of a run."""
+"""The records that hooks receive."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -18,8 +18,8 @@ from dali_train.training.timing import PhaseClock, StepTimes
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The facts that are known before the model is built and compiled. In all records `step` counts the optimizer steps
-    that are done, as in metrics.jsonl."""
+    """Facts known before the model is built and compiled. In all records `step` is the number of completed optimizer
+    steps, as in metrics.jsonl."""
 
     config: Config
     directory: Path
@@ -28,7 +28,7 @@ class RunPlan:
     num_images: int
     num_classes: int
     class_names: tuple[str, ...]
-    grad_accum_steps: int  # micro-batches of one rank per step; where they do not divide, the most of any rank
+    grad_accum_steps: int  # micro-batches of one rank per step; the maximum over the ranks, if they differ
     total_steps: int  # at which the run ends
 
 
@@ -37,7 +37,7 @@ class RunStart(RunPlan):
     num_parameters: int
     start_step: int  # optimizer steps done before
     startup_s: float  # building everything, compiling included
-    # To look at, never to change; callbacks can be registered on them (Module.register_forward_hook, ...): see Hook.
+    # Read only; callbacks can be registered on them (Module.register_forward_hook, ...), see Hook.
     model: nn.Module  # not wrapped for parallelism; in a pipeline this rank's stages, where names are still timm's
     optimizer: Optimizer
     clock: PhaseClock
@@ -64,8 +64,8 @@ class StepRecord:
     epoch: float  # passes over the data done
     # This rank's; MicroBatch.step counts the steps done before it, so it is one less than `step`.
     micro_batches: tuple[MicroBatch, ...]
-    # The last of them with its pixels, on the device; its memory is used again, so copy what you keep. Without pixels
-    # on later stages of a pipeline.
+    # The last of them with its pixels, on the device; its memory is reused, so copy what you keep. Without pixels on
+    # later stages of a pipeline.
     batch: Batch
     train: TrainRecord | None  # on logging steps
 

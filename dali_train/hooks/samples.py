@@ -1,4 +1,4 @@
-"""Training images as the network sees them: cropped, mirrored, mixed, normalised, with their labels."""
+"""Pictures of training images as the network sees them: cropped, mirrored and mixed, with their labels."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""The hooks that a config asks for, rank by rank."""
+"""The hooks of each rank."""
 
 import os
 
@@ -23,13 +23,13 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
     """Return the hooks of this rank: logs first, so that every other hook can log, and the user's own last.
 
     Raises:
-        ConfigError: hooks.trackers names one that is not there; on every rank.
+        ConfigError: hooks.trackers has an unknown name; on every rank.
     """
     chosen, trackers = config.hooks, make_trackers(config.hooks.trackers)
     hooks: list[Hook] = [RunLogs(), Console()]
     if layout.rank == 0:
         hooks += [MetricsFile(), SystemFacts(), Health()]
-    # No rank sees all layers of a divided model: there all of them work out its norms.
+    # No rank has all layers of a split model, so all ranks compute its norms together.
     if layout.rank == 0 or layout.splits_model:
         hooks.append(LambView(layout))
     if layout.rank == 0:

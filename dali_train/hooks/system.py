@@ -1,4 +1,4 @@
-"""The load of the host and the GPU in each logging interval, where it can be read."""
+"""The load of the host and the GPU in each logging interval, if it can be read."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ logger = logging.getLogger("dali_train")
 
 
 class SystemFacts(Hook):
-    """Memory, what is read from the disk and, of this rank's GPU, what NVML reports through torch."""
+    """Measures memory, disk reads, and the state of this rank's GPU as reported by NVML through torch."""
 
     def start(self, record: RunStart) -> None:
         self._process = psutil.Process()

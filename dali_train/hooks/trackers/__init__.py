@@ -1,4 +1,4 @@
-"""Trackers: services outside of the run directory that can record a run. One file and one row in TRACKERS for each."""
+"""Trackers, which send a run's scalars to a service. Each has one file and one row in TRACKERS."""
 
 from dali_train.config.names import row_of
 from dali_train.hooks.trackers.mlflow import MLflow
@@ -7,7 +7,7 @@ from dali_train.hooks.trackers.tracker import Tracker
 from dali_train.hooks.trackers.wandb import WandB
 
 TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
-"""By the name that hooks.trackers has. A config file can add a row of its own."""
+"""By their names in hooks.trackers. A config file can add a row."""
 
 
 def make_trackers(names: tuple[str, ...]) -> list[Tracker]:

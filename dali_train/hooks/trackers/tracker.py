@@ -1,4 +1,4 @@
-"""What all trackers have in common: the same scalars as metrics.jsonl and the first step's images."""
+"""The base class of trackers, which get the scalars of metrics.jsonl and the first step's images."""
 
 import importlib
 import json
@@ -17,11 +17,11 @@ from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
 from dali_train.hooks.samples import NUM_SAMPLES, sample_images, sheet
 
 DEFAULT_PROJECT = "dali-train"
-"""The project or experiment that a run belongs to where the tracker's own environment variable names none."""
+"""The default project or experiment of a run, if the tracker's environment variable is not set."""
 
 
 class Tracker(Hook):
-    """A tracker decides how it logs; this class decides what and when.
+    """A tracker decides how to log; this class decides what and when.
 
     Scalars are ``train/NAME`` and ``eval/NAME`` with the names of metrics.jsonl. A new tracker is a subclass, which
     implements `log_scalars` and `log_image`, and a row in TRACKERS. Its settings are its own environment variables.
@@ -53,7 +53,7 @@ class Tracker(Hook):
 
 
 def load_package(module: str, extra: str) -> Any:
-    """Import a package that only one tracker needs and that the extra of that name installs.
+    """Import a package that only one tracker needs, from the extra of the same name.
 
     Raises:
         HookUnavailableError: it is not installed.
@@ -62,16 +62,16 @@ def load_package(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise HookUnavailableError(
-            f"hooks.trackers {extra} needs a package that is not there: pip install 'dali-train[{extra}]', or leave "
-            f"{extra} out"
+            f"hooks.trackers {extra} needs a package that is not installed: pip install 'dali-train[{extra}]', or "
+            f"leave {extra} out"
         ) from error
 
 
 def load_id(path: Path) -> dict[str, str] | None:
-    """Return the id under which a tracker knows the run; None if it does not."""
+    """Return the run's id in a tracker; None if it has none."""
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
 def save_id(path: Path, **facts: str) -> None:
-    """Write down the id, so that a resumed run continues under the same one."""
+    """Save the run's id, so that a resumed run continues under the same one."""
     write_atomically(path, (json.dumps(facts) + "\n").encode())
