@@ -1,4 +1,4 @@
-"""Where image files lie: in a tar archive, which `tarfile` lists and which is read in place, or in a directory."""
+"""Containers of image files: tar archives, which `tarfile` lists and which are read in place, and directories."""
 
 import gzip
 import os
@@ -17,7 +17,7 @@ _MAX_PADDING = 128 << 10  # zeros behind the last member; tar itself pads to 10 
 
 
 class SourceError(DatasetError):
-    """A source that is not what its command expects; the message names the file, the place and what to do."""
+    """A source that its command does not expect; the message names the file, the place and the remedy."""
 
 
 class Member(NamedTuple):
@@ -36,7 +36,7 @@ class Readable(Protocol):
         ...
 
     def place(self, name: str) -> str:
-        """Return where people find the member called `name`."""
+        """Return the place of the member `name`, for messages."""
         ...
 
 
@@ -132,7 +132,7 @@ class Archive:
         return printable(f"{self.path}:{name}")
 
     def members(self, within: Member | None = None) -> Iterator[Member]:
-        """Yield the files of the archive, or of the archive that is its member `within`, in the order they stand there.
+        """Yield the files of the archive, or of the archive that is its member `within`, in their order there.
 
         Raises:
             SourceError: not a tar, cut off, or a member that is neither file nor directory, with its name and place.
@@ -166,9 +166,9 @@ class Archive:
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL)
 
     def _check_end(self, position: int, end: int) -> None:
-        """Check that what follows the last member is the end: `tarfile` takes damage, or a hole, for one as well.
+        """Check that the last member is followed by the end; `tarfile` also takes damage or a hole for an end.
 
-        A real end is at least one block of zeros, and nothing but a little padding of them up to the end of the file.
+        A real end is at least one block of zeros, with only a little zero padding up to the end of the file.
         """
         rest = os.pread(self._descriptor, min(end - position, _MAX_PADDING + 1), position)
         if len(rest) < tarfile.BLOCKSIZE:
@@ -181,7 +181,7 @@ class Archive:
 
 
 class FileRanges:
-    """Parts of a file that is opened for each of them: there may be more such files than a process may hold open."""
+    """Parts of a file that is opened for each read, since there may be more such files than a process can keep open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -200,7 +200,7 @@ class FileRanges:
 
 
 class _Part:
-    """The bytes from `begin` to `end` of a file as `tarfile` reads headers from them: no more than it asks for."""
+    """The bytes from `begin` to `end` of a file, unbuffered, for `tarfile` to read headers from."""
 
     def __init__(self, descriptor: int, begin: int, end: int) -> None:
         self._descriptor, self._position, self._end = descriptor, begin, end

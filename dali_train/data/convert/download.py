@@ -1,4 +1,4 @@
-"""Download the official files of a dataset: once, and only what has the published checksum."""
+"""Downloading the official files of a dataset, once, verified by their published checksums."""
 
 import http.client
 import socket

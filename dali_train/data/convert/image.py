@@ -1,8 +1,8 @@
-"""From what a source holds to the bytes that are stored: checked as it stands, re-encoded, or refused.
+"""From the images of a source to the bytes that are stored: unchanged after a check, re-encoded, or refused.
 
-A JPEG that is RGB or grey is stored as it stands, bit for bit. Everything else becomes an RGB (or grey) JPEG, or raw
-pixels. What training decodes must be known to decode, so each JPEG that stays is decoded here by DALI itself: of 3,000
-JPEGs damaged at random, DALI and PIL disagreed on 13, and DALI raises in the middle of an epoch.
+A JPEG that is RGB or grey is stored unchanged, bit for bit. Everything else becomes an RGB (or grey) JPEG, or raw
+pixels. Each unchanged JPEG is decoded here by DALI itself, so that training cannot fail on it in the middle of an
+epoch: of 3,000 JPEGs damaged at random, DALI and PIL disagreed on 13.
 """
 
 import io
@@ -37,7 +37,7 @@ Format = Literal["jpeg", "raw"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncodingOptions:
-    """How images are stored. Other options give other bytes, so a resumed conversion must repeat them."""
+    """How images are stored. The options decide the bytes, so a resumed conversion must repeat them."""
 
     format: Format = "jpeg"
     max_side: int | None = None  # shrink images whose longer side exceeds this, in pixels
@@ -78,7 +78,7 @@ RawImage = bytes | NDArray[np.uint8] | StoredImage
 
 
 class MemoryBudget:
-    """What all workers together may hold in decoded images, so that memory does not grow with their number."""
+    """A limit on the decoded images of all workers together, so that memory does not grow with their number."""
 
     def __init__(self, num_bytes: int) -> None:
         self._total = self._free = num_bytes
@@ -86,7 +86,7 @@ class MemoryBudget:
 
     @contextmanager
     def held(self, num_bytes: int) -> Iterator[None]:
-        """Wait until `num_bytes` are free, then hold them. One image larger than the entire budget gets all of it."""
+        """Wait until `num_bytes` are free, then hold them. An image larger than the whole budget gets all of it."""
         share = min(num_bytes, self._total)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= share)
@@ -117,7 +117,7 @@ def prepare(image: RawImage, encoding: EncodingOptions, budget: MemoryBudget) ->
 
 
 def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) -> StoredImage:
-    """Decode all of it with PIL and store it anew. Raises BadImageError: PIL cannot decode it."""
+    """Decode an image with PIL and re-encode it. Raises BadImageError: PIL cannot decode it."""
     with open_image(content, _FORMATS) as image:
         check_size(image.height, image.width)
         resized = _target_size(image.width, image.height, encoding) is not None

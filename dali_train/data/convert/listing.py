@@ -1,4 +1,4 @@
-"""What sources of many files with labels that are numbers have in common: splits, labels and class names."""
+"""The common part of converters from many files with numeric labels: splits, labels and class names."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Which image goes to which place of which shard, and who makes that: pure functions of the counts and the seed."""
+"""The shard and the place of each image, and the part that makes each shard: pure functions of counts and seed."""
 
 from dataclasses import dataclass
 

@@ -1,11 +1,11 @@
-"""A conversion from beginning to end: plan, write, resume, refuse, and hand over to the index.
+"""A conversion from start to end: plan, write, resume, and build the index.
 
-One process does all of it, or several machines the parts between `--plan` and `--finish`: each shard is a function of
-the options and the source, so it does not matter who writes it, when, or how often.
+One process does all of it, or several machines do the parts between `--plan` and `--finish`: each shard is a function
+of the options and the source, so it does not matter which process writes it, when, or how often.
 
-While it runs, ``DATASET/.conversion`` holds the options and a note per finished shard; the directory is removed when
-all that was written has been read again. ``dataset.json`` appears last. Nothing that can be read as a finished shard or
-dataset is ever half done, so a run may be killed at any moment and started again.
+Meanwhile ``DATASET/.conversion`` holds the options and a note per finished shard; it is removed once all files have
+been verified. ``dataset.json`` is written last. Shards and datasets get their names only when they are complete, so a
+conversion may be killed at any moment and started again.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ _M_MMAP_THRESHOLD = -3  # from malloc.h
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What to convert into which directory."""
+    """A source and its options, and the directory to convert it into."""
 
     name: str  # of the dataset, e.g. "imagenet"
     sources: Mapping[SplitName, Source]
@@ -84,7 +84,7 @@ class Conversion:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return all that the bytes of the result depend on; a resumed run must repeat it."""
+        """Return everything that the bytes of the result depend on; a resumed run must repeat it."""
         return {
             "dataset": self.name,
             "seed": self.seed,
@@ -96,7 +96,7 @@ class Conversion:
 
 
 def convert(conversion: Conversion, phase: str = "all") -> list[str]:
-    """Make what is missing of the dataset, and read all that was written; return what to say to the user.
+    """Make the missing parts of the dataset, and verify all files; return lines to print.
 
     Args:
         phase: plan: only claim `out`. 3/16 or the like: only make the shards of this part, beside other processes.

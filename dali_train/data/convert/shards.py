@@ -40,12 +40,12 @@ Batch = list[tuple[int, StoredImage | BadImageError]]
 
 
 class StoppedError(Exception):
-    """Another worker failed, or the user asked to stop."""
+    """Another worker failed, or the user interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadImage:
-    """An image that was left out, and where it lies in the source."""
+    """An image that was left out, and its place in the source."""
 
     file: str
     position: int
@@ -54,7 +54,7 @@ class BadImage:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenShard:
-    """What a shard holds, kept beside the shards until the dataset is complete."""
+    """The content of a shard, kept next to the shards until the dataset is complete."""
 
     indexed: IndexedShard
     bad: tuple[BadImage, ...]  # left out

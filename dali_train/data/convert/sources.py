@@ -1,4 +1,4 @@
-"""What the converter reads from: a list of labelled images, each read where it is when its turn comes."""
+"""The sources of a conversion: lists of labelled images, which are read in place, one at a time."""
 
 import json
 from array import array
@@ -27,15 +27,15 @@ class Source(Protocol):
     def read(self, image: int) -> RawImage: ...
 
     def name(self, image: int) -> str:
-        """Return what the record says in image/filename."""
+        """Return the record's image/filename."""
         ...
 
     def locate(self, image: int) -> tuple[str, int]:
-        """Return (file, byte offset in it), for people who look for a bad image."""
+        """Return (file, byte offset in it), to find a bad image."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """Return what distinguishes this source from others; a resumed conversion compares it."""
+        """Return values that identify this source; a resumed conversion compares them."""
         ...
 
 
@@ -146,7 +146,7 @@ class SourcePart:
 
 
 class JoinedSources:
-    """What many files hold, one after the other."""
+    """The sources of several files, concatenated."""
 
     def __init__(self, root: Path, sources: Sequence[Source]) -> None:
         """The files lie below `root`."""

@@ -1,4 +1,4 @@
-"""A smaller dataset from a larger one: some classes, some images of each, the bytes of each image as they are."""
+"""A smaller dataset from a larger one: some classes, some images of each, with unchanged bytes."""
 
 from functools import cache
 from pathlib import Path

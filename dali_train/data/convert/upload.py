@@ -1,4 +1,4 @@
-"""A dataset that is made in an object store: each finished file is uploaded and removed here, dataset.json last."""
+"""Converting into an object store: each finished file is uploaded and deleted locally, dataset.json last."""
 
 import hashlib
 import json
@@ -50,11 +50,11 @@ class Upload:
         return "dataset.json" in self._sizes
 
     def foreign(self) -> list[str]:
-        """Return the names of objects that no conversion has put there."""
+        """Return the names of objects that are not from a conversion."""
         return [] if _CLAIM in self._sizes else sorted(self._sizes)
 
     def claim(self, identity: Mapping[str, Any]) -> None:
-        """Say what is converted there. Raises ChangedObjectError: another process has just done so."""
+        """Record the conversion there. Raises ChangedObjectError: another process has just done so."""
         if _CLAIM not in self._sizes:
             self._bucket.write(_CLAIM, (json.dumps(identity, indent=1) + "\n").encode(), new=True)
 

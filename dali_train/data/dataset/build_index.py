@@ -1,5 +1,4 @@
-"""Building the index of a dataset, once: by the converter, or by ``dali-train data index`` for somebody else's
-TFRecords.
+"""Building the index of a dataset once: by the converter, or by ``dali-train data index`` for existing TFRecords.
 
 A walk over every shard locates the images and checks labels, framing and image headers, so that training need not.
 """
@@ -57,7 +56,7 @@ DEFAULT_FEATURES = Features()
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedShard:
-    """All that is learned from one shard. `labels` are as the file has them; `rows["label"]` is filled in later."""
+    """The index of one shard. `labels` are those in the file; `rows["label"]` is filled in later."""
 
     shard: Shard
     rows: NDArray[np.void]  # INDEX_DTYPE, (N,)
@@ -125,7 +124,7 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
 
 @dataclass(frozen=True, slots=True)
 class IndexedRecord:
-    """Where one record's image lies, and what it is."""
+    """The place of one record's image, its size and its label."""
 
     start: int  # of the image within the file, bytes
     size: int  # bytes
@@ -195,8 +194,8 @@ def build_index(
 ) -> Manifest:
     """Index every split found below `root`: the columnar index, DALI's text index and ``dataset.json``.
 
-    Everything is read before anything is written: an error leaves the directory as it was. Shards that do not lie in
-    ``train`` and ``validation`` of the dataset's directory are linked there.
+    Everything is read before anything is written: an error leaves the directory unchanged. Shards outside ``train`` and
+    ``validation`` of the dataset's directory are linked there.
 
     Args:
         out: directory of the dataset, for shards in a directory that cannot be written; by default `root`.
@@ -242,10 +241,10 @@ def write_index(
     conversion: dict[str, Any] | None = None,
     features: Features = DEFAULT_FEATURES,
 ) -> Manifest:
-    """Write what `build_index` writes, for shards whose ``rows["label"]`` are filled in.
+    """Write the files of `build_index`, for shards whose ``rows["label"]`` are filled in.
 
-    ``dataset.json`` goes first and comes back last with the checksums of the indexes, so a process that is killed in
-    between leaves no dataset rather than a mixture of two.
+    ``dataset.json`` is removed first and written last, with the checksums of the indexes, so a kill in between leaves
+    no dataset instead of a mixture of two.
 
     Args:
         conversion: what ``dataset.json`` keeps about how the records were made.
@@ -325,9 +324,9 @@ def _index_all(
 
 
 def map_shards(paths: Sequence[Path], work: Callable[[Path], T], *, workers: int) -> Iterator[tuple[Path, T]]:
-    """Yield (path, what `work` made of it) in the order in which `workers` threads finish.
+    """Yield (path, result of `work`) in the order in which `workers` threads finish.
 
-    Threads suffice: reading and checksums release the interpreter, and the rest takes 30 us per record.
+    Threads are enough: reading and checksums release the GIL, and the rest takes 30 us per record.
     """
     with ThreadPoolExecutor(max(1, min(workers, len(paths)))) as pool:
         futures = {pool.submit(work, path): path for path in paths}

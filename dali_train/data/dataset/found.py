@@ -1,4 +1,4 @@
-"""What lies in a directory that is not a dataset yet, and the command that makes one of it."""
+"""Recognising the content of a directory that is not a dataset yet, and the command that makes it one."""
 
 import os
 import re
@@ -18,7 +18,7 @@ PUBLISHED: Mapping[str, Any] = {}
 
 
 def converter_for(root: Path, *, indexing: bool = False) -> str:
-    """Return a sentence with the command that makes a dataset of what lies in `root`, judged by names alone.
+    """Return a sentence with the command that makes a dataset of the files in `root`, judged only by their names.
 
     Args:
         indexing: `data index` asks, which is not to be advised.

@@ -1,8 +1,7 @@
 """A dataset on disk: ``dataset.json``, the columnar index, and the shards, which `MappedShards` maps into memory.
 
-One row of the index is one image: which shard, where the encoded image itself begins and ends, its label and its
-size in pixels. With it a slice of a memory map is the JPEG, and nothing is parsed while training. `build_index` makes
-it.
+One row of the index describes one image: its shard, the byte range of the encoded image, its label and its size in
+pixels. With it a slice of a memory map is the JPEG, and training parses nothing. `build_index` makes the index.
 """
 
 import mmap
@@ -55,8 +54,8 @@ class Split:
         strict: whether the index's content is checked. `verify` leaves it out, since it compares every row itself.
 
     Raises:
-        DatasetError: a part is missing, the index is not the one that ``dataset.json`` was written with, a row of it
-            cannot be, or a shard does not fit it.
+        DatasetError: a part is missing, the index does not belong to ``dataset.json``, a row is invalid, or a shard
+            does not match the index.
     """
 
     def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
@@ -96,17 +95,17 @@ class Split:
         return len(self.rows)
 
     def describe(self, image: int) -> str:
-        """Return where image number `image` lies, for error messages."""
+        """Return the place of image number `image`, for error messages."""
         row = self.rows[image]
         return f"image {image} ({self.place(int(row['shard']))}, {row['size']} bytes at byte {row['offset']})"
 
     def place(self, shard: int) -> str:
-        """Return where a shard lies: its path, or its URL."""
+        """Return the path or the URL of a shard."""
         return str(self.paths[shard]) if self.url is None else f"{self.url}/{self.shards[shard].name}"
 
     @contextmanager
     def shard_file(self, shard: int) -> Iterator[Path]:
-        """Within, have a shard as a file: its own, or a temporary one that is fetched from the object store.
+        """Yield a shard as a file: its own, or a temporary copy from the object store.
 
         Raises:
             DatasetError: it is missing or cannot be fetched, or has another size than dataset.json says.
@@ -153,9 +152,9 @@ class Split:
         return numbers[::2]
 
     def index_problem(self) -> str | None:
-        """Return how the index differs from the one that ``dataset.json`` was written with; None: it is that one.
+        """Return how the index differs from the one that belongs to ``dataset.json``, or None.
 
-        Of another one labels or places may be wrong.
+        The labels or places of another index may be wrong.
         """
         split = self.manifest.splits[self.name]
         for path, expected in (
@@ -224,9 +223,8 @@ class Split:
     def _check_ends(self, number: int) -> None:
         """Compare the first and the last record of a shard with their rows.
 
-        For shards newer than the index: copied without their times, which is harmless, or written anew. Of another
-        content with the same number of bytes, the last record hardly ever begins at the same byte; `verify` compares
-        them all.
+        This is for shards newer than the index: either copied without their times, which is harmless, or rewritten. In
+        a rewritten shard of the same size, the last record hardly ever begins at the same byte; `verify` compares all.
         """
         path, offsets = self.paths[number], self.record_offsets(number)
         content = memoryview(map_file(path))
@@ -247,7 +245,7 @@ class Split:
 
 
 class MappedShards:
-    """The bytes of a split's shards. Each is mapped when it is first read, and stays mapped.
+    """The bytes of a split's shards. A shard is memory-mapped when it is first read, and stays mapped.
 
     Rewriting a shard while it is in use kills the process, as with any mapped file.
 
@@ -265,14 +263,14 @@ class MappedShards:
         self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
 
     def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        """Return what is stored of each of `images` as a read-only view, (size,): a file's bytes or raw pixels."""
+        """Return the stored bytes of each of `images` as a read-only view, (size,): encoded images or raw pixels."""
         rows = self._rows[images]
         # Plain integers at once: one element of a structured array costs a microsecond, and a micro-batch has hundreds.
         spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
         return [self._content(shard)[offset : offset + size] for shard, offset, size in spans]
 
     def image(self, number: int) -> NDArray[np.uint8]:
-        """Return what is stored of one image."""
+        """Return the stored bytes of one image."""
         return self.read(np.array([number]))[0]
 
     def _content(self, shard: int) -> NDArray[np.uint8]:
@@ -288,7 +286,7 @@ def open_shards(split: Split) -> "MappedShards | RemoteShards":
 
 
 def allow_open_files(needed: int) -> str:
-    """Raise this process's limit of open files to `needed`. Return why that cannot be, else an empty string."""
+    """Raise this process's limit of open files to `needed`. Return the reason if that fails, else an empty string."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         return f"{needed} files would be open, `ulimit -Hn` allows {hard}"

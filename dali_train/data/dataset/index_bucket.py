@@ -1,4 +1,4 @@
-"""Indexing TFRecords where they lie in an object store: each shard is fetched, read and forgotten."""
+"""Indexing TFRecords in an object store: each shard is fetched, read and discarded."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ Fetch = Callable[[Path], AbstractContextManager[Path]]
 
 @contextmanager
 def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
-    """Within, have a directory that looks like the dataset at `url`: its shards have their names and sizes, and their
-    content while they are fetched. At the end the index that was written there goes to `url`, dataset.json last.
+    """Yield a directory that looks like the dataset at `url`: shards have their names and sizes, and their content only
+    while they are fetched. At the end the index written there is uploaded to `url`, dataset.json last.
 
     Raises:
         DatasetError, RunError: also those that are raised within, with the URL in place of the directory.
@@ -51,7 +51,7 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
 
 
 def _stand_in(path: Path, size: int) -> None:
-    """Make a file of this size that takes no room."""
+    """Make a sparse file of this size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     os.truncate(path, size)

@@ -1,4 +1,4 @@
-"""``dataset.json``: what a dataset holds, and how it was made."""
+"""``dataset.json``: the content of a dataset, and how it was made."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -119,7 +119,7 @@ def read_class_names(path: Path) -> list[str]:
     """Return the lines of a file, the class names in the order of the labels.
 
     Raises:
-        DatasetError: it cannot be read, has an empty line or one that stands twice, or none.
+        DatasetError: the file cannot be read, is empty, or has an empty or a duplicate line.
     """
     try:
         names = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Images of a dataset as people look at them: thumbnails and contact sheets."""
+"""Pictures of a dataset: thumbnails and contact sheets."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _GAP, _CAPTION, _FONT_SIZE = 10, 22, 13  # pixels
 
 
 def picture(split: Split, number: int, stored: NDArray[np.uint8]) -> Image.Image:
-    """Return image `number` of a split in RGB, of which these bytes are stored.
+    """Return image `number` of a split in RGB, given its `stored` bytes.
 
     Raises:
         DatasetError: it cannot be decoded; the message names its place.

@@ -1,4 +1,4 @@
-"""A dataset in an object store: its metadata are kept on this machine, its images are fetched as byte ranges."""
+"""A dataset in an object store: its metadata is kept on this machine, its images are fetched as byte ranges."""
 
 import hashlib
 import json
@@ -28,8 +28,8 @@ _ATTEMPTS = 3  # at an image whose checksum is wrong
 def fetched_metadata(url: str) -> Path:
     """Return the directory on this machine with ``dataset.json`` and the index of the dataset at `url`.
 
-    Directories are named by the content of ``dataset.json``, so a dataset that was exchanged gets another one, and what
-    has been fetched is not fetched again. A process that runs stays with the version that it began with.
+    Directories are named by the content of ``dataset.json``, so a replaced dataset gets a new one, and nothing is
+    fetched twice. A running process keeps the version that it started with.
 
     Raises:
         DatasetError: there is no dataset at `url`, or the store does not answer, or refuses.
@@ -76,15 +76,15 @@ def _fetch_metadata(url: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """Return where things that can be had again are kept on this machine."""
+    """Return this machine's directory for files that can be fetched again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train"
 
 
 class RemoteShards:
     """The bytes of a split's images in an object store. Methods may be called from several threads at once.
 
-    Every image is compared with its checksum in the index, where it has one, since ranged reads are checked by no
-    store. A shard has one version for as long as this lives: it is pinned by its size and ETag.
+    Every image is compared with its checksum in the index, if it has one, since stores do not verify ranged reads. Each
+    shard is pinned by its size and ETag, so its version does not change.
 
     Args:
         split: one whose `url` is not None. Where its index has no `checksums`, only the number of bytes is checked.
@@ -110,7 +110,7 @@ class RemoteShards:
         return self.read(np.array([number]))[0]
 
     def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Yield (image, what is stored of it, read-only, (size,)) of each of `images`, which are ascending."""
+        """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, which are ascending."""
         runs = self._runs(images)
         try:
             results = self._bucket.map(self._read_run, runs)
@@ -120,7 +120,7 @@ class RemoteShards:
             yield from zip(run, contents, strict=True)
 
     def _runs(self, images: NDArray[np.int64]) -> list[list[int]]:
-        """Cut `images`, ascending, into neighbours that are fetched together."""
+        """Cut `images`, ascending, into runs of adjacent images that are fetched together."""
         rows = self._rows[images]
         spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
         runs: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Where somebody else's TFRecords lie: the layouts that are understood, and links to bring them into ours."""
+"""Finding existing TFRecords in the supported layouts, and linking them into ours."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
 
 
 def link_shards(root: Path, shards: dict[SplitName, list[Path]]) -> None:
-    """Make each shard appear as ``ROOT/SPLIT/NAME``: those that lie elsewhere are linked.
+    """Make each shard appear as ``ROOT/SPLIT/NAME``: those elsewhere are linked.
 
     Raises:
         DatasetError: other files are in the way.

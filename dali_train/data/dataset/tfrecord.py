@@ -30,7 +30,7 @@ _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # tf.train.Feature: the field n
 
 
 class TFRecordError(RunError):
-    """A file that is not what the format demands; the message names the file and the byte offset."""
+    """A file that violates the format; the message names the file and the byte offset."""
 
     def __init__(self, path: Path | str, offset: int, problem: str) -> None:
         super().__init__(f"{path}: at byte {offset}: {problem}")
@@ -67,7 +67,7 @@ def _mask(crc: int) -> int:
 
 
 def frame_record(payload: Sequence[Buffer]) -> tuple[Buffer, ...]:
-    """Return a record as it stands in a TFRecord file. The pieces of the payload are passed on, not copied."""
+    """Return a record as in a TFRecord file. The pieces of the payload are not copied."""
     length = struct.pack("<Q", sum(map(len, payload)))
     crc = 0
     for piece in payload:

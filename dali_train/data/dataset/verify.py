@@ -1,5 +1,5 @@
-"""Is a dataset what it says? Records against their checksums, index against records, manifest against files, and each
-image against the decoder."""
+"""Verifying a dataset: records against checksums, index against records, manifest against files, and each image by
+decoding it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,14 +27,14 @@ _SAMPLE_STREAM = 0x5645_5249_4659  # "VERIFY", apart from what else is drawn
 
 @dataclass
 class Findings:
-    """What a check found. Problems make the dataset unfit for use; notes are for people to judge."""
+    """The result of a check. Problems make the dataset unusable; notes are for the user to judge."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     images_per_class: dict[SplitName, NDArray[np.int64]] = field(default_factory=dict)  # (num_classes,)
 
     def summary(self) -> list[str]:
-        """Return lines for people: counts, then notes, then problems."""
+        """Return lines to print: counts, then notes, then problems."""
         counts = [
             f"{split}: {counts.sum():,} images in {len(counts)} classes, {span(counts.min(), counts.max())} per class"
             for split, counts in self.images_per_class.items()
@@ -45,14 +45,14 @@ class Findings:
 def verify(
     root: Path | str, *, sample: int | None = None, decode: bool = True, other_reader: bool = True, workers: int = 1
 ) -> Findings:
-    """Compare everything with everything: all of it, or the records of `sample` images per split.
+    """Run all comparisons, on everything, or on the records of `sample` images per split.
 
     Args:
         decode: whether DALI also decodes the images, which takes most of the time.
         other_reader: whether some records are also read by the package ``tfrecord``, which takes seconds to import.
 
     Raises:
-        DatasetError: there is no manifest, so nothing that could be checked.
+        DatasetError: there is no manifest, so nothing can be checked.
     """
     manifest = Manifest.read(root)
     findings = Findings()
@@ -107,7 +107,7 @@ def _names(root: Path | str, split: SplitName) -> set[str]:
 
 
 def _compare_readers(split: Split) -> list[str]:
-    """Compare the first records of some shards with what a reader finds in them that is not ours."""
+    """Compare the first records of some shards with the results of a reader that is not ours."""
     from tfrecord.reader import tfrecord_loader
 
     manifest, problems = split.manifest, []
@@ -159,7 +159,7 @@ def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> 
 
 
 def _check_shard(split: Split, decode: bool, path: Path) -> tuple[list[str], NDArray[np.uint32]]:
-    """Return what is wrong with one shard, and the checksums of its images."""
+    """Return the problems of one shard, and the checksums of its images."""
     number = split.paths.index(path)
     try:
         with split.shard_file(number) as file:
@@ -285,7 +285,7 @@ def _compare_records(
 def _find_duplicates(
     splits: dict[SplitName, Split], checksums: dict[SplitName, NDArray[np.uint32]], findings: Findings
 ) -> None:
-    """Images of equal bytes: of one label they waste a little time, of two labels at least one is wrong."""
+    """Find images with equal bytes: under one label they only waste time, under two labels at least one is wrong."""
     names = [name for name in splits if name in findings.images_per_class]  # the others' labels name no class
     if not names:
         return
