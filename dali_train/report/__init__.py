@@ -1,4 +1,4 @@
-"""``dali-train report``: what run directories hold, as a page. Reads files only, imports no torch."""
+"""``dali-train report``: run directories as an HTML page. It only reads files, and does not import torch."""
 
 from dali_train.report.page import write_report
 

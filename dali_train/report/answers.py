@@ -1,4 +1,4 @@
-"""What a run's newest evaluation says about classes and single images, as HTML."""
+"""A run's newest evaluation by class and by image, as HTML."""
 
 import numpy as np
 
@@ -7,12 +7,12 @@ from dali_train.report.runs import ReportedRun
 from dali_train.text import plural, shortened
 
 NUM_WRONG, NUM_WORST, NUM_PAIRS = 24, 20, 20
-"""Wrong answers, classes and pairs of classes that the page shows."""
+"""How many wrong predictions, classes and pairs of classes the page shows."""
 _NAME = 40  # characters of a class
 
 
 def answers(run: ReportedRun) -> str:
-    """Return the parts that there are tables for."""
+    """Return the sections for which the run has tables."""
     side_by_side = "".join(f"<section>{part}</section>" for part in (_worst(run), _confusion(run), _pairs(run)) if part)
     return (
         folded("Classes", f'<div class="row">{side_by_side}</div>' if side_by_side else "", is_open=True)

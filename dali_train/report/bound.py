@@ -4,18 +4,16 @@ from dali_train.report.runs import ReportedRun
 from dali_train.text import plural
 
 DATA_SHARE, EXCHANGE_SHARE, OPTIMIZER_SHARE, LOGGING_SHARE = 0.10, 0.15, 0.15, 0.03
-"""A phase other than computation that takes at least this share of a step is reported as what bounds the run."""
+"""A phase other than computation with at least this fraction of a step is reported as the bottleneck."""
 
 
 def what_bounds(run: ReportedRun) -> str:
-    """Return a sentence that follows from the medians of the logged phases."""
+    """Return a sentence on the bottleneck, from the medians of the logged phases."""
     step = run.median("step_s")
     if not step or run.median("forward_s") is None:
         return "The run has logged no phases yet."
     if all(event.get("first_step_s") == event["step_s"] for event in run.train):
-        return (
-            "Only the process's first step is logged, in which caches fill: what bounds the run shows in later steps."
-        )
+        return "Only the process's first step is logged, in which caches fill: later steps will show the bottleneck."
 
     def share(phase: str) -> float:
         return (run.median(phase) or 0.0) / step

@@ -10,7 +10,7 @@ from dali_train.runtime.events import OUTSIDE_PHASES, STEP_PHASES, Event
 from dali_train.text import printable, shortened
 
 STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), (*STEP_PHASES.values(), *OUTSIDE_PHASES.values())
-_MOST_POINTS = 2000  # of a curve: more than pixels show nothing more
+_MOST_POINTS = 2000  # of a curve: more than a screen has pixels
 _MOST_MEASURED = 48
 _NAME = 60  # characters of a name in a legend
 
@@ -26,9 +26,9 @@ class Chart:
 
     Args:
         fields: ``train/FIELD`` or ``eval/FIELD`` -> its name in the legend.
-        log: begin with a logarithmic axis.
-        from_zero: the linear axis begins at 0.
-        mark: a value to draw a line at where it lies on the axis.
+        log: start with a logarithmic axis.
+        from_zero: the linear axis starts at 0.
+        mark: a value at which to draw a line, if it is within the axis.
     """
 
     title: str
@@ -106,7 +106,7 @@ SECTIONS = {
         Chart(title="GPU temperature", fields={"train/gpu_temperature_c": "temperature"}, unit="°C"),
     ),
 }
-"""The charts that every run has, where it has their fields. What else is in its training lines, hooks measured."""
+"""The charts of every run that has their fields. Other fields in its training lines are measurements of hooks."""
 
 _KNOWN = {
     *(field for charts in SECTIONS.values() for chart in charts for field in chart.fields),
@@ -116,7 +116,7 @@ _KNOWN = {
 
 
 def sections(runs: list[ReportedRun]) -> dict[str, list[Chart]]:
-    """Return the charts for which there is data, by heading."""
+    """Return the charts that have data, by heading."""
     published = {run.config.run.published_top1 for run in runs} - {None}
     measured = dict.fromkeys(f"train/{field}" for run in runs for event in run.train for field in event)
     own = [field for field in measured if field not in _KNOWN][:_MOST_MEASURED]
@@ -138,8 +138,8 @@ def _measured(field: str) -> Chart:
 
 
 def _present(chart: Chart, runs: list[ReportedRun]) -> Chart:
-    """Leave out what no run has, a loss scale that never moves, a mean over classes of equal size, which is top-1, and
-    the phases of several runs: 6 curves of each."""
+    """Leave out fields that no run has, a constant loss scale, a mean over classes that equals top-1, and the phases of
+    several runs, which would be 6 curves for each."""
     fields = {key: name for key, name in chart.fields.items() if any(_series(run, key) for run in runs)}
     if "train/loss_scale" in fields:
         scales = {event["loss_scale"] for run in runs for event in run.train if "loss_scale" in event}
@@ -162,7 +162,7 @@ def _series(run: ReportedRun, key: str) -> list[Event]:
 
 
 def chart_data(runs: list[ReportedRun], charts: list[Chart]) -> dict[str, Any]:
-    """Return what page.js draws, as plain values for JSON.
+    """Return the data for page.js, as plain values for JSON.
 
     Each run has, under ``train`` and ``eval``, columns ``y`` by field over the columns ``x``: step, epoch and time.
     null: no value there; a text: not finite.
@@ -214,7 +214,7 @@ def _rounded(value: float | None) -> float | str | None:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit in which so many seconds are read well, and its seconds."""
+    """Return a readable unit for this many seconds, and its length in seconds."""
     if seconds >= 2 * 3600:
         return "hours", 3600.0
     return ("minutes", 60.0) if seconds >= 120 else ("seconds", 1.0)

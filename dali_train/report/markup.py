@@ -15,13 +15,12 @@ class Markup(str):
 
 
 def escape(value: Any, keep: str = "") -> str:
-    """Return `value` as text for HTML, between tags or in quotes; control characters other than `keep` go."""
+    """Escape `value` for HTML, between tags or in quotes, and remove control characters other than `keep`."""
     return value if isinstance(value, Markup) else html.escape(printable(str(value), keep=keep))
 
 
 def table(heads: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """Return a table, the first cell of each row a head, that scrolls sideways where it is too wide; nothing without
-    rows."""
+    """Return a table whose first column is a head, and which scrolls sideways if it is too wide; empty without rows."""
     body = "".join(
         f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
         for name, *values in rows
@@ -35,14 +34,14 @@ def table(heads: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "") -
 
 
 def folded(heading: str, content: str, *, is_open: bool = False) -> str:
-    """Return `content` below a heading that opens and closes it; nothing without content."""
+    """Return `content` below a heading that opens and closes it; empty without content."""
     if not content:
         return ""
     return f"<details{' open' if is_open else ''}><summary>{escape(heading)}</summary>{content}</details>"
 
 
 def live(identity: str, content: str) -> str:
-    """Return a part that page.js exchanges where the page is served while the run goes on."""
+    """Return a part that page.js updates if the page is served during the run."""
     return f'<div id="{identity}" data-live>{content}</div>'
 
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: data, script and pictures in it, nothing fetched."""
+"""One self-contained HTML page with data, scripts and pictures, which fetches nothing."""
 
 import base64
 import hashlib
@@ -30,11 +30,11 @@ _CONTROLS = """
 
 
 def write_report(places: Sequence[Path], output: Path | None = None) -> Path:
-    """Write ``index.html`` into `output` and return it: one run's page, or several runs over one another.
+    """Write ``index.html`` into `output` and return its path: the page of one run, or a comparison of several.
 
     Args:
         places: run directories, or folders of them.
-        output: a directory; by default report/ in the run, or comparison/ beside several runs, whose own pages stay.
+        output: a directory; by default report/ in the run, or comparison/ next to several runs.
 
     Raises:
         ConfigError: a directory holds no run.
@@ -52,7 +52,7 @@ def page(runs: list[ReportedRun], *, refresh_s: int = 0) -> str:
     """Return the page of one run, or of several, the best result first.
 
     Args:
-        refresh_s: seconds between two looks at its own address; 0: it is a file.
+        refresh_s: seconds between refreshes of a served page; 0 for a file.
     """
     if len(runs) == 1:
         (run,) = runs
@@ -73,7 +73,7 @@ def page(runs: list[ReportedRun], *, refresh_s: int = 0) -> str:
 def document(
     title: str, runs: list[ReportedRun], head: list[str], refresh_s: int = 0, *, with_answers: bool = True
 ) -> str:
-    """Return a page with `head`, then the charts of `runs`, and what is known of classes and images."""
+    """Return a page with `head`, then the charts of `runs`, then their tables of classes and images."""
     headed = sections(runs)
     charts = [chart for group in headed.values() for chart in group]
     parts = [f"<h1>{escape(shortened(title, 120))}</h1>", *head, _CONTROLS if charts else ""]
@@ -186,7 +186,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
 
 
 def _epochs(run: ReportedRun) -> str:
-    """Return how far a run is. The last step may go beyond the last epoch: all steps have the same size."""
+    """Return the progress of a run. The last step may go beyond the last epoch, since all steps have the same size."""
     return f"{min(run.events[-1]['epoch'], run.config.run.epochs):.2f} of {run.config.run.epochs:g}"
 
 
@@ -208,7 +208,7 @@ def _best(run: ReportedRun) -> str:
 
 
 def _first_steps(run: ReportedRun) -> str:
-    """Describe what the means leave out: building, compiling, and the first step of each process."""
+    """Describe the times that the means leave out: building, compiling, and the first step of each process."""
     startups = [event["startup_s"] for event in run.events if event["event"] == "start"]
     firsts = [event["first_step_s"] for event in run.train if "first_step_s" in event]
     if not startups or not firsts:

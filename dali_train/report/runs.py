@@ -1,4 +1,4 @@
-"""A run as the report shows it."""
+"""The runs of a report."""
 
 import os
 import statistics
@@ -19,10 +19,10 @@ from dali_train.text import printable
 
 @dataclass(frozen=True, eq=False)
 class ReportedRun(RunDirectory):
-    """A run directory, with what the report works out from it.
+    """A run directory, with values that the report derives from it.
 
     Args:
-        label: what to call it; empty: the directory's own name.
+        label: its name in the report; empty: the directory's own name.
     """
 
     label: str = ""
@@ -53,7 +53,7 @@ class ReportedRun(RunDirectory):
 
     @cached_property
     def resumed(self) -> list[Event]:
-        """Where the run was started again."""
+        """The events at which the run was started again."""
         return [event for event in self.events if event["event"] == "start" and event["step"] > 0]
 
     @property
@@ -85,8 +85,7 @@ class ReportedRun(RunDirectory):
         return intervals
 
     def phase_seconds(self) -> dict[str, float]:
-        """Return the seconds of the complete run as far as it is logged, by field: the phases of steps, and what is
-        between steps."""
+        """Return the logged seconds of the whole run by field: the phases of steps, and those between steps."""
         fields = (*STEP_PHASES.values(), *OUTSIDE_PHASES.values())
         return {field: sum(seconds[field] for _, seconds in self._phases) for field in fields}
 
@@ -96,18 +95,18 @@ class ReportedRun(RunDirectory):
         return [0, *(step for step, _ in self._phases)], [0.0, *ends.tolist()]
 
     def seconds_at(self, step: int) -> float:
-        """Return how long the run had trained, evaluated and saved by `step`, as far as it is logged."""
+        """Return how long the run had trained, evaluated and saved by `step`, as far as it was logged."""
         return float(np.interp(step, *self._times))
 
     def median(self, field: str) -> float | None:
-        """Return the median over the logging intervals, the first of a process left out where there are others: caches
-        fill in it."""
+        """Return the median over the logging intervals, without the first of each process, in which caches fill, unless
+        there are no others."""
         intervals = [event for event in self.train if "first_step_s" not in event] or self.train
         values = [event[field] for event in intervals if field in event]
         return statistics.median(values) if values else None
 
     def is_small(self) -> bool:
-        """Return True if images have few pixels: better seen than smoothed away, and cheap to decode."""
+        """Return whether images have few pixels: they are enlarged without smoothing, and cheap to decode."""
         return self.config.data.eval_size <= 64
 
 
@@ -115,7 +114,7 @@ def load_run(directory: Path, label: str = "") -> ReportedRun:
     """Read a run directory.
 
     Raises:
-        ConfigError: it is none, or metrics.jsonl has no line yet.
+        ConfigError: it is not a run directory, or metrics.jsonl has no line yet.
     """
     run = ReportedRun(directory, label)
     if not run.events:
@@ -125,10 +124,10 @@ def load_run(directory: Path, label: str = "") -> ReportedRun:
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Return the run directories at `places` and in the folders there, by names that tell them apart.
+    """Return the run directories at `places` and in the folders there, by unique names.
 
     Raises:
-        ConfigError: one of `places` is no run and has none in it.
+        ConfigError: one of `places` is not a run and contains none.
     """
     runs = [run for place in places for run in sorted(_runs_in(place)) or [RunDirectory(place).directory]]
     found = {run.resolve(): run for run in runs}
@@ -140,7 +139,7 @@ def find_runs(places: Sequence[Path]) -> dict[str, Path]:
 
 
 def _runs_in(place: Path, depth: int = 3) -> Iterator[Path]:
-    """Yield `place` if it is a run, otherwise those in the folders below; not what lies within a run."""
+    """Yield `place` if it is a run, otherwise the runs in the folders below; runs inside runs are ignored."""
     if (place / "config.json").exists():
         yield place
     elif depth and place.is_dir():
@@ -154,7 +153,7 @@ def by_result(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
 
 
 def differences(runs: Sequence[RunDirectory]) -> list[tuple[str, list[Any]]]:
-    """Return the settings in which the runs differ, each with every run's value; not their directories."""
+    """Return the settings in which the runs differ, except their directories, each with every run's value."""
     names = dict.fromkeys(name for run in runs for name in run.settings if name != "run.dir")
     rows = [(name, [run.settings.get(name) for run in runs]) for name in names]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

@@ -1,4 +1,4 @@
-"""``dali-train report --serve``: the pages of runs that may still be training. Reads files, writes none."""
+"""``dali-train report --serve``: live pages of runs, which may still be training. It only reads files."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LOCALHOST, PORT = "127.0.0.1", 7007
 _LOCAL = (LOCALHOST, "localhost", "::1")
 REFRESH_S = 5
 _MOST_DRAWN = 8
-"""Runs whose curves the index shows, the best ones."""
+"""How many runs, the best ones, have curves in the index."""
 _WATCHED = ("config.json", "metrics.jsonl", "environment.json", "samples.png", "predictions")
 
 
@@ -27,7 +27,7 @@ def serve(places: Sequence[Path], host: str = LOCALHOST, port: int = PORT) -> No
     """Serve the runs in `places` until an interrupt. New runs are found when the index is loaded again.
 
     Raises:
-        ConfigError: no run is there, or nothing can listen at that address.
+        ConfigError: there is no run, or the address cannot be used.
     """
     with make_server(places, host, port) as server:
         name, number = server.server_address[:2]
@@ -37,7 +37,7 @@ def serve(places: Sequence[Path], host: str = LOCALHOST, port: int = PORT) -> No
 
 
 def make_server(places: Sequence[Path], host: str, port: int) -> ThreadingHTTPServer:
-    """Return a server that listens, for `serve`."""
+    """Return a listening server for `serve`."""
     find_runs(places)
 
     class Handler(_Handler):
@@ -53,13 +53,13 @@ def make_server(places: Sequence[Path], host: str, port: int) -> ThreadingHTTPSe
 
 @dataclass(frozen=True)
 class Site:
-    """What is at which address: ``/`` is the index, ``/run/NAME`` one run, ``/compare?run=NAME&run=NAME`` several."""
+    """The pages: ``/`` is the index, ``/run/NAME`` one run, ``/compare?run=NAME&run=NAME`` several."""
 
     places: tuple[Path, ...]
     is_local: bool  # only this machine is to see it
 
     def chosen(self, target: str) -> dict[str, Path] | None:
-        """Return the runs of an address by name; None: there is nothing. Names are looked up, never made into paths."""
+        """Return the runs of an address by name, or None. Names are looked up, never made into paths."""
         runs, address = find_runs(self.places), urlsplit(target)
         if address.path == "/":
             return runs
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        # A page from elsewhere whose name suddenly leads to this machine is not to read what only this machine may see.
+        # Protects against DNS rebinding: a foreign page must not read what only this machine may see.
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         try:
             runs = self.site.chosen(self.path) if not self.site.is_local or host in _LOCAL else None
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n")
 
     def _answer(self, status: HTTPStatus, text: str, tag: str = "") -> None:
-        """Send a page, which has a `tag`, or a sentence."""
+        """Send a page, which has a `tag`, or plain text."""
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"text/{'html' if tag else 'plain'}; charset=utf-8")
@@ -131,11 +131,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a page asks every few seconds."""
+        """Log nothing, since each page sends a request every few seconds."""
 
 
 def _tag(runs: dict[str, Path]) -> str:
-    """Return what changes when a file of one of `runs` has changed."""
+    """Return an ETag that changes when a file of one of `runs` changes."""
     facts: list[object] = []
     for name, directory in runs.items():
         for file in _WATCHED:

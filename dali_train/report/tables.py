@@ -1,4 +1,4 @@
-"""The tables of predictions that a run's newest evaluation has left, row by row with the right types."""
+"""The prediction tables of a run's newest evaluation, parsed row by row."""
 
 import csv
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class ConfusedPair(NamedTuple):
 
 
 class PredictionTables:
-    """The files in ``predictions/step-NNNNNNNN/``, see `dali_train.hooks.predictions`; no rows where there is no file.
+    """The files in ``predictions/step-NNNNNNNN/``, see `dali_train.hooks.predictions`; a missing file has no rows.
 
     Raises:
         ConfigError: a table is not what a run writes; the message names file and line.
