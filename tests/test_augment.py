@@ -469,7 +469,7 @@ def test_the_decoder_is_described(config: Config) -> None:
 def test_a_storage_that_nobody_has(config: Config) -> None:
     unknown = replace(config.data, root="ftp://host/data")
     with pytest.raises(
-        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, only for file, "
+        ConfigError, match=r"data.root is ftp://host/data: there is no storage for ftp://, use one of file, "
     ):
         storages.open_storage(Split(config.data.root, "train"), unknown)
 
