@@ -17,6 +17,7 @@ import pytest
 from dali_train.config import load_config
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.remote import fetched_metadata
+from dali_train.data.loading import cache as cache_module
 from dali_train.data.loading.cache import Eviction, ImageCache
 from dali_train.data.loading.remote import RemoteImages
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -306,7 +307,9 @@ def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle
     assert 10 <= (near < np.iinfo(np.int32).max).sum() < 50
 
 
-def test_what_is_needed_latest_is_removed(server: ObjectServer, tiny_config: Path, tmp_path: Path) -> None:
+def test_what_is_needed_latest_is_removed(
+    server: ObjectServer, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Round by round, the cache serves what an exact simulation serves, within what a round is late."""
     config = load_config(tiny_config).replace({"run.epochs": 8, "batch.global_batch": 4, "batch.micro_batch": 2})
     split = Split(server.url, "train")
@@ -318,6 +321,7 @@ def test_what_is_needed_latest_is_removed(server: ObjectServer, tiny_config: Pat
         0, uses.total_steps
     )
     limit = 25 * 4096
+    monkeypatch.setattr(cache_module, "_LEAST_WAIT_S", 3600.0)  # its thread's rounds are made here
     eviction = Eviction(cache, uses, limit=limit, start_step=0, num_ahead=0)
     for now in np.unique(times).tolist():
         images.read(order[times == now].astype(np.int64))

@@ -189,7 +189,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run)]) == 2
     assert "has no line yet" in capsys.readouterr().err
     assert main(["report", str(run), "--run.dir", "x"]) == 2
-    assert "--run.dir x: report takes a run" in capsys.readouterr().err
+    assert "--run.dir x: report uses the run's own settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

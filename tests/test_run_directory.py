@@ -204,7 +204,7 @@ LOST = r"dali-train train: lost touch with other ranks. Missing or late: rank 1 
             "sys.exit(0)",
             "sys.exit(0)",
             [1],
-            [r"dali-train train: \S+, line \d+, in step called sys.exit\(0\) before the"],
+            [r"dali-train train: \S+, line \d+, in step called sys.exit\(0\) during the run"],
             id="exit",
         ),
         pytest.param(

@@ -51,7 +51,7 @@ def scalars_of_metrics(directory: Path) -> Scalars:
     scalars: Scalars = {}
     for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
         if line["event"] in ("train", "eval"):
-            kind, step = line.pop("event"), line.pop("step")
+            kind, step, _ = line.pop("event"), line.pop("step"), line.pop("time")
             scalars |= {(f"{kind}/{name}", step): value for name, value in line.items()}
     return scalars
 

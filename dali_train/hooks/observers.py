@@ -93,7 +93,7 @@ class Observers:
 
 def _measure(hook: Hook, measured: dict[str, float]) -> None:
     values = {name: _number(name, value) for name, value in hook.measure().items()}
-    names = {"event", "step", "epoch", *(field.name for field in fields(TrainRecord))}
+    names = {"event", "step", "epoch", "time", *(field.name for field in fields(TrainRecord))}
     taken = sorted(values.keys() & (measured.keys() | names))
     if taken:
         raise ValueError(f"measure() returns {', '.join(taken)}, which the run records already: choose another name")

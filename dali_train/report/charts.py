@@ -110,7 +110,10 @@ SECTIONS = {
 
 _KNOWN = {
     *(field for charts in SECTIONS.values() for chart in charts for field in chart.fields),
-    *(f"train/{field}" for field in ("event", "step", "epoch", "top1", "skipped_steps", "step_s", "first_step_s")),
+    *(
+        f"train/{field}"
+        for field in ("event", "step", "epoch", "time", "top1", "skipped_steps", "step_s", "first_step_s")
+    ),
     *(f"train/{field}" for field in OUTSIDE_PHASES.values()),
 }
 
