@@ -24,18 +24,14 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-try:
+from dali_train.runtime.imports import needing
+
+with needing("Ray", extra="ray", module=__name__):
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, get_context
     from ray.train.backend import Backend, BackendConfig
     from ray.train.collective import broadcast_from_rank_zero
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-except ModuleNotFoundError as error:
-    MISSING = f"dali_train.ray needs Ray ({error}): pip install 'dali-train[ray]'"
-    if __name__ != "__main__":
-        raise ImportError(MISSING) from error
-    print(MISSING, file=sys.stderr)
-    raise SystemExit(2) from None
 
 from dali_train.commands import data
 from dali_train.commands.arguments import command_parser

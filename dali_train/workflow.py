@@ -28,17 +28,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-try:
+from dali_train.runtime.imports import needing
+
+with needing("Flyte", extra="workflow", module=__name__):
     import flyte
     import flyte.errors
     import flyte.report
     from flyte.io import Dir, File
-except ModuleNotFoundError as error:
-    MISSING = f"dali_train.workflow needs Flyte ({error}): pip install 'dali-train[workflow]'"
-    if __name__ != "__main__":
-        raise ImportError(MISSING) from error
-    print(MISSING, file=sys.stderr)
-    raise SystemExit(2) from None
 
 from dali_train import __version__
 from dali_train.checkpoint.recipe import recipe_settings

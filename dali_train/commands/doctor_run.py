@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from dali_train.checkpoint.model import check_weights
 from dali_train.checkpoint.storage import CheckpointError
+from dali_train.checkpoint.transfer import ranks_apart
 from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, describe_ranks
 from dali_train.config import Config, HooksConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
@@ -33,6 +35,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
+from dali_train.runtime.process_group import on_rank_0
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
     build_model,
@@ -216,47 +219,30 @@ def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iter
 
     Leaves nothing behind.
     """
-    directory = Path(run.dir)
-    mark = [uuid.uuid4().hex]
+    directory, mark = Path(run.dir), uuid.uuid4().hex
+    group = dist.group.WORLD if launch.world_size > 1 else None
     made: list[Path] = []
     try:
+        made = on_rank_0(partial(_make_directories, directory), group)
+        if launch.rank in ranks_apart(directory, group) and run.mirror is None:
+            remedy = "set run.mirror, or run.dir to a file system that all hosts share"
+            words = f"{directory} is not rank 0's directory, and only rank 0's host has the checkpoints"
+            yield Finding("run directory", "warn", words, remedy)
         if launch.rank == 0:
-            made = _make_directories(directory)
-            (directory / f".doctor-{mark[0]}").write_text(mark[0])
-    except OSError as error:
-        yield _unusable(error)
-        mark = [""]
-    if launch.world_size > 1:
-        dist.broadcast_object_list(mark, src=0)
-        dist.barrier()
-    if not mark[0]:
-        return  # rank 0 reports the reason
-    try:
-        shared = (directory / f".doctor-{mark[0]}").read_text() == mark[0]
-    except OSError:
-        shared = False
-    if launch.rank != 0 and not shared and run.mirror is None:
-        remedy = "set run.mirror, or run.dir to a file system that all hosts share"
-        words = f"{directory} is not rank 0's directory, and only rank 0's host has the checkpoints"
-        yield Finding("run directory", "warn", words, remedy)
-    if launch.world_size > 1:
-        dist.barrier()
-    if launch.rank != 0:
-        return
-    try:
-        if shared:
-            yield from _files(directory, mark[0])
+            yield from _files(directory, mark)
             yield _space(run, directory, checkpoint_bytes)
             if run.mirror is not None:
                 yield _mirror(run.mirror)
     except OSError as error:
-        yield _unusable(error)
+        if launch.rank == 0:
+            yield _unusable(error)
     finally:
-        for path in directory.glob(f".doctor-{mark[0]}*"):
-            path.unlink(missing_ok=True)
-        for path in reversed(made):
-            with suppress(OSError):  # in use by another process by now
-                path.rmdir()
+        if launch.rank == 0:
+            for path in directory.glob(f".doctor-{mark}*"):
+                path.unlink(missing_ok=True)
+            for path in reversed(made):
+                with suppress(OSError):  # in use by another process by now
+                    path.rmdir()
 
 
 def _make_directories(directory: Path) -> list[Path]:

@@ -340,6 +340,7 @@ def evaluate(run: Run) -> None:
 def save(run: Run) -> None:
     """Start an asynchronous checkpoint, unless weights or loss are not finite."""
     run.trainer.clock.enter("checkpoint")
+    run.saved_at = time.monotonic()  # before the check, which waits for the device, so that it is not made at each step
     if not run.trainer.is_finite(run.group):
         if run.is_last_step or run.stopping:
             run.saver.wait()
@@ -349,7 +350,6 @@ def save(run: Run) -> None:
         return
     state, values = capture_run(run.trainer, run.group)
     run.write_status("running")
-    run.saved_at = time.monotonic()
     values |= {
         "recipe": run.recipe,
         "class_names": list(run.plan.class_names),

@@ -110,12 +110,13 @@ def tell_torchrun(message: str, *, is_said: bool, environ: Mapping[str, str] = o
     """Make torchrun show `message` in its table of failed ranks, at the end of the output.
 
     Args:
-        is_said: another rank prints the same; torchrun takes the earliest failure as the root cause.
+        is_said: another rank prints the same. Torchrun takes the earliest failure as the root cause, so this one is
+            dated later than that rank's, even if it happens some seconds before.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         text = "as another rank says" if is_said else message
-        details = {"py_callstack": text, "timestamp": str(int(time.time()) + is_said)}
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) + 60 * is_said)}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
 

@@ -76,7 +76,7 @@ class StopRequests:
             os.close(self._pipe_end)  # which ends the listening thread
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = StopReason.USR1 if number == signal.SIGUSR1 else StopReason.TERM
+        self._signal = max(self._signal, StopReason.USR1 if number == signal.SIGUSR1 else StopReason.TERM)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Python calls this between two of its own instructions, so a long computation in C++ delays it."""
