@@ -1,10 +1,11 @@
-"""Atomic writes that survive a kill or a power failure, reading untrusted files, and locks."""
+"""Atomic writes that survive a kill or a power failure, reading untrusted files, locks, and the checked-out commit."""
 
 import errno
 import fcntl
 import hashlib
 import os
 import stat
+import subprocess
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
@@ -75,3 +76,12 @@ def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def git_commit(source: Path) -> str | None:
+    """Return the commit that is checked out in a directory; None if it is not a checkout, or git is missing."""
+    try:
+        commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return commit.stdout.strip() or None

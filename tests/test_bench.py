@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tools.bench import gpu, simulate_scale, startup
 from tools.bench.check_ratios import Bound, report
 from tools.bench.generated import generated_jpeg, write_dataset
 from tools.bench.goals import goal_table
+from tools.bench.turns import take_turns
 
 from .conftest import REPOSITORY
 from .data.files import tool
@@ -114,6 +116,17 @@ def test_a_report_grows(tmp_path: Path) -> None:
     assert "| one | first | done | 1 |" in text and "| two | first | FAILED with status 1 | 1 |" in text
     assert "    42" in text
     assert os.fspath(tmp_path) not in text
+
+
+def leave(name: str, pipe: Connection) -> None:
+    pipe.send("ready")
+    pipe.recv()
+    os._exit(3)
+
+
+def test_a_contender_that_ends_is_named() -> None:
+    with pytest.raises(SystemExit, match="one ended with an error, see above; leave it out with --only"):
+        take_turns(["one"], leave, (), [None])
 
 
 def measured(real_s: float, synthetic_s: float | None = None) -> dict[str, Any]:

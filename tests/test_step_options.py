@@ -19,6 +19,7 @@ from dali_train.cli import main
 from dali_train.config import ModelConfig, load_config
 from dali_train.config.override import config_with
 from dali_train.errors import ConfigError
+from dali_train.training import position_embedding
 from dali_train.training.flops import ModelFlops, data_sheet_peak, flops_per_image, model_flops
 from dali_train.training.memory import estimate_memory
 from dali_train.training.model import (
@@ -185,6 +186,28 @@ def test_the_order_of_attention_kernels(tiny_config: Path) -> None:
     assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.EFFICIENT_ATTENTION
     contextvars.copy_context().run(model, tiny_config)  # as in a notebook's next cell. auto: torch's own order
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def test_position_embeddings_of_another_size_are_timms(tiny_config: Path) -> None:
+    """Without the operator that has no deterministic backward pass on a GPU."""
+    built = model(tiny_config, kwargs={**PLAIN, "dynamic_img_size": True})
+    found, expected = (
+        (
+            value := resample(built.pos_embed, (3, 5), (4, 4), 1),
+            *torch.autograd.grad(value.square().sum(), built.pos_embed),
+        )
+        for resample in (position_embedding.resample, timm.layers.resample_abs_pos_embed)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    output = built(torch.randn(2, 3, 24, 40))
+    seen, queue = set(), [output.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            queue += [before for before, _ in node.next_functions if before is not None]
+    names = {node.name() for node in seen}
+    assert "AddmmBackward0" in names and not any("Upsample" in name for name in names)
 
 
 def test_images_of_a_wrong_size_are_found_at_once(tiny_config: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dali_train.commands.environment import git_commit
 from dali_train.config import PrecisionConfig, load_config
+from dali_train.files import git_commit
 from dali_train.training.metrics import NonFiniteError, TrainingMetrics
 
 from .conftest import REPOSITORY, Train, final_weights

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from nvidia import dali
 from dali_train.config import Config
 from dali_train.data.loading.decoder import describe_decoder
 from dali_train.data.loading.loader import pixel_format
-from dali_train.files import write_atomically
+from dali_train.files import git_commit, write_atomically
 from dali_train.runtime.launch import Launch
 from dali_train.text import plural
 
@@ -63,12 +62,3 @@ def device_name(device: torch.device) -> str:
         if device.type == "cuda"
         else f"CPU, {plural(torch.get_num_threads(), 'thread')}"
     )
-
-
-def git_commit(source: Path) -> str | None:
-    """Return the commit that is checked out in a directory; None if it is not a checkout, or git is missing."""
-    try:
-        commit = subprocess.run(["git", "-C", source, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return commit.stdout.strip() or None

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from dali_train.config import Config, ModelConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
-from dali_train.training import models  # noqa: F401 - registers them with timm
+from dali_train.training import models, position_embedding  # noqa: F401 - what they add to timm
 from dali_train.training.pretrained import Tensors, check_arguments, check_name, create_pretrained, freeze
 from dali_train.training.recompute import recompute_activations
 from dali_train.training.stochastic_depth import share_graphs
@@ -212,17 +212,8 @@ def check_training_size(model: nn.Module, config: Config) -> None:
     """Check that `model` accepts images of data.train_size and of the sizes in data.progressive.
 
     Raises:
-        ConfigError: the model does not accept these sizes, or cannot train on them with run.deterministic.
+        ConfigError: the model does not accept these sizes.
     """
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    if on_gpu and config.run.deterministic and getattr(model, "dynamic_img_size", False):
-        others = [size for size in config.data.train_sizes if size != input_size(model)]
-        if others:
-            raise ConfigError(
-                f"run.deterministic is true, but torch has no deterministic backward pass on GPUs for the position "
-                f"embedding of {config.model.name} resampled to images of {others[0]} pixels: set run.deterministic "
-                f"false, or train at {input_size(model)} pixels only"
-            )
     _check_size(model, config, config.data.train_size, "data.train_size")
     any_size = "choose a model that takes images of any size; a ViT does with --model.kwargs.dynamic_img_size true"
     for _, size in config.data.progressive:

@@ -1,6 +1,7 @@
 """What a device computes in a step, by class of kernel, and the most that it could. Needs torch and timm alone."""
 
 import re
+from dataclasses import replace
 
 import torch
 from torch.profiler import profile
@@ -44,16 +45,12 @@ def time_by_class(profiler: profile, on_gpu: bool) -> dict[str, float]:
 
 
 def peak(config: Config, device: torch.device) -> Peak:
-    """Return the data sheet's for a GPU that is known, else what one large matrix product reaches here."""
+    """Return the data sheet's for a GPU that is known, beside what one large matrix product reaches here; else that."""
     dtype = config.precision.dtype
+    rate = measured_peak(dtype, device)
+    where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    measured = f"{rate / 1e12:.3g} TFLOP/s: measured, the best of several large matrix products in {dtype} on {where}"
+    known = None
     if device.type == "cuda":
         known = data_sheet_peak(torch.cuda.get_device_name(device), dtype, tf32=config.precision.tf32)
-        if known is not None:
-            return known
-    rate = measured_peak(dtype, device)
-    threads = (
-        f"on {torch.get_num_threads()} threads" if device.type == "cpu" else f"on {torch.cuda.get_device_name(device)}"
-    )
-    return Peak(
-        rate, f"{rate / 1e12:.3g} TFLOP/s: measured, the best of several large matrix products in {dtype} {threads}"
-    )
+    return Peak(rate, measured) if known is None else replace(known, source=f"{known.source}; {measured}")

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from dali_train.commands.environment import git_commit
+from dali_train.files import git_commit
 from tools.bench.goals import Results, goal_table
 from tools.bench.turns import describe_machine, write_lines
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dali_train.config import Config
 from dali_train.config.override import config_with
-from dali_train.training.flops import flops_per_image
+from dali_train.training.flops import Peak, flops_per_image
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import build_model
 from dali_train.training.precision import choose_tf32
@@ -39,16 +39,19 @@ def main() -> None:
     device = torch.device(options.device)
     choose_tf32(config.precision.tf32)
     torch.backends.cudnn.benchmark = not config.run.deterministic
-    figures, kernels = measure(config, device, profiled=options.profile)
+    best = peak(config, device)
+    figures, kernels = measure(config, device, best, profiled=options.profile)
     if options.json:
         write_lines(options.json, [{"event": "round", **figures, "kernels": kernels}])
-    print(describe_machine())
+    print(f"{describe_machine()}\npeak {best.source}")
     print(", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
     for kind, milliseconds in sorted(kernels.items(), key=lambda row: -row[1]):
         print(f"{kind:<30}{milliseconds:>10.2f} ms")
 
 
-def measure(config: Config, device: torch.device, *, profiled: bool) -> tuple[dict[str, float], dict[str, float]]:
+def measure(
+    config: Config, device: torch.device, best: Peak, *, profiled: bool
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return figures of one micro-batch by name, medians; and, if `profiled`, its ms by class of kernel."""
     size, batch, half = config.data.train_size, config.batch.micro_batch, AUTOCAST.get(config.precision.dtype)
     model = build_model(config, NUM_CLASSES, device).train()
@@ -77,7 +80,7 @@ def measure(config: Config, device: torch.device, *, profiled: bool) -> tuple[di
     seconds()
     timed = [seconds() for _ in range(TIMED if device.type == "cuda" else 1)]
     launched, computed = (median(column) for column in zip(*timed, strict=True))
-    flops, best = flops_per_image(config, NUM_CLASSES), peak(config, device)
+    flops = flops_per_image(config, NUM_CLASSES)
     figures = {
         "images_per_second": batch / computed,
         "utilisation": flops * batch / computed / best.flops_per_second,

@@ -98,8 +98,10 @@ def take_turns(
     finally:
         # Not asked politely: loaders with workers of their own take long to say goodbye.
         for process, _ in workers.values():
-            for member in family(psutil.Process(process.pid)):
-                member.kill()
+            with suppress(psutil.NoSuchProcess):  # ended with an error
+                for member in family(psutil.Process(process.pid)):
+                    with suppress(psutil.NoSuchProcess):  # a compiler's worker that has just ended
+                        member.kill()
     return {name: given[1:] for name, given in answers.items()}
 
 

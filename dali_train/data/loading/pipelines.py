@@ -121,17 +121,21 @@ class DaliPipeline(IndexedPipeline):
             **graph_options(self._pixels, size=size),
         )
         self._pipe.build()
-        self._mean, self._std = torch.tensor(self._data.mean), torch.tensor(self._data.std)
+        device = "cpu" if self._pixels.device_id is None else f"cuda:{self._pixels.device_id}"
+        self._mean, self._std = (torch.tensor(values, device=device) for values in (self._data.mean, self._data.std))
 
     def run(self) -> Batch:
         images, targets, lambdas, partners = run_graph(self._pipe, self._explain)
         batch = self._feed.in_flight.popleft()
         if batch.noise.size and batch.erased.any():
-            noise = ((torch.from_numpy(batch.noise) - self._mean) / self._std).to(images.dtype)
+            noise = torch.from_numpy(batch.noise)
+            if images.is_cuda:  # from pageable memory, CUDA copies so much only when all that is queued is done
+                noise = noise.pin_memory()
+            noise = (noise.to(images.device, non_blocking=True) - self._mean) / self._std
             images = show_noise(
                 images,
                 to_device_of(images, batch.erased),
-                noise.to(images.device, non_blocking=True),
+                noise.to(images.dtype),
                 channels_last=self._pixels.channels_last,
             )
         return finished(images, targets, lambdas, partners, batch, self._pixels)
