@@ -5,7 +5,8 @@
 
 Nothing is trained twice: the cache key is the recipe, the length of the run, the evaluation settings, this package's
 version, and the content of the dataset and of initial weights and checkpoints. Training that was killed resumes:
-locally from its run directory, and on a cluster, where a retry starts on an empty disk, from Flyte's task checkpoint.
+locally from its run directory, and on a cluster, where a retry starts on an empty disk, from `run.mirror`, which is in
+Flyte's bucket unless it is set.
 Only this module needs Flyte.
 """
 
@@ -18,15 +19,10 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
-import shutil
 import sys
-import tarfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dali_train.runtime.imports import needing
 
@@ -50,8 +46,6 @@ from dali_train.files import sha256
 from dali_train.report import write_report
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
-UPLOAD_S = 30.0
-"""Between two looks whether there is a new checkpoint to upload."""
 DATASETS = {name: row.unattended for name, row in datasets.DATASETS.items() if row.unattended is not None}
 """Datasets that are made without files from the user, with the options of ``dali-train data convert``."""
 
@@ -142,16 +136,18 @@ def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, 
     work = Path(machine.work).absolute()
     key = hashlib.sha256(f"{hyperparameters} {fingerprint} {__version__}".encode()).hexdigest()[:16]
     directory, root = work / "runs" / key, Path(files.path)
+    settings = config_from_json(config, "the task's config")
     if not _is_local():
         root = Path(files.download_sync(work / "datasets" / fingerprint))
-    settings = config_from_json(config, "the task's config").replace(
-        {"data.root": str(root), "run.dir": str(directory)}
-    )
-    with _kept(directory, None if _is_local() else flyte.ctx().checkpoint):  # here the run directory stays
-        try:
-            result = run(settings, num_processes=machine.num_processes or "auto")
-        except (ConfigError, DatasetError) as error:
-            raise _never_again(error) from error
+        if settings.run.mirror is None:  # a retry starts on an empty disk
+            settings = settings.replace({"run.mirror": f"{flyte.ctx().run_base_dir}/{key}"})
+    try:
+        result = run(
+            settings.replace({"data.root": str(root), "run.dir": str(directory)}),
+            num_processes=machine.num_processes or "auto",
+        )
+    except (ConfigError, DatasetError) as error:
+        raise _never_again(error) from error
     if result.stopped:
         raise flyte.errors.RuntimeUserError("Stopped", f"stopped after saving step {result.step}: a retry resumes")
     assert result.model_file is not None
@@ -274,65 +270,6 @@ def _never_again(error: Exception) -> flyte.errors.NonRecoverableError:
 def _is_local() -> bool:
     context = flyte.ctx()
     return context is None or context.mode == "local"
-
-
-@contextmanager
-def _kept(directory: Path, checkpoint: flyte.Checkpoint | None) -> Iterator[None]:
-    """Within, keep what the run needs to resume in the task's checkpoint; before, get it from there if need be."""
-    if checkpoint is None:
-        yield
-        return
-    if not (directory / "checkpoints").exists() and (earlier := checkpoint.load_sync()) is not None:
-        shutil.copytree(earlier, directory, symlinks=True, dirs_exist_ok=True)
-    ended, uploaded = threading.Event(), ""
-
-    def upload() -> None:
-        nonlocal uploaded
-        newest = directory / "checkpoints" / "newest"
-        if newest.is_symlink() and (name := os.readlink(newest)) != uploaded:  # noqa: PTH115 (the name alone)
-            try:
-                upload_run(directory, checkpoint)
-                uploaded = name
-            except OSError as error:  # a file that the run has just replaced, or a store that is away
-                print(
-                    f"warning: checkpoint {name} was not uploaded ({error}): the next attempt is in {UPLOAD_S:.0f} s",
-                    file=sys.stderr,
-                )
-
-    def work() -> None:
-        while not ended.wait(UPLOAD_S):
-            upload()
-
-    thread = threading.Thread(target=work, name="upload", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-        upload()
-
-
-def upload_run(directory: Path, checkpoint: flyte.Checkpoint) -> None:
-    """Save the files of a run, with its newest and best checkpoint, as the task's checkpoint: one tar file."""
-    kept = {(directory / "checkpoints" / link).resolve().name for link in ("newest", "best")} | {"newest", "best"}
-
-    def chosen(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        parts = Path(entry.name).parts
-        if (
-            entry.name == "run.lock"
-            or parts[0].startswith(".")
-            or (parts[0] == "checkpoints" and len(parts) > 1 and parts[1] not in kept)
-        ):
-            return None
-        return entry
-
-    with TemporaryDirectory(dir=directory.parent) as place:
-        path = Path(place) / "run.tar"
-        with tarfile.open(path, "w") as archive:
-            for child in sorted(directory.iterdir()):
-                archive.add(child, arcname=child.name, filter=chosen)
-        checkpoint.save_sync(path)
 
 
 def _show(directory: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dali_train.checkpoint.load import load_newest
 from dali_train.config import Config, load_config
@@ -18,7 +19,7 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.runtime import local_launch
 
-from .ranks import POOL, Ranks, command
+from .ranks import POOL, Ranks, command, in_environment
 
 if TYPE_CHECKING:
     from .s3_server import S3Server
@@ -179,8 +180,12 @@ def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forked_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """`launch_locally` forks ranks from the server of ranks.py, which has imported torch, instead of starting them."""
-    config, forked = local_launch.LaunchConfig, {"start_method": "forkserver"}
-    monkeypatch.setattr(local_launch, "LaunchConfig", lambda **settings: config(**{**settings, **forked}))
+
+    def launch(config: LaunchConfig, work: Callable[..., Any]) -> Any:
+        config.start_method = "forkserver"
+        return functools.partial(elastic_launch(config, in_environment), dict(os.environ), work)
+
+    monkeypatch.setattr(local_launch, "elastic_launch", launch)
 
 
 @pytest.fixture

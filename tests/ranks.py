@@ -95,6 +95,12 @@ def _rank(arguments: list[str], environment: dict[str, str], log: Path) -> None:
     sys.exit(command(arguments))
 
 
+def in_environment(environment: dict[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `function` with the variables of `environment` that this process lacks."""
+    os.environ.update(environment | os.environ)
+    return function(*arguments)
+
+
 def _print_into(log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)

@@ -131,18 +131,45 @@ def test_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere: neither a dataset's directory nor one of cifar10, " in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("s3_server")
 def test_a_retry_on_an_empty_disk_continues(place: Path, tmp_path: Path) -> None:
-    """The task's checkpoint holds what the run needs; here it is a file that the next attempt finds."""
-    config = workflow.config_with(place / "config.py", ["--data.root", str(place / "digits-1")], "test")
-    config = config.replace({"run.checkpoint_every_steps": 3, "run.max_steps": 7})
-    changes = {"run.dir": str(tmp_path / "first"), "run.max_steps": 4}
-    with workflow._kept(tmp_path / "first", flyte.Checkpoint(str(tmp_path / "saved"))):
-        workflow.run(config.replace(changes))
-    retry = tmp_path / "retry"
-    with workflow._kept(retry, flyte.Checkpoint(str(tmp_path / "saved-2"), str(tmp_path / "saved"))):
-        assert sorted(path.name for path in (retry / "checkpoints").iterdir()) == ["best", "newest", "step-00000004"]
-        result = workflow.run(config.replace({"run.dir": str(retry)}))
-    assert result.step == 7 and starts(retry) == [0, 4] and len(result.epoch_accuracies) == 2
+    """The task as a cluster calls it: its checkpoints are in the run's bucket."""
+    from flyte._context import internal_ctx
+    from flyte.io import Dir
+    from flyte.models import ActionID, RawDataPath, TaskContext
+    from flyte.report import Report
+
+    flyte.init()
+    outputs = tmp_path / "outputs"
+    outputs.mkdir()
+    config = workflow.config_with(place / "config.py", ["--run.checkpoint_every_steps", "3"], "test")
+
+    def attempt(work: str, **changes: float) -> workflow.TrainingOutputs:
+        settings = config.replace({f"run.{name}": value for name, value in changes.items()})
+        context = TaskContext(
+            action=ActionID(name="a0"),
+            version="1",
+            raw_data_path=RawDataPath(path=str(outputs)),
+            output_path=str(outputs),
+            run_base_dir="s3://bucket/metadata/run-1",
+            report=Report("train"),
+        )
+        with internal_ctx().replace_task_context(context):
+            return workflow.train_task.func(
+                "recipe",
+                "content",
+                settings.to_json(),
+                Dir(path=str(place / "digits-1")),
+                workflow.Machine(work=str(tmp_path / work)),
+            )
+
+    with pytest.raises(flyte.errors.RuntimeUserError, match="stopped after saving step"):
+        attempt("first", max_seconds=0.1)
+    result = attempt("second", max_steps=7)
+    (run,) = (tmp_path / "second" / "runs").iterdir()
+    assert len(starts(run)) == 2 and starts(run)[1] >= 1
+    assert Path(result.model_state.path).is_file() and len(result.epoch_accuracies) == 1
+    assert "best top-1" in (outputs / "report.html").read_text()
 
 
 def test_what_a_cluster_is_told() -> None:
