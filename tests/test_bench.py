@@ -3,6 +3,7 @@ step's on a tiny model."""
 
 import argparse
 import faulthandler
+import importlib
 import io
 import json
 import os
@@ -35,6 +36,11 @@ from .ranks import POOL
 def bench_step(arguments: list[str]) -> None:
     sys.argv = ["bench_step.py", *arguments]
     runpy.run_path(str(REPOSITORY / "tools" / "bench_step.py"), run_name="__main__")
+
+
+def bench(name: str, arguments: list[str]) -> None:
+    sys.argv = [name, *arguments]
+    importlib.import_module(f"tools.bench.{name}").main()
 
 
 def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
@@ -151,37 +157,88 @@ def test_goals_beside_what_was_seen() -> None:
         "| ViT-B/16, share of the dense peak (MFU) | 50.0% | 80.0% | met |",
         "| ViT-B/32, images/s from 256 px | 15,000 |  | not measured |",
         "| ViT-B/32, images/s from originals | 8,000 | 5,000 | not met |",
-        "| ResNet-50, images/s from originals | 3,400 |  | not measured |",
+        "| ResNet-50, images/s from originals (with MLPerf's fused kernels 7,950) | 3,400 |  | not measured |",
         "| step with real / synthetic data, the lowest | 0.980 | 0.500 | not met |",
     ]
 
 
-def test_every_part_ends_within_eight_minutes(tmp_path: Path) -> None:
+def test_every_order_ends_in_its_time(tmp_path: Path) -> None:
     options = argparse.Namespace(
         device="cuda", quick=False, archive=None, **dict.fromkeys(("original", "stored_256", "raw_256"))
     )
     parts = gpu.plan(options, tmp_path)
     names = [part.name for part in parts]
-    assert len(set(names)) == len(names) and all(part.expected_s <= part.limit_s <= 480 for part in parts)
+    assert len(set(names)) == len(names) and all(part.expected_s <= part.limit_s <= 300 for part in parts)
     without_data = names.index("make-images")  # what needs torch and timm alone comes first
     assert all(name.startswith("model-") for name in names[:without_data]) and without_data > 10
+    for minutes, order in gpu.ORDERS.items():
+        assert set(gpu.ORDERS[30].split()) <= set(order.split()) <= set(names)
+        expected_s = sum(part.expected_s for part in gpu.in_order(parts, order.split()))
+        calls = 2 + expected_s // gpu.CALL_S
+        assert 90 + 60 + 30 * calls + expected_s < 60 * minutes, "with the machine's start, the bundle, and uploads"
 
 
 def test_a_second_call_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = words("gpu --device cpu --quick --parts smoke-whole smoke-box-0")
+    options = words("gpu --device cpu --quick --minutes 30")
     options += ("--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"))
+    monkeypatch.setattr(gpu, "plan", short_plan)
+    monkeypatch.setattr(gpu, "ORDERS", {30: "last broken first after-broken"})
     begun = []
-    for more, status in ((["--minutes", "0.0001"], 75), (["--parts", "smoke-whole"], 0), ([], 0)):
+    for call_s, dali, more, status in (
+        (1, True, [], 75),
+        (60, False, [], 75),
+        (60, True, ["--parts", "first"], 0),
+        (60, True, [], 1),
+        (60, True, [], 1),
+        (60, True, ["--again", "--parts", "broken"], 1),
+    ):
+        monkeypatch.setattr(gpu, "CALL_S", call_s)
+        monkeypatch.setattr(gpu, "has_dali", lambda dali=dali: dali)
         monkeypatch.setattr(sys, "argv", [*options, *more])
         assert gpu.main() == status
         lines = capsys.readouterr().out.splitlines()
         begun.append([line.split()[1].rstrip(":") for line in lines if line.startswith("[")])
-    begun = [[name for name in names if not name.startswith("make-")] for names in begun]
-    assert begun == [[], ["smoke-whole"], ["smoke-box-0"]]
+    assert begun == [[], ["model-a"], ["make-x", "first"], ["last", "broken", "after-broken"], [], ["broken"]]
     (report,) = (tmp_path / "out").glob("*.md")
-    assert "| smoke-box-0 | decoding boxes, 0% to the hardware decoder | done |" in report.read_text()
+    assert "| after-broken | d | FAILED: not begun, since broken has not ended well | 0 |" in report.read_text()
+
+
+def short_plan(options: argparse.Namespace, work: Path) -> list[gpu.Part]:
+    """What needs a dataset, what needs that, and what cannot."""
+    made = work / "made"
+    rows = [
+        ("model-a", "pass", ""),
+        ("make-x", f"open({str(made)!r}, 'w')", ""),
+        ("first", "pass", "make-x"),
+        ("last", "pass", "first"),
+        ("broken", "raise SystemExit(1)", "model-a"),
+        ("after-broken", "pass", "broken"),
+    ]
+    return [
+        gpu.Part(
+            name=name,
+            title="d",
+            words=["-c", code],
+            limit_s=60,
+            expected_s=10,
+            makes=made if name == "make-x" else None,
+            needs=needs,
+        )
+        for name, code, needs in rows
+    ]
+
+
+def test_what_measures_a_gpu_runs_on_a_cpu(dataset: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for name, options, last in (
+        ("smoke", f"{dataset} --decode box --load 0 --batch 4", "at most 0.00 grey levels from the CPU, per image"),
+        ("gpu_data", f"--data a={dataset} --loads 0.5 --batch 8 --batches 1 --rounds 1 --threads 1", "CPU decoding"),
+    ):
+        assert POOL.run(1, bench, name, [*options.split(), "--device", "cpu"], log=log) == [0], log.read_text()
+        assert last in log.read_text().splitlines()[-1], log.read_text()
+        log.unlink()
 
 
 def test_orders_and_scale_of_small_datasets(

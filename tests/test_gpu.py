@@ -1,5 +1,10 @@
-"""The GPU's data path against the CPU's, and training on a GPU. All of it is skipped where there is none."""
+"""The GPU's data path against the CPU's, and training on a GPU. All of it is skipped where there is none.
 
+With GPU_TESTS_ON=cpu a CPU stands in for the GPU: a rehearsal, which shows that the tests themselves run.
+"""
+
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,11 @@ from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
 from .conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
 from .helpers import loader_of, state_difference
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU on this host")
+KIND = os.environ.get("GPU_TESTS_ON", "cuda")
+pytestmark = pytest.mark.skipif(
+    KIND == "cuda" and not torch.cuda.is_available(), reason="torch finds no GPU on this host"
+)
+only_on_gpu = pytest.mark.skipif(KIND != "cuda", reason="only a GPU can do this")
 
 CPU = torch.device("cpu")
 # Grey levels, mean of an image: JPEG decoders may differ by one in each step (ITU-T T.83) and upsample colour
@@ -28,7 +37,20 @@ CLOSE = 2.0
 
 
 def gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if KIND == "cuda" else CPU
+
+
+@pytest.fixture(autouse=True)
+def ends_its_process_if_cuda_is_broken() -> Iterator[None]:
+    """After an illegal access every call of CUDA in this process fails; xdist starts another for the next test."""
+    yield
+    if KIND == "cuda" and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os._exit(1)
+            pytest.exit(f"CUDA is broken in this process: {error}")
 
 
 def smooth_image(seed: int, height: int, width: int) -> Image.Image:
@@ -148,15 +170,18 @@ def test_evaluation_images_are_those_of_the_cpu(config: Config, mode: str) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        "--precision.dtype fp32",
-        "--precision.dtype fp16",
+        "--precision.dtype fp32 --model.compile none",
+        "--precision.dtype fp16 --model.compile none",
         "--precision.dtype bf16 --model.fast_norm true --ema.decay 0.9",
-        "--precision.dtype bf16 --model.compile model --model.cuda_graphs true",
-        "--data.progressive 1,16 --model.kwargs.dynamic_img_size true",
+        pytest.param(
+            "--precision.dtype bf16 --model.compile model --model.cuda_graphs true",
+            marks=only_on_gpu,
+        ),
+        "--data.progressive 1,16 --model.kwargs.dynamic_img_size true --model.compile none",
     ],
 )
 def test_a_resumed_run_is_the_same_bit_for_bit(train: Train, tmp_path: Path, options: str) -> None:
-    settings = [*options.split(), "--run.device", "cuda", "--run.deterministic", "true"]
+    settings = [*options.split(), "--run.device", KIND, "--run.deterministic", "true"]
     train("whole", *settings, "--run.max_steps", "4")
     train("parts", *settings, "--run.max_steps", "2")
     train("parts", *settings, "--run.max_steps", "4")
@@ -167,10 +192,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(train: Train, tmp_path: Path, opt
 
 
 def test_dalis_own_reader_trains(train: Train) -> None:
-    settings = ["--data.reader", "dali", "--hooks.trace_samples", "false", "--run.device", "cuda"]
+    settings = ["--data.reader", "dali", "--hooks.trace_samples", "false", "--run.device", KIND]
     assert "finished at step 3/" in train("run", *settings, "--run.max_steps", "3")
 
 
+@only_on_gpu
 def test_doctor_finds_the_gpu_in_order(run_command: Train, tiny_config: Path) -> None:
     output = run_command("doctor", "--config", str(tiny_config), "--run.device", "cuda")
     assert "pass  decode a batch" in output and "on the CPU, mean" not in output

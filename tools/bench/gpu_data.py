@@ -9,6 +9,7 @@ with data.device cpu and a copy.
 """
 
 import argparse
+import multiprocessing
 import os
 import resource
 import time
@@ -72,6 +73,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     options = parser.parse_args()
+    multiprocessing.set_forkserver_preload(["tools.bench.gpu_data"])  # torch and DALI, once for all processes
     cases = name_cases(options)
     print(
         f"batches of {options.batch}, {options.threads} threads, {options.rounds} rounds of {options.batches} batches"

@@ -12,13 +12,14 @@
 #   DALI="==2.4.0"            the version of DALI; where decoding boxes crashes: DALI="==2.2.0" EXTRA="nvidia-nvimgcodec-cu13==0.8.0.22"
 #   EXTRA=""                  more requirements
 #   PART_BYTES=56000000       size of a part
+#   PHOTOS=FILE               a tar of ImageNet's images: 250 of them go into PARTS/photos.tar, for --archive there
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
 repository=$(cd "$(dirname "$0")/../.." && pwd)
 
 pack() {
-    local out=$1 version=${PYTHON_VERSION:-3.12}
+    local out=$1 version=${PYTHON_VERSION:-3.12} photos=${PHOTOS:+$(realpath "$PHOTOS")}
     work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
     mkdir -p "$out" "$work/site" "$work/wheels"
     local target=(--quiet --disable-pip-version-check --only-binary=:all: --implementation cp --python-version "$version")
@@ -26,7 +27,7 @@ pack() {
     target+=(--platform manylinux2014_x86_64 --platform linux_x86_64)
 
     read -ra present <<<"${PRESENT:-torch==2.11.* torchvision timm tqdm psutil pytest scipy matplotlib onnxruntime}"
-    read -ra extra <<<"${EXTRA:-} pytest-xdist"  # one process per test: after a crash the others run
+    read -ra extra <<<"${EXTRA:-} pytest-xdist pytest-timeout"  # after a test that crashes or hangs the others run
     mapfile -t required < <(DALI=${DALI:-} python3 - "$repository/pyproject.toml" <<'PYTHON'
 import os, sys, tomllib
 for line in tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]:
@@ -75,6 +76,12 @@ PYTHON
     rm -f "$out"/bundle.tar.xz.*
     tar --sort=name --owner=0 --group=0 -c . | xz -T0 -6 | split -b "${PART_BYTES:-56000000}" - "$out/bundle.tar.xz."
     (cd "$out" && sha256sum bundle.tar.xz.?? >bundle.tar.xz.sha256)
+    if [ -n "$photos" ]; then
+        mkdir "$work/photos"
+        tar -tf "$photos" | grep -i '\.jpeg$' | shuf -n 250 --random-source="$photos" >"$work/chosen"
+        tar -xf "$photos" -C "$work/photos" -T "$work/chosen"
+        find "$work/photos" -type f -printf '%P\n' | sort | tar -cf "$out/photos.tar" -C "$work/photos" -T -
+    fi
     ls -l "$out"
 }
 

@@ -14,6 +14,7 @@ utilisation is against the data sheet's peak of a known GPU, else against the be
 """
 
 import argparse
+import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
@@ -41,6 +42,7 @@ RATIOS = [(SYNTHETIC, BARE, 0.98), (REAL, SYNTHETIC, 0.97)]
 
 def main() -> None:
     options, overrides = parse_arguments()
+    multiprocessing.set_forkserver_preload(["tools.bench.loops"])  # torch and DALI, once for all contenders
     with tempfile.TemporaryDirectory(prefix="bench-step-") as work:
         task = Task(options.config.resolve(), overrides, Path(work), options.steps)
         try:
