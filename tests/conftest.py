@@ -89,9 +89,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give all tests of a file to one process, which builds its module's fixtures once. xdist's own groups do not:
     pytest 9.2 ignores the names that xdist 3.8 gives to tests.
 
-    One process alone has xdist's scheduler: after a crash that one goes on with the tests behind.
+    With --dist worksteal it is xdist's own scheduler: after a crash that one goes on with the tests behind.
     """
-    if config.option.numprocesses == 1:
+    if config.option.dist != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
