@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partialmethod
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,7 @@ def _serve(jobs: Connection) -> None:
     gc.freeze()  # what was imported: half a million objects, which each collection would look at, a third of a second
 
     if not torch.cuda.is_available():
-        torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
+        torch.compile = partial(torch.compile, backend="aot_eager")
     faulthandler.register(signal.SIGUSR2)
     environment, directory = dict(os.environ), Path.cwd()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}

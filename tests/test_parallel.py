@@ -2,9 +2,26 @@
 alone."""
 
 import json
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dali_train.config import load_config
+from dali_train.data.sampling.rng import Purpose, torch_seed
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.mesh import in_blocks
+from dali_train.runtime.launch import Launch
+from dali_train.training.build import build_state
+from dali_train.training.dropout import seed_micro_batch
 
 from .conftest import TINY_CONFIG, StartTraining, Train, run_in_pool
 from .helpers import (
@@ -12,12 +29,14 @@ from .helpers import (
     FLOAT64_BOUND,
     events,
     extended,
+    in_ranks,
     kill_after_step_4,
     losses,
     samples,
     state_difference,
     words,
 )
+from .ranks import free_port
 
 FP64 = ("--precision.dtype", "fp64")
 DEEP = ("--model.kwargs.depth", "4")
@@ -143,3 +162,52 @@ def test_half_precision_between_stages(train: Train, tmp_path: Path, options: st
     train("one", *common)
     train("several", *common, *PIPELINE, *divided, ranks=4 if divided else 2)
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=2e-2)  # bfloat16 resolves 2**-8
+
+
+def gradients(rank: int, file: Path, changes: Mapping[str, Any]) -> tuple[nn.Module, list[torch.Tensor]]:
+    """The model of the config in `file` with `changes`, and the gradients of one micro-batch on each of two data ranks,
+    or of one on both."""
+    config = load_config(file).replace(changes)
+    layout = Layout.from_config(Launch(rank=rank, world_size=2, port=1), config.parallel)
+    state = build_state(config, layout, 5, torch.device("cpu"))
+    parallel, k = state.parallel, layout.data_rank
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(k))
+    seed_micro_batch(torch_seed(1, Purpose.DROPOUT, step=0, k=k), images.device)
+    with parallel.accumulating(last=True):
+        with state.precision.autocast():
+            loss = parallel.model(images).float().square().mean()
+        loss.backward()
+    parallel.finish_gradients()
+    found = [in_blocks(parameter.grad) for parameter in state.model.parameters() if parameter.grad is not None]
+    return state.model, [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+
+
+def compare_compiled(rank: int, port: int, file: Path) -> None:
+    address = f"tcp://localhost:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    half = {"precision.dtype": "bf16", "model.kwargs": PLAIN}
+    _, expected = gradients(rank, file, half)
+    sharded, found = gradients(rank, file, {**half, "parallel.shard": "full", "model.compile": "blocks"})
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    for module in sharded.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    gathered = {name for name, parameter in sharded.named_parameters() if parameter.dtype == torch.bfloat16}
+    layers = {name for name, module in sharded.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    assert torch.__version__ < "2.15" or {name.rpartition(".")[0] for name in gathered} == layers
+
+    masked = {"model.kwargs.drop_path_rate": 0.0, "parallel.tensor.size": 2}
+    _, expected = gradients(rank, file, masked)
+    _, found = gradients(rank, file, {**masked, "model.compile": "blocks"})
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"], counters
+    dist.destroy_process_group()
+
+
+PLAIN = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def test_divided_models_compile_to_one_graph_and_the_same_bits(tiny_config: Path) -> None:
+    """With weights that travel in half precision, against complete ones on every rank; and with tensor parallelism,
+    masks included."""
+    in_ranks(2, compare_compiled, free_port(), tiny_config)

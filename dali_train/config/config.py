@@ -130,9 +130,9 @@ class Config:
         """Refuse settings that conflict with a model that is split over ranks."""
         parallel = self.parallel
         require(
-            not parallel.kind or self.model.compile in ("auto", "none"),
-            f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: such "
-            "models are not compiled, set model.compile none",
+            not parallel.kind or self.model.compile != "model",
+            f"model.compile is model with {parallel.kind}, which splits the model over ranks: between its blocks it "
+            "communicates, set model.compile blocks",
         )
         remedy = "FSDP needs weights in torch's default memory format, set model.channels_last false"
         shards = parallel.shard != "none"

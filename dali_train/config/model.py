@@ -28,7 +28,7 @@ class ModelConfig:
     compile: NotInRecipe[Literal["auto", "none", "model", "blocks"]] = "auto"
     """torch.compile. model: the whole model. blocks: each repeated block; identical blocks share code, so the first
     step starts sooner. auto: on a GPU, the blocks if the model has any, falling back to none with a warning if the
-    compiler fails; none on a CPU, and if the model is split over ranks.
+    compiler fails; none on a CPU. A model that is split over ranks can be compiled by blocks only.
     Dropout masks differ from those of uncompiled code, but are still a function of the micro-batch."""
     attention: NotInRecipe[Literal["auto", "cudnn", "flash", "efficient", "math"]] = "auto"
     """The attention kernel to try first. auto: torch's own order. With run.deterministic, kernels that are not

@@ -80,6 +80,7 @@ def parallelize(
     blocks: Sequence[nn.Module] = (),
     activations: StageActivations | None = None,
     prepare: Prepare | None = None,
+    half: torch.dtype | None = None,
 ) -> Parallel:
     """Parallelize `model` over the ranks: by DDP if there is only data parallelism; a single process needs nothing.
 
@@ -88,12 +89,13 @@ def parallelize(
         blocks: the repeated blocks of the model, which are gathered one by one if it is sharded.
         activations: sent between the stages of a pipeline.
         prepare: called for the model, or each of its stages, before it is wrapped.
+        half: see `shard_model`.
 
     Raises:
         ConfigError: the model cannot be split in this way.
     """
     if layout.splits_model:
-        return _split(model, layout, config, device, blocks, activations, prepare)
+        return _split(model, layout, config, device, blocks, activations, prepare, half)
     if prepare is not None:
         prepare(model)
     if layout.data_size > 1:
@@ -120,6 +122,7 @@ def _split(
     blocks: Sequence[nn.Module],
     activations: StageActivations | None,
     prepare: Prepare | None,
+    half: torch.dtype | None,
 ) -> Parallel:
     mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -137,7 +140,7 @@ def _split(
             prepare(module)
         if level is not None:
             inside = set(module.modules())
-            shard_model(module, [block for block in blocks if block in inside], mesh, level)
+            shard_model(module, [block for block in blocks if block in inside], mesh, level, half)
         else:
             module.to(device)
     return Parallel(

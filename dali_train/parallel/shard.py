@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -18,18 +19,42 @@ from dali_train.errors import ConfigError
 
 Level = Literal["optimizer", "gradients", "full"]
 
+# Layers whose weights autocast casts. Subclasses may use them in float32 first, for example to standardise them.
+_COMPUTE_IN_HALF = (nn.Linear, nn.Conv2d)
 
-def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, level: Level) -> None:
+
+def shard_model(
+    model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, level: Level, half: torch.dtype | None = None
+) -> None:
     """Shard the parameters of `model` over the mesh's dimension "shard", in place. Those on the host move to the mesh's
     device block by block, so that no device ever holds all of them.
+
+    Args:
+        half: the half-precision dtype that linear layers and convolutions compute in, if any. Their parameters are then
+            cast before the all-gather instead of after it, which halves its bytes and changes no bit of the result.
+            All others, and gradients, travel in their own dtype. Without effect before torch 2.15, where FSDP has one
+            dtype for all parameters of a block.
 
     Raises:
         ConfigError: weights that tensor parallelism has sharded already are not divisible by the number of ranks.
     """
     data = mesh["replicas", "shard"] if mesh["replicas"].size() > 1 else mesh["shard"]
     place = partial(_placement, num_shards=mesh["shard"].size())
+    policy = MixedPrecisionPolicy()
+    if half is not None and hasattr(policy, "param_dtype_override_fn"):
+        layers = [layer for layer in model.modules() if type(layer) in _COMPUTE_IN_HALF]
+        # Not the parameters themselves: each is freed when it is sharded.
+        cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        policy = MixedPrecisionPolicy(
+            param_dtype=half,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+            param_dtype_override_fn=lambda parameter: half if id(parameter) in cast else parameter.dtype,
+        )
     for module in (*blocks, model):
-        fully_shard(module, mesh=data, reshard_after_forward=level == "full", shard_placement_fn=place)
+        fully_shard(
+            module, mesh=data, reshard_after_forward=level == "full", shard_placement_fn=place, mp_policy=policy
+        )
 
 
 def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:

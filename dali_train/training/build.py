@@ -161,7 +161,8 @@ def build_state(
     precision = Precision(config.precision, device)
     activations = StageActivations.from_model(model, config) if layout.pipeline > 1 else None
     halve = partial(compute_in, dtype=precision.pure_dtype) if precision.pure_dtype is not None else None
-    parallel = parallelize(model, layout, config.parallel, device, repeated_blocks(model), activations, halve)
+    blocks = repeated_blocks(model)
+    parallel = parallelize(model, layout, config.parallel, device, blocks, activations, halve, precision.half)
     if layout.splits_model:
         model = parallel.model
     optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters

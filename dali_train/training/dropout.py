@@ -88,17 +88,8 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def _seed_when_entered(module: nn.Module, number: int, device: torch.device) -> None:
     def seed(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        # The compiler traces the hooks of a compiled block and cannot trace this, so there it happens around the code.
-        if module.training and not torch.compiler.is_compiling():
+        if module.training:
             generator = _generator(device)
             generator.manual_seed(block_seed(generator.initial_seed(), number))
 
     module.register_forward_pre_hook(seed)
-    compiled = module._compiled_call_impl
-    if compiled is not None:
-
-        def call(*inputs: Any, **named: Any) -> Any:
-            seed(module, inputs)
-            return compiled(*inputs, **named)
-
-        module._compiled_call_impl = call

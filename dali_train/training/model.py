@@ -3,7 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import timm
@@ -47,8 +47,7 @@ def build_model(
     On the meta device it is not compiled.
 
     Args:
-        on_host: leave the weights in host memory, to be sharded over the devices of several ranks; the model is then
-            not compiled.
+        on_host: leave the weights in host memory, to be sharded over the devices of several ranks.
         with_weights: start from model.weights; not needed if a checkpoint replaces them.
         tensors, keep_classifier: for model.weights, see `create_pretrained`.
 
@@ -89,7 +88,7 @@ def build_model(
     recompute_activations(model, repeated_blocks(model), config.model)
     if device.type != "meta":
         _choose_attention(config.model.attention, device)
-        if not on_host and config.precision.autocast:
+        if config.precision.autocast:
             _compile(model, config.model, device)
     return model
 
@@ -164,35 +163,37 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
 
 
 def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
-    """Compile each block in place. With `fall_back`, if the compiler fails for one block, all run uncompiled, with a
-    warning."""
+    """Compile the forward pass of each block in place, without hooks on the block itself, such as FSDP's. With
+    `fall_back`, if the compiler fails for one block, all run uncompiled, with a warning."""
     # Blocks share a cache. Those that differ in a number need separate entries, for training and for evaluation, with a
     # full batch and with the last one; beyond the limit a block runs eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
-    for block in blocks:
+    eager = [block.forward for block in blocks]
+    for number, block in enumerate(blocks):
         share_graphs(block)
-        block.compile()
-        if fall_back:
-            block._compiled_call_impl = _falling_back(block, block._compiled_call_impl, blocks)
+        compiled = torch.compile(block.forward)
+        block.forward = _falling_back(compiled, number, blocks, eager) if fall_back else compiled
 
 
-def _falling_back(block: nn.Module, compiled: Any, blocks: list[nn.Module]) -> Callable[..., Any]:
-    """Return `compiled`, which falls back to the uncompiled block if the compiler fails; it fails before anything
-    runs."""
+def _falling_back(
+    compiled: Callable[..., Any], number: int, blocks: list[nn.Module], eager: list[Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return `compiled`, of block `number`, which falls back to the `eager` forward passes if the compiler fails; it
+    fails before anything runs."""
 
     def call(*inputs: Any, **named: Any) -> Any:
         try:
             return compiled(*inputs, **named)
         except torch._dynamo.exc.TorchDynamoException as error:
-            if block._compiled_call_impl is not None:
+            if blocks[number].forward is not eager[number]:
                 reason = str(error).strip().splitlines()[0]
                 logger.warning(
                     f"model.compile auto: the compiler failed ({type(error).__name__}: {reason}); continuing without "
                     "it, which is slower. Set model.compile none to silence this, or blocks to see the full error"
                 )
-            for other in blocks:
-                other._compiled_call_impl = None
-            return block(*inputs, **named)
+            for block, forward in zip(blocks, eager, strict=True):
+                block.forward = forward
+            return eager[number](*inputs, **named)
 
     return call
 
@@ -225,7 +226,7 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _not_compiled(model):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
     except (AssertionError, RuntimeError, ValueError) as error:
         own = input_size(model)
@@ -241,12 +242,6 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
         ) from error
     finally:
         model.train(training)
-
-
-def _not_compiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Run without compiling, for a single image. If nothing is compiled, the compiler is not even imported."""
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def input_size(model: nn.Module) -> int | None:

@@ -38,11 +38,9 @@ class Precision:
     """The number formats of a run, and optimizer steps in them."""
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        half = _HALF.get(config.dtype)
-        self._dtype = half if config.autocast else None  # autocast's
-        self.pure_dtype = (
-            None if config.autocast else half
-        )  # the dtype that the model casts to itself, see `compute_in`
+        self.half = _HALF.get(config.dtype)  # the dtype of matrix products and convolutions, if it is not the weights'
+        self._dtype = self.half if config.autocast else None  # autocast's
+        self.pure_dtype = None if config.autocast else self.half  # what the model casts to itself, see `compute_in`
         self._device = device
         self.image_dtype = torch.float64 if config.dtype == "fp64" else None  # None: as the loader returns them
         self.scaler = torch.amp.GradScaler(

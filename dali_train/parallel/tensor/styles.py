@@ -122,7 +122,9 @@ class OneProcessMasks(ParallelStyle):
             shape = [size if dim in dims else 1 for dim, size in enumerate(placed.shape)]
             complete = draw(torch.ones(shape, dtype=x.dtype, device=x.device))
             placements = [p if any(map(p.is_shard, dims)) else Replicate() for p in placed.placements]
-            mask = distribute_tensor(complete, placed.device_mesh, placements, src_data_rank=None)
+            # Not by `distribute_tensor`, which the compiler cannot trace.
+            replicated = DTensor.from_local(complete, placed.device_mesh, run_check=False)
+            mask = replicated.redistribute(placements=placements)
             return x * (mask if placed is x else mask.to_local())
 
         module.forward = forward
