@@ -242,7 +242,7 @@ def test_all_hooks_in_several_starts(everything: Shared) -> None:
         (4, 1, 0),
     ]
     found = goodput(read_events(directory / "metrics.jsonl"))
-    assert found is not None and 0 < found.share < 1 and (found.starts, found.lost_steps) == (2, 0)
+    assert found is not None and 0 < found.share < 1 and (found.restarts, found.lost_steps) == (2, 0)
     away_s = sum(line.get("away_s", 0.0) for line in starts)
     assert found.away_s == away_s > 0 and found.describe() in describe(directory)
     kept = (directory / "metrics.jsonl").read_text().splitlines()

@@ -208,7 +208,7 @@ def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> N
     status = read_status(run)
     assert status is not None and (status.state, status.step) == ("finished", 100)
     found = goodput(read_events(run / METRICS))
-    assert found is not None and 0 < found.share < 1 and found.starts >= 2 and found.away_s > 0
+    assert found is not None and 0 < found.share < 1 and found.restarts >= 2 and found.away_s > 0
     train("undisturbed", *length, ranks=2)
     assert samples(run) == samples(tmp_path / "undisturbed") and len(samples(run)) == 100 * 2
     assert largest_difference(run, tmp_path / "undisturbed") < FLOAT32_BOUND

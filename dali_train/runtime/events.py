@@ -52,15 +52,15 @@ class Goodput:
     """The fraction of a run's time that was spent on steps that count, and the cost of restarts."""
 
     share: float  # seconds of these steps / seconds since the first start, including pauses between starts
-    starts: int  # restarts
+    restarts: int
     lost_steps: int  # steps that were repeated, as far as they were logged
     away_s: float  # total time between the last line of a start and the first step of the next
 
     def describe(self) -> str:
-        if not self.starts:
+        if not self.restarts:
             return f"{self.share:.1%}"
         return (
-            f"{self.share:.1%}, started {self.starts + 1} times: {plural(self.lost_steps, 'step')} repeated, "
+            f"{self.share:.1%}, started {self.restarts + 1} times: {plural(self.lost_steps, 'step')} repeated, "
             f"{duration(self.away_s)} without a step"
         )
 
@@ -79,7 +79,7 @@ def goodput(events: Sequence[Event]) -> Goodput | None:
         return None
     return Goodput(
         share=seconds / since,
-        starts=len(starts) - 1,
+        restarts=len(starts) - 1,
         lost_steps=sum(int(event.get("lost_steps", 0)) for event in starts),
         away_s=sum(event.get("away_s", 0.0) for event in starts),
     )
