@@ -84,7 +84,7 @@ WRONG = [
     ("batch.micro_batch", 0, "from 1 to"),
     ("mixup.alpha", -0.1, "from 0 on"),
     ("ema.decay", 1.0, "a share between 0 and 1"),
-    ("model.compile", True, "auto, none, model or blocks"),
+    ("model.compile", True, "auto, none, model, blocks or autotune"),
     ("model.kwargs", [1], "a dict, e.g. {'drop_path_rate': 0.1}"),
     ("model.name", 3, "text"),
     ("parallel.timeout_s", 0, "a number of seconds"),
@@ -127,6 +127,7 @@ def test_a_password_is_refused_and_not_shown(name: str) -> None:
             {"model.cuda_graphs": True, "model.compile": "model", "run.device": "cpu"},
             "cuda_graphs is true with run.device cpu",
         ),
+        ({"model.compile": "autotune", "run.deterministic": True}, "deterministic is true with model.compile autotune"),
         (
             {"schedule.warmup_epochs": 0.5, "schedule.step_every": "epoch"},
             "step_every epoch: it must be a whole number",

@@ -138,6 +138,11 @@ def test_auto_compiles_nothing_on_a_cpu(tiny_config: Path) -> None:
     )
 
 
+def test_autotuned_blocks_are_compiled(tiny_config: Path) -> None:
+    """torch looks the mode up at once, and compiles at the first call."""
+    assert all("forward" in vars(block) for block in repeated_blocks(model(tiny_config, compile="autotune")))
+
+
 def test_without_the_compiler_where_it_fails(
     tiny_config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

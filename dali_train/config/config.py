@@ -94,6 +94,8 @@ class Config:
         refuse(pure and self.model.fast_norm, self, "precision.autocast model.fast_norm", remedy)
         remedy = "the weights' copies are not compiled, set model.compile none, or precision.autocast true"
         refuse(pure and compiles, self, "precision.autocast model.compile", remedy)
+        tuned, remedy = self.model.compile == "autotune", "it chooses kernels by timing, set model.compile blocks"
+        refuse(self.run.deterministic and tuned, self, "run.deterministic model.compile", remedy)
         graphs, remedy = self.model.cuda_graphs, "CUDA graphs need a GPU, set model.cuda_graphs false"
         refuse(graphs and self.run.device == "cpu", self, "model.cuda_graphs run.device", remedy)
         remedy = "a captured graph takes images of one size, set model.cuda_graphs false"

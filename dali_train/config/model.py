@@ -25,10 +25,12 @@ class ModelConfig:
     normalise with them."""
     channels_last: NotInRecipe[bool] = False
     """Memory format of weights and images, with which convolutional models are faster on GPUs."""
-    compile: NotInRecipe[Literal["auto", "none", "model", "blocks"]] = "auto"
+    compile: NotInRecipe[Literal["auto", "none", "model", "blocks", "autotune"]] = "auto"
     """torch.compile. model: the whole model. blocks: each repeated block; identical blocks share code, so the first
-    step starts sooner. auto: on a GPU, the blocks if the model has any, falling back to none with a warning if the
-    compiler fails; none on a CPU. A model that is split over ranks can be compiled by blocks only.
+    step starts sooner. autotune: the blocks, with the fastest of several kernels for each matrix product, some of which
+    include bias and activation; timing them takes minutes at the first start, and may choose others at the next. auto:
+    on a GPU, the blocks if the model has any, falling back to none with a warning if the compiler fails; none on a CPU.
+    A model that is split over ranks can be compiled by blocks only.
     Dropout masks differ from those of uncompiled code, but are still a function of the micro-batch."""
     attention: NotInRecipe[Literal["auto", "cudnn", "flash", "efficient", "math"]] = "auto"
     """The attention kernel to try first. auto: torch's own order. With run.deterministic, kernels that are not

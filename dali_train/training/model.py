@@ -147,14 +147,14 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
         )
     if config.compile == "model":
         model.compile(mode="reduce-overhead" if config.cuda_graphs else None)
-    elif config.compile == "blocks":
+    elif config.compile in ("blocks", "autotune"):
         blocks = repeated_blocks(model)
         if not blocks:
             raise ConfigError(
-                f"model.compile is blocks, but {config.name} has no repeated blocks: set model.compile model to "
-                "compile the whole model"
+                f"model.compile is {config.compile}, but {config.name} has no repeated blocks: set model.compile "
+                "model to compile the whole model"
             )
-        compile_blocks(blocks)
+        compile_blocks(blocks, mode="max-autotune-no-cudagraphs" if config.compile == "autotune" else None)
     elif config.compile == "auto" and device.type == "cuda" and (blocks := repeated_blocks(model)):
         logger.info(
             f"model.compile auto: {len(blocks)} blocks of {config.name} are compiled, which delays the first step"
@@ -162,16 +162,20 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
         compile_blocks(blocks, fall_back=True)
 
 
-def compile_blocks(blocks: list[nn.Module], *, fall_back: bool = False) -> None:
-    """Compile the forward pass of each block in place, without hooks on the block itself, such as FSDP's. With
-    `fall_back`, if the compiler fails for one block, all run uncompiled, with a warning."""
+def compile_blocks(blocks: list[nn.Module], *, mode: str | None = None, fall_back: bool = False) -> None:
+    """Compile the forward pass of each block in place, without hooks on the block itself, such as FSDP's.
+
+    Args:
+        mode: torch.compile's.
+        fall_back: if the compiler fails for one block, run all of them uncompiled, with a warning.
+    """
     # Blocks share a cache. Those that differ in a number need separate entries, for training and for evaluation, with a
     # full batch and with the last one; beyond the limit a block runs eagerly.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     eager = [block.forward for block in blocks]
     for number, block in enumerate(blocks):
         share_graphs(block)
-        compiled = torch.compile(block.forward)
+        compiled = torch.compile(block.forward, mode=mode)
         block.forward = _falling_back(compiled, number, blocks, eager) if fall_back else compiled
 
 
