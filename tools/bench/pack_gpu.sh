@@ -12,7 +12,7 @@
 #   DALI="==2.4.0"            the version of DALI; where decoding boxes crashes: DALI="==2.2.0" EXTRA="nvidia-nvimgcodec-cu13==0.8.0.22"
 #   EXTRA=""                  more requirements
 #   PART_BYTES=56000000       size of a part
-#   PHOTOS=FILE               a tar of ImageNet's images: 250 of them go into PARTS/photos.tar, for --archive there
+#   PHOTOS=FILE               a tar of ImageNet's images: 200 of them go into PARTS/photos.tar, for --archive there
 set -euo pipefail
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
@@ -78,7 +78,7 @@ PYTHON
     (cd "$out" && sha256sum bundle.tar.xz.?? >bundle.tar.xz.sha256)
     if [ -n "$photos" ]; then
         mkdir "$work/photos"
-        tar -tf "$photos" | grep -i '\.jpeg$' | shuf -n 250 --random-source="$photos" >"$work/chosen"
+        tar -tf "$photos" | grep -i '\.jpeg$' | shuf -n 200 --random-source="$photos" >"$work/chosen"
         tar -xf "$photos" -C "$work/photos" -T "$work/chosen"
         find "$work/photos" -type f -printf '%P\n' | sort | tar -cf "$out/photos.tar" -C "$work/photos" -T -
     fi
