@@ -111,7 +111,7 @@ def test_max_steps_ends_a_run_and_the_schedule_stays(train: Train, plain_run: Pa
 
 def test_compiled_models_do_not_depend_on_ranks(train: Train, tmp_path: Path) -> None:
     """Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same."""
-    compiled = words("--run.max_steps 2 --run.eval_every_epochs none --model.compile blocks --model.kwargs.depth 1")
+    compiled = words("--run.max_steps 2 --run.eval_every_epochs none --model.compile blocks")
     train("one", *compiled)
     train("two", *compiled, ranks=2)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
