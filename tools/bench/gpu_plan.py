@@ -174,7 +174,7 @@ def model_parts(options: argparse.Namespace, work: Path) -> list[Part]:
     for name, (config, changes) in _MODELS.items():
         words = ["-m", "tools.bench.model", *recipe(config, options, work), "--device", options.device]
         words += ["--precision.dtype", "bf16"]
-        # The rehearsal's model has no dropout to leave out, and compiles in other parts.
+        # The rehearsal's model has no dropout to leave out.
         words += changes.split() if not options.quick else ["--model.compile", "none"]
         tuned = "autotune" in changes
         parts.append(
@@ -265,15 +265,15 @@ def step_parts(options: argparse.Namespace, sets: dict[str, Path], original: str
         ("b32-stored-256", "vit-b32", stored, ["--only", "trainer", *large], 150),
         ("r50-original", "resnet50", original, ["--only", "trainer"], 150),
     ):
-        # Steps as with 8 GPUs; a rehearsal compiles once, which takes minutes on a CPU.
+        # Steps as with 8 GPUs; a rehearsal compiles nothing, which takes minutes on a CPU.
         batch = [] if options.quick else ["--batch.global_batch", "8192" if large and "b32" in name else "4096"]
-        compiled = "none" if options.quick and name != "b16" else "blocks"
+        compiled = "none" if options.quick else "blocks"
         words = ["tools/bench_step.py", *recipe(config, options, work), "--data.root", str(sets[images]), *words]
         words += [*batch, "--precision.dtype", "bf16", "--steps", "1", "--model.compile", compiled, *scale]
         parts.append(
             Part(
                 name=f"step-{name}",
-                title=f"{config} from {sets[images].name}, compiled blocks",
+                title=f"{config} from {sets[images].name}, compile {compiled}",
                 limit_s=300,
                 expected_s=expected_s,
                 rounds=True,
