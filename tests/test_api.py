@@ -101,7 +101,10 @@ def test_accuracies_are_complete_after_a_resume(finished: Path, tmp_path: Path) 
 def test_weights_that_cannot_be_written_cost_no_training(finished: Path, tmp_path: Path) -> None:
     config = dali_train.load_config(finished.parent / "config.py").replace({"run.dir": str(tmp_path / "run")})
     (tmp_path / "run" / "model.safetensors").mkdir(parents=True)  # a file cannot take its place
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be written .*: .* nothing is trained twice"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"model.safetensors cannot be written .*: check space and permissions, .* nothing is trained twice",
+    ):
         dali_train.run(config)
     (tmp_path / "run" / "model.safetensors").rmdir()
     assert dali_train.run(config).model_file == tmp_path / "run" / "model.safetensors"

@@ -198,8 +198,10 @@ def test_a_broken_hook_does_not_end_the_run(users: Shared) -> None:
 
 
 def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
-    assert re.search(r"hook TakenNames failed at measure: .* epoch, loss, which the run records", users.printed)
-    assert re.search(r"hook Vector failed at measure: .* both = \[1\.0, 2\.0\]: return one number", users.printed)
+    assert re.search(r"hook TakenNames failed at measure: .* returns epoch, loss, which the run records", users.printed)
+    assert re.search(
+        r"hook Vector failed at measure: .* returns both = \[1\.0, 2\.0\]: return one number", users.printed
+    )
     assert all(line["loss"] > 0 and line["epoch"] < 9 and "own" not in line for line in users.events("train"))
 
 

@@ -193,7 +193,8 @@ def test_what_a_cluster_is_told() -> None:
     assert sorted(requests.values()) == ["2", "200Gi", "4", "64Gi"] and sorted(limits.values()) == ["4", "64Gi"]
     assert template.extended_resources.shared_memory.size_limit == "8Gi"
     assert [secret.key for secret in template.security_context.secrets] == ["wandb-api-key"]
-    assert "torch" in str(workflow.ENVIRONMENT.image) and "wandb-api-key" not in str(workflow.ENVIRONMENT.image)
+    image = str(workflow.ENVIRONMENT.image)
+    assert "torch" in image and "obstore" in image and "wandb-api-key" not in image
 
 
 def test_without_flyte() -> None:

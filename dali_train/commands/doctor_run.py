@@ -259,6 +259,7 @@ def _unusable(error: OSError) -> Finding:
 
 def _files(directory: Path, mark: str) -> Iterator[Finding]:
     file, fresh, link = (directory / f".doctor-{mark}{kind}" for kind in ("", "-fresh", "-link"))
+    file.touch()  # a checkpoint's files replace others
     block, count = os.urandom(1 << 20), 64
     start = time.perf_counter()
     with fresh.open("wb") as target:

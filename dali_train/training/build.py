@@ -162,7 +162,9 @@ def build_state(
     activations = StageActivations.from_model(model, config) if layout.pipeline > 1 else None
     halve = partial(compute_in, dtype=precision.pure_dtype) if precision.pure_dtype is not None else None
     blocks = repeated_blocks(model)
-    parallel = parallelize(model, layout, config.parallel, device, blocks, activations, halve, precision.half)
+    parallel = parallelize(
+        model, layout, config.parallel, device, blocks, activations, prepare=halve, half=precision.half
+    )
     if layout.splits_model:
         model = parallel.model
     optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters

@@ -92,20 +92,12 @@ def test_a_dataset_in_a_bucket_is_read(folder: Path, tmp_path: Path, capsys: pyt
     data("verify", url, "--sample", 3)
     assert capsys.readouterr().out.startswith("train: ")
     plan = ("plan", "--config", str(REPOSITORY / "configs" / "digits.py"), "--data.root", url, "--run.epochs", "8")
-    million = (
-        "--num-images",
-        "1000000",
-        "--world-size",
-        "4",
-        "--ranks-per-node",
-        "2",
-        "--price-per-1000-requests",
-        "1",
-    )
+    million = ("--num-images", "1000000", "--world-size", "4", "--ranks-per-node", "2")
     costs = []
     for cache_gb in ("1e-9", "1000"):
         cache = ("--data.cache", str(tmp_path / "images"), "--data.cache-gb", cache_gb)
-        assert main([*plan, *million, *cache, "--price-per-gb", "1000"]) == 0
+        prices = ("--price-per-1000-requests", "1", "--price-per-gb", "1000")
+        assert main([*plan, *million, *cache, *prices]) == 0
         (line,) = re.findall(r"^cost +(.*)$", capsys.readouterr().out, re.MULTILINE)
         costs.append([float(cost.replace(",", "")) for cost in re.findall(r"[\d,.]+(?= for)", line)])
     # 110 GB in each of 8 epochs; with a cache each of two nodes fetches only what it has not read in an earlier epoch.
