@@ -36,7 +36,7 @@ FAST_UNCOMPILED = (
     "true",
 )
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
-BF16_EXCHANGE = ("--parallel.grad_reduce_dtype", "bf16")
+BF16_ALL_REDUCE = ("--parallel.grad_reduce_dtype", "bf16")
 
 # So long that no test sees its end unless it asks for it; a step has two micro-batches.
 LONG = (

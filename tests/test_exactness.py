@@ -14,7 +14,7 @@ from dali_train.data.sampling.micro_batch import MicroBatches
 
 from .conftest import StartTraining, Train, final_weights, relative_differences
 from .helpers import (
-    BF16_EXCHANGE,
+    BF16_ALL_REDUCE,
     CONVOLUTIONAL,
     FAST,
     FAST_UNCOMPILED,
@@ -43,9 +43,9 @@ def first_moments(directory: Path) -> torch.Tensor:
 def test_an_exchange_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp_path: Path) -> None:
     """It rounds by 2**-8 at most: what a rank sends, and the sums over ranks."""
     first_step = ("--run.max_steps", "1", "--optimizer.clip_grad_norm", "None", "--batch.micro_batch", "2")
-    train("one", *first_step, *BF16_EXCHANGE)
+    train("one", *first_step, *BF16_ALL_REDUCE)
     for ranks in (2, 4):
-        train(f"{ranks}", *first_step, *BF16_EXCHANGE, ranks=ranks)
+        train(f"{ranks}", *first_step, *BF16_ALL_REDUCE, ranks=ranks)
         one, several = (first_moments(tmp_path / name) for name in ("one", f"{ranks}"))
         assert 0 < (one - several).norm() / one.norm() < 2**-8 * ranks**0.5  # measured: 3.0e-3 on 2 ranks, 4.3e-3 on 4
 
@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(train: Train, tmp_path: Path
 
 
 def test_an_exchange_in_bf16_and_four_ranks_resume_with_the_same_bits(train: Train, tmp_path: Path) -> None:
-    options = (*OFTEN, *FAST_UNCOMPILED, *BF16_EXCHANGE)
+    options = (*OFTEN, *FAST_UNCOMPILED, *BF16_ALL_REDUCE)
     train("undisturbed", *options, ranks=4)
     assert_resumes(train, tmp_path / "undisturbed", *options, ranks=4)
 

@@ -26,7 +26,7 @@ from .ranks import FORK
 HOST = platform.node()
 TIMEOUT = ("--parallel.timeout_s", "12")
 # Where ranks wait for one another: for gradients, or for the wish to stop that is asked with each step.
-WAITING = re.compile(r"^phase (backward|exchange|logging), step \d+$", re.MULTILINE)
+WAITING = re.compile(r"^phase (backward|all-reduce|logging), step \d+$", re.MULTILINE)
 THREE = ("--batch.global_batch", "24", "--batch.micro_batch", "8")  # one for each of three ranks
 
 

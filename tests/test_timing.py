@@ -110,10 +110,10 @@ def test_a_step_that_is_the_only_one_is_not_lost() -> None:
 def test_exchange_begins_when_the_last_gradient_is_there() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
     clock = PhaseClock(torch.device("cpu"))
-    clock.watch_exchange(model[0].weight)  # the first layer's gradient comes last
+    clock.watch_all_reduce(model[0].weight)  # the first layer's gradient comes last
     for follows in (False, True):
-        clock.enter("backward", exchange_follows=follows)
+        clock.enter("backward", all_reduce_follows=follows)
         model(torch.ones(1, 3)).sum().backward()
         time.sleep(0.002)
         clock.finish()
-        assert ("exchange" in clock.totals) == follows
+        assert ("all-reduce" in clock.totals) == follows

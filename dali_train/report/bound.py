@@ -3,7 +3,7 @@
 from dali_train.report.runs import ReportedRun
 from dali_train.text import plural
 
-DATA_SHARE, EXCHANGE_SHARE, OPTIMIZER_SHARE, LOGGING_SHARE = 0.10, 0.15, 0.15, 0.03
+DATA_SHARE, ALL_REDUCE_SHARE, OPTIMIZER_SHARE, LOGGING_SHARE = 0.10, 0.15, 0.15, 0.03
 """A phase other than computation with at least this fraction of a step is reported as the bottleneck."""
 
 
@@ -18,12 +18,12 @@ def what_bounds(run: ReportedRun) -> str:
     def share(phase: str) -> float:
         return (run.median(phase) or 0.0) / step
 
-    data, exchange, optimizer, logging = (
+    data, all_reduce, optimizer, logging = (
         share(f"{name}_s") for name in ("data_wait", "exchange", "optimizer", "logging")
     )
     excess = {
         "data": data / DATA_SHARE,
-        "exchange": exchange / EXCHANGE_SHARE,
+        "all-reduce": all_reduce / ALL_REDUCE_SHARE,
         "optimizer": optimizer / OPTIMIZER_SHARE,
         "logging": logging / LOGGING_SHARE,
     }
@@ -36,9 +36,9 @@ def what_bounds(run: ReportedRun) -> str:
         )
     if worst == "data":
         return f"Waiting for data takes {data:.0%} of the step: {_decoding(run)}"
-    if worst == "exchange":
+    if worst == "all-reduce":
         return (
-            f"The all-reduce of gradients takes {exchange:.0%} of the step that the backward pass does not hide: "
+            f"The all-reduce of gradients takes {all_reduce:.0%} of the step that the backward pass does not hide: "
             "accumulate more (larger batch.global_batch), or look for a rank that is slower than the others in "
             "logs/rank*.log."
         )

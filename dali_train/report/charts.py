@@ -9,15 +9,11 @@ from dali_train.report.runs import ReportedRun
 from dali_train.runtime.events import OUTSIDE_PHASES, STEP_PHASES, Event
 from dali_train.text import printable, shortened
 
-STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), (*STEP_PHASES.values(), *OUTSIDE_PHASES.values())
+PHASE_NAMES = {field: phase for phase, field in (STEP_PHASES | OUTSIDE_PHASES).items()}
+STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), tuple(PHASE_NAMES)
 _MOST_POINTS = 2000  # of a curve: more than a screen has pixels
 _MOST_MEASURED = 48
 _NAME = 60  # characters of a name in a legend
-
-
-def phase_name(field: str) -> str:
-    """Return ``data_wait_s`` as ``data wait``."""
-    return field.removesuffix("_s").replace("_", " ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,7 @@ SECTIONS = {
         Chart(title="Throughput", fields={"train/images_per_second": "images/s"}, unit="images/s", from_zero=True),
         Chart(
             title="Where a step's time goes",
-            fields={f"train/{field}": phase_name(field) for field in STEP_FIELDS},
+            fields={f"train/{field}": PHASE_NAMES[field] for field in STEP_FIELDS},
             unit="s",
             from_zero=True,
         ),

@@ -12,7 +12,7 @@ from typing import Any
 from dali_train.files import write_atomically
 from dali_train.report.answers import answers
 from dali_train.report.bound import what_bounds
-from dali_train.report.charts import ALL_FIELDS, STEP_FIELDS, Chart, chart_data, phase_name, sections
+from dali_train.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
 from dali_train.report.markup import escape, folded, live, table
 from dali_train.report.runs import ReportedRun, by_result, differences, find_runs, load_run
 from dali_train.runtime.events import best_evaluation, decisive
@@ -242,12 +242,12 @@ def _bars(runs: list[ReportedRun], fields: Sequence[str], seconds_of: Callable[[
     for run, each in zip(runs, seconds, strict=True):
         pieces = "".join(
             f'<i style="width: {100 * each[field] / longest:.2f}%; background: {colours[field]}" '
-            f'title="{phase_name(field)} {duration(each[field])}"></i>'
+            f'title="{PHASE_NAMES[field]} {duration(each[field])}"></i>'
             for field in fields
         )
         name = shortened(run.name, 30) if len(runs) > 1 else ""
         total = duration(sum(each.values()))
         rows.append(f'<span>{escape(name)}</span><div class="bar">{pieces}</div><span>{total}</span>')
     shown = [field for field in fields if any(each[field] > 0.005 * longest for each in seconds)]
-    key = "".join(f'<span><i style="background: {colours[field]}"></i>{phase_name(field)}</span>' for field in shown)
+    key = "".join(f'<span><i style="background: {colours[field]}"></i>{PHASE_NAMES[field]}</span>' for field in shown)
     return f'<div class="bars">{"".join(rows)}</div><p class="key">{key}</p>'

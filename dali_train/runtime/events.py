@@ -13,7 +13,7 @@ STEP_PHASES = {
     "data": "data_wait_s",
     "forward": "forward_s",
     "backward": "backward_s",
-    "exchange": "exchange_s",
+    "all-reduce": "exchange_s",
     "optimizer": "optimizer_s",
     "logging": "logging_s",
 }

@@ -212,4 +212,4 @@ def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_
     blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)
     order = warm_up(trainer.parallel, blank, precision.autocast(), keep_gradients=config.model.cuda_graphs)
     if trainer.parallel.layout.data_size > 1:
-        trainer.clock.watch_exchange(order[-1])
+        trainer.clock.watch_all_reduce(order[-1])

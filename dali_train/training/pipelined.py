@@ -160,7 +160,7 @@ class _Passes:
         with trainer.precision.autocast():
             # A copy: the next micro-batch may be decoded into the same memory before this one's backward pass.
             yield batch.images.to(trainer.precision.image_dtype, copy=True)
-        trainer.clock.enter("exchange")
+        trainer.clock.enter("all-reduce")
 
     @contextmanager
     def backward(self, number: int, module: VitStage) -> Iterator[None]:
@@ -169,7 +169,7 @@ class _Passes:
         trainer.clock.enter("backward")
         trainer.parallel.prepare_backward(module, last=number == self._num_passes - 1)
         yield
-        trainer.clock.enter("exchange")
+        trainer.clock.enter("all-reduce")
 
     def loss(self, output: torch.Tensor, number: int) -> torch.Tensor:
         """Return the loss of micro-batch `number`, scaled for its backward pass."""

@@ -43,7 +43,7 @@ class PhaseClock:
         self._phases: list[str] = []
         self._borders: list[float | torch.cuda.Event] = []  # where each of `_phases` begins
         self._pool: list[torch.cuda.Event] = []
-        self._exchange_follows = False
+        self._all_reduce_follows = False
         self._annotating = False
         self._range: torch.autograd.profiler.record_function | None = None
         self._num_steps = 0
@@ -56,23 +56,23 @@ class PhaseClock:
         first = self._borders[0]
         self._lap_start = first if isinstance(first, float) else time.perf_counter()
 
-    def enter(self, phase: str, *, exchange_follows: bool = False) -> None:
-        """Count time as `phase` from now on; with `exchange_follows`, as "exchange" once all gradients are computed."""
-        self._exchange_follows = exchange_follows
+    def enter(self, phase: str, *, all_reduce_follows: bool = False) -> None:
+        """Count time as `phase`; with `all_reduce_follows`, as "all-reduce" once all gradients are computed."""
+        self._all_reduce_follows = all_reduce_follows
         self.phase, self.phase_start = phase, time.monotonic()
         if self._annotating:
             self._annotate(phase)
         self._add_border(phase)
 
-    def watch_exchange(self, parameter: nn.Parameter | None) -> None:
+    def watch_all_reduce(self, parameter: nn.Parameter | None) -> None:
         """Count the rest of a backward pass as communication once the gradient of `parameter`, the last one, is
         computed: what remains is the part of the all-reduce that did not overlap with computation."""
 
         def all_gradients_are_there(_: torch.Tensor) -> None:
-            if self._exchange_follows:
-                self._exchange_follows = False
-                self.phase, self.phase_start = "exchange", time.monotonic()
-                self._add_border("exchange")
+            if self._all_reduce_follows:
+                self._all_reduce_follows = False
+                self.phase, self.phase_start = "all-reduce", time.monotonic()
+                self._add_border("all-reduce")
 
         if parameter is not None:
             parameter.register_post_accumulate_grad_hook(all_gradients_are_there)

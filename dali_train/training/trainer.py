@@ -61,7 +61,7 @@ class Trainer(TrainState):
         grad_norm = self.precision.step(self.optimizer, self.clip_grad_norm, layout)
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
-        self.clock.enter("exchange")
+        self.clock.enter("all-reduce")
         self.statistics.finish_step(self.num_micro_batches)
         if self.ema is not None:
             self.clock.enter("optimizer")
@@ -89,7 +89,7 @@ class Trainer(TrainState):
                     output = self.parallel.model(images)
                     if counts:
                         loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
-                self.clock.enter("backward", exchange_follows=last)
+                self.clock.enter("backward", all_reduce_follows=last)
                 (self.scaled(loss) if counts else without_weight(output)).backward()
             if not counts:  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
                 break

@@ -14,7 +14,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision.dtype
 # What a kernel on a GPU or an operator on a CPU does, by its name; the first that fits. Inductor's names show what it
 # fused. "other" is what fits nowhere.
 KERNEL_CLASSES = [
-    ("exchange", r"nccl|gloo|all_?reduce"),
+    ("all-reduce", r"nccl|gloo|all_?reduce"),
     ("memory copy", r"memcpy|memset|aten::(copy_|clone|contiguous|zero_|fill_)"),
     ("image decoding", r"jpeg|nvjpeg|dali|huffman|idct|ycbcr|decode"),
     ("attention", r"flash|fmha|attention|sdpa|mha_"),

@@ -1,6 +1,6 @@
 """The contenders of step.py: this project's trainer, and loops written by hand around the same model and optimizer.
 
-All of them have one process: what an exchange between ranks costs is not measured here.
+All of them have one process: what communication between ranks costs is not measured here.
 """
 
 import os
