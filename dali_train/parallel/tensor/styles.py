@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from dali_train.parallel.shardwise import Shardwise
+
 IMAGES, TOKENS, FEATURES = range(3)  # the dimensions of an activation
 OUT, IN = range(2)  # the dimensions of a weight
 NUM_FUSED = 3  # queries, keys and values, which timm fuses in the rows of attn.qkv
@@ -55,7 +57,8 @@ class LocalParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             placed = distribute_tensor(parameter.detach(), device_mesh, self.placements[name], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+            with Shardwise():
+                module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
         compute = module.forward
 
         def forward(x: Any) -> torch.Tensor:
