@@ -18,6 +18,7 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.image_file import BadImageError, decode_rgb, open_image
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.pictures import contact_sheet
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
@@ -28,7 +29,7 @@ from dali_train.text import printable
 from dali_train.training.metrics import ClassTables
 from dali_train.training.pretrained import image_settings
 
-_BATCH = 32
+_BATCH, _TILE = 32, 300  # images at a time; pixels of one in a picture
 _TOP, _IN_TABLE = 3, 5  # classes per image that are printed, and that are in a table
 
 
@@ -163,24 +164,12 @@ def compare_decoders(trained: TrainedModel, table: Path | None = None) -> ImageP
 
 def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, names: Sequence[str]) -> None:
     """Draw a PNG with each image above its most likely classes."""
-    from matplotlib.figure import Figure  # takes half a second, and only pictures need it
-
-    columns = min(4, len(images))
-    rows = -(-len(images) // columns)
-    figure = Figure(figsize=(3 * columns, 3.4 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for ax in axes:
-        ax.axis("off")
-    for ax, path, classes, probabilities in zip(
-        axes, images, predictions.classes, predictions.probabilities, strict=False
-    ):
-        ax.imshow(decode_rgb(path.read_bytes()))
-        ax.set_title(
-            "\n".join(f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)),
-            fontsize=9,
-            parse_math=False,
-        )
-    figure.savefig(picture, dpi=120)
+    captions = (
+        [f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)]
+        for classes, probabilities in zip(predictions.classes, predictions.probabilities, strict=True)
+    )
+    tiles = [(decode_rgb(path.read_bytes()), caption) for path, caption in zip(images, captions, strict=True)]
+    contact_sheet(tiles, columns=min(4, len(images)), side=_TILE).save(picture, "PNG")
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ def _caption(classes: list[int], weight: float, names: tuple[str, ...]) -> str:
 
 def sheet(images: list[tuple[NDArray[np.uint8], str]]) -> Image.Image:
     """Return a picture of all images in rows of four with their captions below."""
-    return contact_sheet([(Image.fromarray(pixels), caption) for pixels, caption in images], columns=4, side=_TILE)
+    return contact_sheet([(Image.fromarray(pixels), [caption]) for pixels, caption in images], columns=4, side=_TILE)
 
 
 NUM_SAMPLES = 16

@@ -16,8 +16,9 @@ import pytest
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import INDEX_DTYPE, Split
+from dali_train.data.dataset.remote import GAP_BYTES, RUN_BYTES, adjacent
 from dali_train.data.loading.loader import assigned_micro_batches
-from dali_train.data.loading.storage import GAP_BYTES, REQUEST_BYTES, MappedFiles, requests
+from dali_train.data.loading.storage import MappedFiles
 
 from ..conftest import REPOSITORY
 from ..helpers import words
@@ -110,7 +111,7 @@ def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.Lo
         np.testing.assert_array_equal(a.images, b.images)
 
 
-def test_requests_cover_the_images_in_long_reads() -> None:
+def test_runs_have_the_images_in_long_reads() -> None:
     generator = np.random.default_rng(0)
     rows = np.zeros(400, dtype=INDEX_DTYPE)
     rows["shard"], rows["size"] = np.arange(400) // 150, generator.integers(1, 300_000, 400)
@@ -119,19 +120,17 @@ def test_requests_cover_the_images_in_long_reads() -> None:
         here = rows["shard"] == shard
         ends = np.cumsum(rows["size"][here] + gaps[here])
         rows["offset"][here] = ends - rows["size"][here]
-    for images in (np.arange(400), generator.permutation(400)[:50], np.array([5, 5, 5]), np.array([], dtype=np.int64)):
-        shards, starts, sizes = requests(rows, images)
-        assert (sizes > 0).all() and (sizes <= REQUEST_BYTES).all()
-        spans = {shard: np.zeros(100_000_000, dtype=bool) for shard in range(3)}
-        for shard, start, size in zip(shards.tolist(), starts.tolist(), sizes.tolist(), strict=True):
-            assert not spans[shard][start : start + size].any(), "nothing is read twice"
-            spans[shard][start : start + size] = True
-        for row in rows[images]:
-            assert spans[int(row["shard"])][int(row["offset"]) : int(row["offset"]) + int(row["size"])].all()
-        needed = int(rows["size"][np.unique(images)].sum())
-        assert int(sizes.sum()) <= needed + len(np.unique(images)) * GAP_BYTES
-    _, _, sizes = requests(rows, np.arange(7, 14))  # neighbours without a large gap between them
-    assert len(sizes) == -(-int(sizes.sum()) // REQUEST_BYTES)
+    starts = rows["offset"].astype(np.int64)
+    ends = starts + rows["size"]
+    for images in (np.arange(400), np.sort(generator.permutation(400)[:50]), np.array([5]), np.array([], np.int64)):
+        runs = adjacent(rows, images)
+        assert [image for run in runs for image in run] == images.tolist()
+        for run in runs:
+            assert len(set(rows["shard"][run])) == 1 and (starts[run[1:]] - ends[run[:-1]] <= GAP_BYTES).all()
+            assert len(run) == 1 or ends[run[-1]] - starts[run[0]] <= RUN_BYTES
+        for one, other in itertools.pairwise(runs):
+            apart = rows["shard"][one[-1]] != rows["shard"][other[0]] or starts[other[0]] - ends[one[-1]] > GAP_BYTES
+            assert apart or ends[other[0]] - starts[one[0]] > RUN_BYTES, "no longer run was possible"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ The modules that read a source are imported when it is converted: building the p
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,73 +104,16 @@ def load_sources(options: Namespace) -> "Sources":
         raise SourceError(f"{error!r}: what the source should hold is not there, or the converter is faulty") from error
 
 
-def _imagenet(options: Namespace) -> "Sources":
-    from dali_train.data.convert.imagenet import imagenet
-
-    return imagenet(options.train_archive, options.validation_archive, options.devkit)
-
-
-def _folder(options: Namespace) -> "Sources":
-    from dali_train.data.convert.trees import folders
-
-    return folders(
-        options.train, options.validation, validation_fraction=options.validation_fraction, seed=options.seed
-    )
-
-
-def _imagenet21k(options: Namespace) -> "Sources":
-    from dali_train.data.convert.imagenet import imagenet21k
-
-    return imagenet21k(options.source, validation_fraction=options.validation_fraction, seed=options.seed)
-
-
-def _webdataset(options: Namespace) -> "Sources":
-    from dali_train.data.convert.webdataset import webdataset
-
-    return webdataset(options)
-
-
-def _parquet(options: Namespace) -> "Sources":
-    from dali_train.data.convert.parquet import parquet
-
-    return parquet(options)
-
-
-def _mds(options: Namespace) -> "Sources":
-    from dali_train.data.convert.mds import mds
-
-    return mds(options)
-
-
-def _cifar10(options: Namespace) -> "Sources":
-    from dali_train.data.convert.small import cifar10
-
-    return cifar10(options.source)
-
-
-def _mnist(options: Namespace) -> "Sources":
-    from dali_train.data.convert.small import DIGIT_CLASSES, mnist
-
-    return mnist(options.source, class_names=DIGIT_CLASSES, title="mnist")
-
-
-def _fashion_mnist(options: Namespace) -> "Sources":
-    from dali_train.data.convert.small import FASHION_CLASSES, mnist
-
-    return mnist(options.source, class_names=FASHION_CLASSES, title="fashion-mnist")
-
-
-def _digits(options: Namespace) -> "Sources":
-    from dali_train.data.convert.small import digits
-
-    return digits()
+def _in(module: str) -> Any:
+    """Import a module of this package."""
+    return import_module(f"{__package__}.{module}")
 
 
 # SHA-256 sums of the official files as several public repositories quote them.
 DATASETS: dict[str, Converter] = {
     "imagenet": Converter(
         help="ImageNet (ILSVRC 2012) from the official archives, without unpacking them.",
-        load=_imagenet,
+        load=lambda o: _in("imagenet").imagenet(o.train_archive, o.validation_archive, o.devkit),
         arguments={
             "--train-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_train.tar"},
             "--validation-archive": {"type": Path, "metavar": "FILE", "help": "ILSVRC2012_img_val.tar; needs --devkit"},
@@ -185,7 +129,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "imagenet21k": Converter(
         help="ImageNet-21k (winter 2021): a tar per synset, in a directory or in one tar, read in place.",
-        load=_imagenet21k,
+        load=lambda o: _in("imagenet").imagenet21k(o.source, validation_fraction=o.validation_fraction, seed=o.seed),
         arguments={
             "--source": {**_SHARDS["--source"], "help": "a directory with n*.tar, or a tar of them"},
             **_HELD_OUT,
@@ -194,7 +138,9 @@ DATASETS: dict[str, Converter] = {
     ),
     "folder": Converter(
         help="Image files in one folder per class, in directories or tar archives.",
-        load=_folder,
+        load=lambda o: _in("trees").folders(
+            o.train, o.validation, validation_fraction=o.validation_fraction, seed=o.seed
+        ),
         arguments={
             "--train": {
                 "type": Path,
@@ -207,26 +153,26 @@ DATASETS: dict[str, Converter] = {
     ),
     "webdataset": Converter(
         help="WebDataset: tars of KEY.jpg (or png, webp, ...) and KEY.cls, which are read in place.",
-        load=_webdataset,
+        load=lambda o: _in("webdataset").webdataset(o),
         arguments={**_SHARDS, **_label_key("the field of KEY.json that has the label (default: KEY.cls has it)")},
     ),
     "parquet": Converter(
         help="Parquet files of images as on the Hugging Face hub; row groups are unpacked into TMPDIR, or DATASET, "
         "meanwhile. Needs dali-train[parquet].",
-        load=_parquet,
+        load=lambda o: _in("parquet").parquet(o),
         arguments=_columns("image", "label"),
         files=r"(.*[-_.])?(train|test|val|validation)[-_.].*parquet$",
     ),
     "mds": Converter(
         help="MosaicML Streaming's MDS: directories with index.json and shards, which are read in place; compressed "
         "ones are unpacked into TMPDIR, or DATASET, meanwhile, and need dali-train[parquet].",
-        load=_mds,
+        load=lambda o: _in("mds").mds(o),
         arguments=_columns("x or image", "y or label"),
         files=r"shard\.\d+\.mds",
     ),
     "cifar10": Converter(
         help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
-        load=_cifar10,
+        load=lambda o: _in("small").cifar10(o.source),
         arguments=SOURCE,
         download=Download(
             address="https://www.cs.toronto.edu/~kriz/",
@@ -236,7 +182,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "mnist": Converter(
         help="MNIST: the directory of the official idx files, gzipped or not.",
-        load=_mnist,
+        load=lambda o: _in("small").mnist(o.source, class_names=_in("small").DIGIT_CLASSES, title="mnist"),
         arguments=SOURCE,
         download=Download(
             address="https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -251,7 +197,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "fashion-mnist": Converter(
         help="Fashion-MNIST: the directory of the official idx files, gzipped or not; they are called as MNIST's are.",
-        load=_fashion_mnist,
+        load=lambda o: _in("small").mnist(o.source, class_names=_in("small").FASHION_CLASSES, title="fashion-mnist"),
         arguments=SOURCE,
         download=Download(
             address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -267,7 +213,7 @@ DATASETS: dict[str, Converter] = {
         help="scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which "
         "is ordered by writer, is the validation split: digits of writers that training never sees, a harder test than "
         "a random split.",
-        load=_digits,
+        load=lambda _: _in("small").digits(),
     ),
 }
 

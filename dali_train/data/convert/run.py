@@ -240,7 +240,6 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: 
     layout = shuffled_layout(len(conversion.sources[split].labels), num_shards, seed=conversion.seed)
     wanted = range(num_shards) if part is None else range(part.number - 1, num_shards, part.total)
     numbers = {directory / f"{split}-{number:05d}-of-{num_shards:05d}": number for number in wanted}
-    done: dict[int, WrittenShard] = {}
 
     def note(path: Path) -> Path:
         return state / f"{path.name}.npz"
@@ -253,11 +252,8 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: 
         if conversion.upload is not None:
             path.unlink()
 
-    for path, shard in map_shards(
-        [*numbers], lambda path: _finished(conversion, path, note(path)), workers=conversion.workers
-    ):
-        if shard is not None:
-            done[numbers[path]] = shard
+    earlier = map_shards([*numbers], lambda path: _finished(conversion, path, note(path)), workers=conversion.workers)
+    done = {number: shard for number, shard in zip(wanted, earlier, strict=True) if shard is not None}
     jobs = [(path, layout[number]) for path, number in numbers.items() if number not in done]
     if jobs and part is not None:
         directory.mkdir(exist_ok=True)

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.image import StoredImage
 from dali_train.data.convert.sources import Source, Sources
-from dali_train.data.dataset.index import Split, map_file, open_shards
+from dali_train.data.dataset.index import Split, open_shards
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from dali_train.data.sampling.rng import shuffled
-from dali_train.runtime.object_store import Bucket, ObjectStoreError
 
 _CLASSES_STREAM, _IMAGES_STREAM = 0x434C_4153_5345_53, 0x494D_4147_4553
 
@@ -25,7 +24,6 @@ class DatasetImages:
 
     def __init__(self, split: Split, images: NDArray[np.int64], labels: NDArray[np.int32]) -> None:
         self._split, self._shards = split, open_shards(split)
-        self._bucket = Bucket(split.url) if split.url is not None else None
         self._images = images
         self.labels = labels
         self.num_bytes = int(split.rows["size"][images].sum(dtype=np.int64))
@@ -43,24 +41,15 @@ class DatasetImages:
         """image/filename of the record, or the image's number where it has none."""
         number = int(self._images[image])
         shard = int(self._split.rows[number]["shard"])
-        path = self._split.paths[shard]
-        content, offset = self._content(shard, number - int(self._split.first_images[shard]))
-        record = next(walk_records(content, path, check_payload=True, start_at=offset))
-        feature = parse_example(content, record, path).get("image/filename")
+        record = number - int(self._split.first_images[shard])
+        offsets = [*self._record_offsets(shard)[record : record + 2].tolist(), self._split.shards[shard].num_bytes]
+        content = self._shards.content(shard, offsets[0], offsets[1])
+        place = f"{self._split.place(shard)}, record {record}"
+        found = next(walk_records(content, place, check_payload=True))
+        feature = parse_example(content, found, place).get("image/filename")
         if feature is None or len(feature.spans) != 1:
             return f"{self._split.name}_{number}"
         return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
-
-    def _content(self, shard: int, record: int) -> tuple[memoryview, int]:
-        """Return bytes that hold a record, and where in them it begins."""
-        split, offsets = self._split, self._record_offsets(shard)
-        if self._bucket is None:
-            return memoryview(map_file(split.paths[shard])), int(offsets[record])
-        end = int(offsets[record + 1]) if record + 1 < len(offsets) else split.shards[shard].num_bytes
-        try:
-            return self._bucket.read(split.shards[shard].name, int(offsets[record]), end)[0], 0
-        except ObjectStoreError as error:
-            raise SourceError(str(error)) from error
 
     def locate(self, image: int) -> tuple[str, int]:
         row = self._split.rows[int(self._images[image])]

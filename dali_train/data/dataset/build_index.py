@@ -5,7 +5,7 @@ A walk over every shard locates the images and checks labels, framing and image 
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.files import write_atomically
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -86,26 +87,24 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
     encodings: set[Encoding] = set()
     content = memoryview(map_file(path))
     for record in walk_records(content, path, check_payload=check_crc):
-        image = index_record(content, record, path, features)
-        rows.append((image.start, image.size, 0, 0, image.height, image.width))
-        labels.append(image.label)
+        row, label, synset, encoding = index_record(content, record, path, features)
+        rows.append(row)
+        labels.append(label)
         if check_crc:
-            checksums.append(crc32c(content[image.start : image.start + image.size]))
+            start, size = row[:2]
+            checksums.append(crc32c(content[start : start + size]))
         offsets.append(record.header)
-        encodings.add(image.encoding)
+        encodings.add(encoding)
         if len(encodings) > 1:
             raise TFRecordError(
                 path, record.header, "the file mixes images with raw pixels (image/format RAW): keep one kind"
             )
-        if image.synset is not None and synsets.setdefault(image.label, image.synset) != image.synset:
+        if synset is not None and synsets.setdefault(label, synset) != synset:
             raise TFRecordError(
-                path,
-                record.header,
-                f"label {image.label} belongs to {synsets[image.label]} before and to {image.synset} here",
+                path, record.header, f"label {label} belongs to {synsets[label]} before and to {synset} here"
             )
     if not rows:
         raise TFRecordError(path, 0, "no record: the file is empty; delete it if it does not belong to the dataset")
-    (encoding,) = encodings
     return IndexedShard(
         shard=Shard(
             name=path.name,
@@ -122,23 +121,14 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
     )
 
 
-@dataclass(frozen=True, slots=True)
-class IndexedRecord:
-    """The place of one record's image, its size and its label."""
-
-    start: int  # of the image within the file, bytes
-    size: int  # bytes
-    height: int  # pixels
-    width: int
-    label: int  # as the record has it
-    synset: str | None
-    encoding: Encoding
-
-
 def index_record(
     content: memoryview, record: RecordSpan, path: Path, names: Features = DEFAULT_FEATURES
-) -> IndexedRecord:
-    """Raises TFRecordError: not a complete, labelled image that training can decode, as far as its header shows."""
+) -> tuple[tuple[int, ...], int, str | None, Encoding]:
+    """Return the record's row of the index, still without shard and class, its label, its synset and its encoding.
+
+    Raises:
+        TFRecordError: not a complete, labelled image that training can decode, as far as its header shows.
+    """
     features = parse_example(content, record, path)
     ((start, end),) = _single(features, names.image, "bytes", path, record).spans
     (label,) = _single(features, names.label, "int64", path, record).integers
@@ -155,9 +145,8 @@ def index_record(
             height, width = image_size(content[start:end])
     except BadImageError as error:
         raise TFRecordError(path, record.header, f"{names.image} {error}") from error
-    return IndexedRecord(
-        start, end - start, height, width, label, _text(content, features.get("image/class/synset")) or None, encoding
-    )
+    synset = _text(content, features.get("image/class/synset")) or None
+    return (start, end - start, 0, 0, height, width), label, synset, encoding
 
 
 def _text(content: memoryview, feature: Feature | None) -> str | None:
@@ -313,29 +302,23 @@ def _common_encoding(root: Path, indexed: dict[SplitName, list[IndexedShard]]) -
 def _index_all(
     shards: dict[SplitName, list[Path]], index: Callable[[Path], IndexedShard], *, workers: int
 ) -> dict[SplitName, list[IndexedShard]]:
-    paths = [path for split in shards.values() for path in split]
-    total = sum(path.stat().st_size for path in paths)
-    results: dict[Path, IndexedShard] = {}
+    total = sum(path.stat().st_size for paths in shards.values() for path in paths)
+    indexed: dict[SplitName, list[IndexedShard]] = {split: [] for split in shards}
     with Progress("indexing", total=total, unit="B") as progress:
-        for path, part in map_shards(paths, index, workers=workers):
-            results[path] = part
-            progress.update(part.shard.num_bytes)
-    return {split: [results[path] for path in split_paths] for split, split_paths in shards.items()}
+        for split, paths in shards.items():
+            for part in map_shards(paths, index, workers=workers):
+                indexed[split].append(part)
+                progress.update(part.shard.num_bytes)
+    return indexed
 
 
-def map_shards(paths: Sequence[Path], work: Callable[[Path], T], *, workers: int) -> Iterator[tuple[Path, T]]:
-    """Yield (path, result of `work`) in the order in which `workers` threads finish.
+def map_shards(shards: Sequence[S], work: Callable[[S], T], *, workers: int) -> Iterator[T]:
+    """Yield the result of `work` for each of `shards`, in order. After an error no other shard is begun.
 
     Threads are enough: reading and checksums release the GIL, and the rest takes 30 us per record.
     """
-    with ThreadPoolExecutor(max(1, min(workers, len(paths)))) as pool:
-        futures = {pool.submit(work, path): path for path in paths}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(max(1, min(workers, len(shards)))) as pool:
+        yield from pool.map(work, shards)
 
 
 def _count_classes(

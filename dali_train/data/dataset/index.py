@@ -28,7 +28,7 @@ from dali_train.data.dataset.manifest import (
     metadata_directory,
     text_index_path,
 )
-from dali_train.data.dataset.remote import RemoteShards
+from dali_train.data.dataset.remote import RemoteShards, dataset_errors
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular, read_limited
@@ -117,11 +117,9 @@ class Split:
         expected = self.shards[shard]
         with TemporaryDirectory(prefix="dali-train-") as directory:
             path, bucket = Path(directory) / expected.name, Bucket(self.url)
-            try:
+            with dataset_errors():
                 num_bytes = bucket.size(expected.name)
                 bucket.download(expected.name, path, num_bytes)
-            except ObjectStoreError as error:
-                raise DatasetError(str(error)) from error
             if num_bytes != expected.num_bytes:
                 raise DatasetError(
                     f"{self.place(shard)}: has {num_bytes} bytes, dataset.json says {expected.num_bytes}"
@@ -267,13 +265,17 @@ class MappedShards:
         rows = self._rows[images]
         # Plain integers at once: one element of a structured array costs a microsecond, and a micro-batch has hundreds.
         spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
-        return [self._content(shard)[offset : offset + size] for shard, offset, size in spans]
+        return [self._map(shard)[offset : offset + size] for shard, offset, size in spans]
 
     def image(self, number: int) -> NDArray[np.uint8]:
         """Return the stored bytes of one image."""
         return self.read(np.array([number]))[0]
 
-    def _content(self, shard: int) -> NDArray[np.uint8]:
+    def content(self, shard: int, begin: int, end: int) -> memoryview:
+        """Return bytes `begin` to `end` of a shard."""
+        return self._map(shard)[begin:end].data
+
+    def _map(self, shard: int) -> NDArray[np.uint8]:
         content = self._maps[shard]
         if content is None:
             content = self._maps[shard] = np.frombuffer(map_file(self._paths[shard]), dtype=np.uint8)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +20,22 @@ from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingO
 if TYPE_CHECKING:
     from dali_train.data.dataset.index import Split
 
-RUN_BYTES = 1 << 20  # neighbours are fetched by one request of up to this
+RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
 _ATTEMPTS = 3  # at an image whose checksum is wrong
 
 
+@contextmanager
+def dataset_errors() -> Iterator[None]:
+    """Raise the errors of an object store as a DatasetError."""
+    try:
+        yield
+    except ObjectStoreError as error:
+        raise DatasetError(str(error)) from error
+
+
 @lru_cache(maxsize=16)
+@dataset_errors()
 def fetched_metadata(url: str) -> Path:
     """Return the directory on this machine with ``dataset.json`` and the index of the dataset at `url`.
 
@@ -34,13 +45,6 @@ def fetched_metadata(url: str) -> Path:
     Raises:
         DatasetError: there is no dataset at `url`, or the store does not answer, or refuses.
     """
-    try:
-        return _fetch_metadata(url)
-    except ObjectStoreError as error:
-        raise DatasetError(str(error)) from error
-
-
-def _fetch_metadata(url: str) -> Path:
     bucket = Bucket(url)
     try:
         manifest = bucket.read_all("dataset.json")
@@ -80,6 +84,21 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train"
 
 
+def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int]]:
+    """Cut `images`, ascending, into runs of adjacent images that are fetched together. `rows` is the split's index."""
+    rows = rows[images]
+    spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+    runs: list[list[int]] = []
+    first = end = shard = -1
+    for image, (its_shard, start, size) in zip(images.tolist(), spans, strict=True):
+        if its_shard != shard or start - end > GAP_BYTES or start + size - first > RUN_BYTES:
+            runs.append([])
+            first, shard = start, its_shard
+        runs[-1].append(image)
+        end = start + size
+    return runs
+
+
 class RemoteShards:
     """The bytes of a split's images in an object store. Methods may be called from several threads at once.
 
@@ -111,34 +130,17 @@ class RemoteShards:
 
     def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, which are ascending."""
-        runs = self._runs(images)
-        try:
-            results = self._bucket.map(self._read_run, runs)
-        except ObjectStoreError as error:
-            raise DatasetError(str(error)) from error
-        for run, contents in zip(runs, results, strict=True):
-            yield from zip(run, contents, strict=True)
-
-    def _runs(self, images: NDArray[np.int64]) -> list[list[int]]:
-        """Cut `images`, ascending, into runs of adjacent images that are fetched together."""
-        rows = self._rows[images]
-        spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
-        runs: list[list[int]] = []
-        first = end = shard = -1
-        for image, (its_shard, start, size) in zip(images.tolist(), spans, strict=True):
-            if its_shard != shard or start - end > GAP_BYTES or start + size - first > RUN_BYTES:
-                runs.append([])
-                first, shard = start, its_shard
-            runs[-1].append(image)
-            end = start + size
-        return runs
+        runs = adjacent(self._rows, images)
+        with dataset_errors():
+            for run, contents in zip(runs, self._bucket.map(self._read_run, runs), strict=True):
+                yield from zip(run, contents, strict=True)
 
     def _read_run(self, run: list[int]) -> list[NDArray[np.uint8]]:
         rows = self._rows[run]
         shard = int(rows["shard"][0])
         begin, end = int(rows["offset"][0]), int(rows["offset"][-1]) + int(rows["size"][-1])
         for _ in range(_ATTEMPTS):
-            content = np.frombuffer(self._fetch(shard, begin, end), dtype=np.uint8)
+            content = np.frombuffer(self.content(shard, begin, end), dtype=np.uint8)
             contents = [
                 content[start - begin : start - begin + size]
                 for start, size in zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
@@ -161,7 +163,9 @@ class RemoteShards:
                 return image, found, expected
         return None
 
-    def _fetch(self, shard: int, begin: int, end: int) -> memoryview:
+    @dataset_errors()
+    def content(self, shard: int, begin: int, end: int) -> memoryview:
+        """Return bytes `begin` to `end` of a shard. Raises DatasetError: as `fetch`."""
         name, expected = self._shards[shard].name, self._shards[shard].num_bytes
         try:
             content, etag, size = self._bucket.read(name, begin, end, self._etags.get(shard))
@@ -169,8 +173,6 @@ class RemoteShards:
             raise DatasetError(f"{error}, dataset.json names it: copy the dataset's directory completely") from error
         except ChangedObjectError as error:
             raise DatasetError(f"{error}: start again with a dataset that stays as it is") from error
-        except ObjectStoreError as error:
-            raise DatasetError(str(error)) from error
         if size != expected:
             raise DatasetError(
                 f"{self._bucket.url}/{name} has {size} bytes, the index was made for {expected}: it is another "

@@ -46,7 +46,7 @@ def overview(split: Split, *, rows: int, columns: int, seed: int) -> Image.Image
     chosen = shuffled(np.random.Philox(key=[seed, _SHEET_STREAM]), len(split))[: rows * columns].tolist()
     names, stored = split.manifest.class_names, open_shards(split).read(np.array(chosen))
     pictures = [
-        (picture(split, n, content), names[int(split.rows[n]["label"])])
+        (picture(split, n, content), [names[int(split.rows[n]["label"])]])
         for n, content in zip(chosen, stored, strict=True)
     ]
     sheet = contact_sheet(pictures, columns=columns, side=_TILE)

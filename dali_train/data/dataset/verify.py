@@ -1,7 +1,7 @@
 """Verifying a dataset: records against checksums, index against records, manifest against files, and each image by
 decoding it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -14,6 +14,7 @@ from dali_train.data.dataset.build_index import Features, index_record, index_sh
 from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file, open_shards
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName, checksums_path, text_index_path
+from dali_train.data.dataset.remote import dataset_errors
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
@@ -100,10 +101,8 @@ def _names(root: Path | str, split: SplitName) -> set[str]:
         return {path.name for path in (root / split).iterdir()}
     if root.startswith("http"):
         return set()
-    try:
+    with dataset_errors():
         return {name.removeprefix(f"{split}/") for name in Bucket(root).sizes(f"{split}/")}
-    except ObjectStoreError as error:
-        raise DatasetError(str(error)) from error
 
 
 def _compare_readers(split: Split) -> list[str]:
@@ -147,35 +146,35 @@ def _check_classes(split: Split, findings: Findings) -> None:
 def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> NDArray[np.uint32]:
     """Check every shard; returns the checksum of each image's bytes, (N,), 0 where a shard cannot be read."""
     checksums = np.zeros(len(split), dtype=np.uint32)
+
+    def check(shard: int) -> list[str]:
+        return _in_shard(split, shard, partial(_compare_shard, split, shard, decode, checksums))
+
     with Progress(f"verifying {split.name}", total=len(split), unit="images") as progress:
-        for path, (problems, images) in map_shards(split.paths, partial(_check_shard, split, decode), workers=workers):
-            number = split.paths.index(path)
-            first, end = split.first_images[number : number + 2].tolist()
+        found = map_shards(range(len(split.shards)), check, workers=workers)
+        for shard, problems in zip(split.shards, found, strict=True):
             findings.problems += problems
-            if len(images) == end - first:
-                checksums[first:end] = images
-            progress.update(end - first, num_bytes=split.shards[number].num_bytes)
+            progress.update(shard.num_records, num_bytes=shard.num_bytes)
     return checksums
 
 
-def _check_shard(split: Split, decode: bool, path: Path) -> tuple[list[str], NDArray[np.uint32]]:
-    """Return the problems of one shard, and the checksums of its images."""
-    number = split.paths.index(path)
+def _in_shard(split: Split, shard: int, compare: Callable[[Path], list[str]]) -> list[str]:
+    """Return the problems that `compare` finds in a shard's file, or why there is none."""
     try:
-        with split.shard_file(number) as file:
-            problems, checksums = _compare_shard(split, decode, number, file)
+        with split.shard_file(shard) as path:
+            problems = compare(path)
     except DatasetError as error:
-        return [str(error)], np.empty(0, dtype=np.uint32)
-    return [problem.replace(str(file), split.place(number)) for problem in problems], checksums
+        return [str(error)]
+    return [problem.replace(str(path), split.place(shard)) for problem in problems]
 
 
-def _compare_shard(split: Split, decode: bool, number: int, path: Path) -> tuple[list[str], NDArray[np.uint32]]:
+def _compare_shard(split: Split, number: int, decode: bool, checksums: NDArray[np.uint32], path: Path) -> list[str]:
     expected, place = split.shards[number], slice(*split.first_images[number : number + 2])
     rows = split.rows[place]
     try:
         found = index_shard(path, check_crc=True, features=Features.of(split.manifest))
     except TFRecordError as error:
-        return [str(error)], np.empty(0, dtype=np.uint32)
+        return [str(error)]
     problems = []
     if expected.crc32c is not None and found.shard.crc32c != expected.crc32c:
         problems.append(f"{path}: has CRC32C {found.shard.crc32c}, dataset.json says {expected.crc32c}")
@@ -188,15 +187,16 @@ def _compare_shard(split: Split, decode: bool, number: int, path: Path) -> tuple
     if not fits:
         problems.append(f"{text_index_path(split.root, split.name, path.name)}: is missing or does not fit its shard")
     content, decode = memoryview(map_file(path)), decode and found.encoding == "image"
+    assert found.checksums is not None
     if len(rows) == len(found.rows):
+        checksums[place] = found.checksums
         records, labels = np.arange(len(rows)), found.labels - split.manifest.label_base
         problems += _check_images(path, content, records, rows, found.rows, labels, decode)
     else:
         problems.append(f"{path}: has {len(found.rows)} records, the index {len(rows)}")
-    assert found.checksums is not None
     if split.checksums is not None and not np.array_equal(split.checksums[place], found.checksums):
         problems.append(f"{path}: an image's CRC32C is not the one in {checksums_path(split.root, split.name)}")
-    return problems, found.checksums
+    return problems
 
 
 def _images(content: memoryview, rows: NDArray[np.void]) -> list[memoryview]:
@@ -246,36 +246,25 @@ def _check_sample(split: Split, sample: int, decode: bool, findings: Findings) -
         for shard, (first, end) in enumerate(pairwise(split.first_images.tolist())):
             images = chosen[(chosen >= first) & (chosen < end)]
             if len(images):
-                findings.problems += _check_records(split, shard, images.astype(np.int64) - first, decode)
+                compare = partial(_compare_records, split, shard, images.astype(np.int64) - first, decode)
+                findings.problems += _in_shard(split, shard, compare)
                 progress.update(len(images))
 
 
-def _check_records(split: Split, shard: int, records: NDArray[np.int64], decode: bool) -> list[str]:
-    try:
-        offsets = split.record_offsets(shard)[records].tolist()
-        with split.shard_file(shard) as path:
-            problems = _compare_records(split, shard, path, records, offsets, decode)
-    except DatasetError as error:
-        return [str(error)]
-    return [problem.replace(str(path), split.place(shard)) for problem in problems]
-
-
-def _compare_records(
-    split: Split, shard: int, path: Path, records: NDArray[np.int64], offsets: list[int], decode: bool
-) -> list[str]:
-    manifest = split.manifest
+def _compare_records(split: Split, shard: int, records: NDArray[np.int64], decode: bool, path: Path) -> list[str]:
+    manifest, offsets = split.manifest, split.record_offsets(shard)[records].tolist()
     content = memoryview(map_file(path))
     problems, sound, rows, labels = [], [], [], []
     for record, offset in zip(records.tolist(), offsets, strict=True):
         try:
             span = next(walk_records(content, path, check_payload=True, start_at=offset))
-            found = index_record(content, span, path, Features.of(manifest))
+            row, label, *_ = index_record(content, span, path, Features.of(manifest))
         except (TFRecordError, StopIteration) as error:
             problems.append(str(error) or f"{path}: no record at byte {offset}, where its text index has one")
             continue
         sound.append(record)
-        rows.append((found.start, found.size, 0, 0, found.height, found.width))
-        labels.append(found.label - manifest.label_base)
+        rows.append(row)
+        labels.append(label - manifest.label_base)
     places, truth = np.array(sound, dtype=np.int64), np.array(rows, dtype=INDEX_DTYPE)
     indexed = split.rows[places + split.first_images[shard]]
     decode = decode and manifest.encoding == "image"

@@ -14,14 +14,11 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import MappedShards, Split, allow_open_files
+from dali_train.data.dataset.remote import RUN_BYTES, adjacent
 from dali_train.data.loading.cache import Node
 from dali_train.data.loading.remote import RemoteImages
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES
-
-REQUEST_BYTES = 1 << 20
-"""Largest request when files are read ahead."""
-GAP_BYTES = 1 << 16  # gaps up to this between two images (framing, other features) are read along with them
 
 
 class Storage(Protocol):
@@ -56,7 +53,7 @@ class MappedFiles(MappedShards):
     mmap.madvise holds the GIL. Reading works everywhere.
     """
 
-    portion_bytes = REQUEST_BYTES
+    portion_bytes = RUN_BYTES
     keeps_windows = True  # in the page cache
 
     def __init__(self, split: Split) -> None:
@@ -70,9 +67,11 @@ class MappedFiles(MappedShards):
         """Read `images` into the page cache."""
         buffer = self._buffers.__dict__.get("buffer")
         if buffer is None:
-            buffer = self._buffers.buffer = memoryview(bytearray(REQUEST_BYTES))
-        for shard, offset, size in zip(*(part.tolist() for part in requests(self._rows, images)), strict=True):
-            descriptor = self._file(shard)
+            buffer = self._buffers.buffer = memoryview(bytearray(RUN_BYTES))
+        for run in adjacent(self._rows, images):
+            first, last = self._rows[run[0]], self._rows[run[-1]]
+            shard, offset = int(first["shard"]), int(first["offset"])
+            size, descriptor = int(last["offset"]) + int(last["size"]) - offset, self._file(shard)
             while size > 0:
                 num_read = os.preadv(descriptor, [buffer[:size]], offset)
                 if num_read == 0:
@@ -102,28 +101,6 @@ class MappedFiles(MappedShards):
 def _close_all(files: dict[int, int]) -> None:
     for descriptor in files.values():
         os.close(descriptor)
-
-
-def requests(
-    rows: NDArray[np.void], images: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return (shards, first bytes, sizes) of requests of at most REQUEST_BYTES each that fetch `images` in disk order.
-
-    Args:
-        rows: the split's index (``INDEX_DTYPE``), which is in the order on disk.
-    """
-    rows = rows[np.unique(images)]
-    shards, starts = rows["shard"].astype(np.int64), rows["offset"].astype(np.int64)
-    stops = starts + rows["size"]
-    apart = (np.diff(shards) != 0) | (starts[1:] - stops[:-1] > GAP_BYTES)
-    first = np.flatnonzero(np.concatenate([[True], apart])) if len(rows) else np.empty(0, dtype=np.int64)
-    shards, starts, stops = shards[first], starts[first], stops[np.append(first, len(rows))[1:] - 1]
-    counts = -(-(stops - starts) // REQUEST_BYTES)
-    inside = np.arange(counts.sum()) - np.repeat(
-        np.cumsum(counts) - counts, counts
-    )  # number of each request within its run
-    begins = np.repeat(starts, counts) + inside * REQUEST_BYTES
-    return np.repeat(shards, counts), begins, np.minimum(np.repeat(stops, counts) - begins, REQUEST_BYTES)
 
 
 def _open_files(split: Split, data: DataConfig, node: Node | None) -> Storage:
