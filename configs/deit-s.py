@@ -28,9 +28,7 @@ config = Config(
     ),
     model=dict(name="deit_small_patch16_224", kwargs=dict(drop_path_rate=0.1)),
     loss=dict(label_smoothing=0.1),
-    optimizer=dict(
-        name="adamw", lr=5e-4, scale_lr="linear", base_batch=512, weight_decay=0.05, eps=1e-8, clip_grad_norm=None
-    ),
+    optimizer=dict(name="adamw", lr=5e-4 / 2, scale_lr="linear", weight_decay=0.05, eps=1e-8, clip_grad_norm=None),
     schedule=dict(name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"),
     batch=dict(global_batch=1024, micro_batch=8),
     mixup=dict(alpha=0.8, cutmix_alpha=1.0),

@@ -25,7 +25,7 @@ config = Config(
         name="vit_tiny_patch16_224",
         kwargs=dict(img_size=32, patch_size=8, embed_dim=96, depth=4, num_heads=3),
     ),
-    optimizer=dict(lr=2e-2, weight_decay=0.1, bias_correction=False, exclude_vectors=False),
+    optimizer=dict(lr=2e-2, weight_decay=0.1, kwargs=dict(bias_correction=False), exclude_vectors=False),
     schedule=dict(warmup_epochs=5),
     batch=dict(global_batch=128, micro_batch=32),
     mixup=dict(alpha=0.2),

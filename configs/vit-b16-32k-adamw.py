@@ -10,8 +10,6 @@ beta2 0.95 and a rate that grows with the square root of the batch, from AugReg'
 from dali_train.config import load_config
 
 config = load_config("vit-b16-32k.py").replace(
-    optimizer=dict(
-        name="adamw", lr=1e-3, scale_lr="sqrt", base_batch=4096, betas=(0.9, 0.95), eps=1e-8, clip_grad_norm=1.0
-    ),
+    optimizer=dict(name="adamw", lr=1e-3 / 4, scale_lr="sqrt", betas=(0.9, 0.95), eps=1e-8, clip_grad_norm=1.0),
     run=dict(dir="runs/vit-b16-32k-adamw"),
 )

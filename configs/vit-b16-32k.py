@@ -15,7 +15,7 @@ from dali_train.config import load_config
 config = load_config("vit-b16.py").replace(
     data=dict(augment="rand-m9-mstd0.5"),
     model=dict(kwargs=dict(pos_drop_rate=None, proj_drop_rate=None, drop_path_rate=0.1)),
-    optimizer=dict(bias_correction=True, exclude_vectors=True, clip_grad_norm=None),
+    optimizer=dict(kwargs={}, exclude_vectors=True, clip_grad_norm=None),
     schedule=dict(name="cosine", warmup_epochs=30, step_every="step"),
     mixup=dict(alpha=0.8, cutmix_alpha=1.0),
     loss=dict(name="binary-cross-entropy"),

@@ -9,7 +9,7 @@ No accuracy was published.
 from dali_train.config import load_config
 
 config = load_config("vit-b16-cifar10.py").replace(
-    optimizer=dict(name="adamw", lr=3e-3, weight_decay=0.3, eps=1e-8, bias_correction=True),
+    optimizer=dict(name="adamw", lr=3e-3, weight_decay=0.3, eps=1e-8, kwargs={}),
     schedule=dict(name="cosine", warmup_epochs=32),
     loss=dict(label_smoothing=0.1),
     mixup=dict(alpha=0.0),

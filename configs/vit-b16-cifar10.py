@@ -22,7 +22,9 @@ config = Config(
         eval_resize_to=224,
     ),
     model=dict(name="vit_base_patch16_224", kwargs=dict(pos_drop_rate=0.1, proj_drop_rate=0.1)),
-    optimizer=dict(lr=1.8e-2, weight_decay=0.1, bias_correction=False, exclude_vectors=False, clip_grad_norm=1.0),
+    optimizer=dict(
+        lr=1.8e-2, weight_decay=0.1, kwargs=dict(bias_correction=False), exclude_vectors=False, clip_grad_norm=1.0
+    ),
     schedule=dict(warmup_epochs=50, step_every="epoch"),
     batch=dict(global_batch=4096, micro_batch=256),
     mixup=dict(alpha=0.2),

@@ -22,7 +22,7 @@ config = Config(
         weight_decay=0.1,
         betas=(0.9, 0.999),
         eps=1e-6,
-        bias_correction=False,
+        kwargs=dict(bias_correction=False),
         exclude_vectors=False,
         clip_grad_norm=1.0,
     ),

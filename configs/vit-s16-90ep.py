@@ -23,7 +23,7 @@ config = Config(
     ),
     model=dict(name="dali_vit_small_patch16"),
     optimizer=dict(name="adamw", lr=1e-3, weight_decay=0.1, eps=1e-8, clip_grad_norm=1.0),
-    schedule=dict(name="cosine", warmup_steps=10_000, warmup_lr=0.0),
+    schedule=dict(name="cosine", warmup_epochs=10_000 * 1024 / 1_281_167, warmup_lr=0.0),  # 10,000 steps
     batch=dict(global_batch=1024, micro_batch=8),
     mixup=dict(alpha=0.2),
     precision=dict(dtype="bf16"),

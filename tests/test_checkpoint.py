@@ -219,7 +219,7 @@ def test_a_crafted_manifest_is_one_sentence(tmp_path: Path, fields: dict[str, An
 def test_a_crafted_score_is_none(tmp_path: Path, score: str) -> None:
     save(make_writer(tmp_path), 1, top1=0.5)
     (tmp_path / "step-00000001" / "evaluation.json").write_text(score)
-    assert CheckpointWriter(tmp_path, None, keep=2).prepare(1) == -1.0
+    assert CheckpointWriter(tmp_path, None, keep=2).prepare(1) is None
 
 
 def test_tensor_files_of_others_are_not_read(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ WRONG = [
     ("batch.micro_batch", 0, "from 1 to"),
     ("mixup.alpha", -0.1, "from 0 on"),
     ("ema.decay", 1.0, "a share between 0 and 1"),
-    ("model.compile", True, "auto, none, model, blocks or autotune"),
+    ("model.compile", True, "auto, none, model, cuda-graphs, blocks or autotune"),
     ("model.kwargs", [1], "a dict, e.g. {'drop_path_rate': 0.1}"),
     ("model.name", 3, "text"),
     ("parallel.timeout_s", 0, "a number of seconds"),
@@ -122,11 +122,7 @@ def test_a_password_is_refused_and_not_shown(name: str) -> None:
         ({"mixup.alpha": 0.2, "batch.micro_batch": 1}, "mixup.alpha is 0.2 .* batch.micro_batch 1: .* at least 2"),
         ({"batch.micro_batch": 3}, "batch.global_batch 8 is not a multiple of batch.micro_batch 3; use 9"),
         ({"data.eval_size": 300, "data.eval_resize_to": 256}, "data.eval_size 300 .* data.eval_resize_to 256: enlarge"),
-        ({"model.cuda_graphs": True}, "model.compile auto: .* set model.compile model"),
-        (
-            {"model.cuda_graphs": True, "model.compile": "model", "run.device": "cpu"},
-            "cuda_graphs is true with run.device cpu",
-        ),
+        ({"model.cuda_graphs": True}, "^model.cuda_graphs is not a setting: use model.compile cuda-graphs$"),
         ({"model.compile": "autotune", "run.deterministic": True}, "deterministic is true with model.compile autotune"),
         (
             {"schedule.warmup_epochs": 0.5, "schedule.step_every": "epoch"},
@@ -155,7 +151,7 @@ def test_models_that_cannot_do_what_is_asked() -> None:
     for fields, message in (
         ({"name": "vgg11", "compile": "blocks"}, r"vgg11 has no repeated blocks: set model.compile model"),
         ({"name": "convit_tiny", "activation_checkpointing": True}, r"convit_tiny does not support it: set it to"),
-        ({"compile": "model", "cuda_graphs": True}, r"cuda_graphs is true, but the model runs on a CPU"),
+        ({"compile": "cuda-graphs"}, r"model.compile is cuda-graphs, but the model runs on a CPU"),
     ):
         with pytest.raises(ConfigError, match=message):
             build_model(PLAIN.replace(model=fields), 5, torch.device("cpu"))

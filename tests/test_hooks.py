@@ -420,9 +420,8 @@ def test_class_names_are_words() -> None:
 def test_lambs_view_is_what_lamb_does(tmp_path: Path, bias_correction: bool, exclude_vectors: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    config = OptimizerConfig(
-        lr=0.1, weight_decay=0.01, bias_correction=bias_correction, exclude_vectors=exclude_vectors
-    )
+    kwargs = {"bias_correction": bias_correction}
+    config = OptimizerConfig(lr=0.1, weight_decay=0.01, kwargs=kwargs, exclude_vectors=exclude_vectors)
     optimizer, unwatched = make_optimizer(model, config), copy.deepcopy(model)
     other = make_optimizer(unwatched, config)
     hook = LambView(Layout(rank=0), every_steps=1)

@@ -170,7 +170,7 @@ def test_a_first_step_that_overflows_leaves_no_trace() -> None:
             "optimizer.kwargs has betas: set optimizer.betas instead",
         ),
         ({"name": "sgd", "kwargs": {"momentum": "much"}}, "sgd cannot be created with optimizer.kwargs"),
-        ({"name": "adamw", "bias_correction": False}, "adamw has no such setting"),
+        ({"name": "adamw", "kwargs": {"bias_correction": False}}, "bias_correction, which adamw does not take"),
         ({"name": "sgd", "betas": (0.8, 0.9)}, r"optimizer.betas is \(0.8, 0.9\), which sgd does not take"),
         ({"name": "lion", "eps": 1e-3}, r"optimizer.eps is 0.001, which lion does not take"),
         ({"name": "adan", "betas": (0.8, 0.9)}, r"optimizer.betas is .*, which adan takes 3: set .*optimizer.kwargs"),

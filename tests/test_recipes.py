@@ -14,7 +14,7 @@ from dali_train.config import Config, OptimizerConfig, load_config
 from dali_train.config.augment import parse_augment
 from dali_train.data.loading.augment import OPERATORS
 from dali_train.errors import ConfigError
-from dali_train.training.model import build_model, check_evaluation_size, check_training_size
+from dali_train.training.model import build_model, check_sizes
 from dali_train.training.optim import make_optimizer
 from dali_train.training.schedule import learning_rate
 
@@ -71,7 +71,7 @@ RSB_LONG: Numbers = dict(
 FACEBOOK: Numbers = dict(mixup=dict(alpha=0.8, cutmix_alpha=1.0), schedule=dict(warmup_lr=1e-6, min_lr=1e-5))
 DEIT: Numbers = dict(
     batch=dict(global_batch=1024),
-    optimizer=dict(name="adamw", lr=5e-4, scale_lr="linear", base_batch=512, weight_decay=0.05),
+    optimizer=dict(name="adamw", lr=2.5e-4, scale_lr="linear", weight_decay=0.05),
     run=dict(epochs=300),
     data=dict(augment="rand-m9-mstd0.5-inc1", random_erasing=0.25, repeats=3, color_jitter=0.3),
     loss=dict(name="cross-entropy", label_smoothing=0.1),
@@ -96,7 +96,7 @@ BIG_VISION: Numbers = dict(
     model=dict(name="dali_vit_small_patch16"),
     batch=dict(global_batch=1024),
     optimizer=dict(name="adamw", lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0),  # 1e-4 a step at this rate
-    schedule=dict(name="cosine", warmup_steps=10_000, warmup_lr=0.0),
+    schedule=dict(name="cosine", warmup_epochs=10_000 * 1024 / 1_281_167, warmup_lr=0.0),
     data=dict(
         augment="big-vision",
         crop="inception",
@@ -232,7 +232,7 @@ SOURCES: dict[str, tuple[Numbers, ...]] = {
         dict(optimizer=dict(name="sgd", lr=0.01, kwargs=dict(momentum=0.5, nesterov=False))),
         dict(data=dict(seed=1, normalise="mnist"), loss=dict(name="cross-entropy")),
     ),
-    "vit-b16-32k": (OURS, dict(optimizer=dict(name="lamb", bias_correction=True, exclude_vectors=True))),
+    "vit-b16-32k": (OURS, dict(optimizer=dict(name="lamb", kwargs={}, exclude_vectors=True))),
     "vit-b16-32k-adamw": (OURS, dict(optimizer=dict(name="adamw", betas=(0.9, 0.95), scale_lr="sqrt"))),
     "resnet50-lars-57k": (
         LARS,
@@ -347,8 +347,7 @@ def test_plan_accepts_it_for_1_to_128_ranks(name: str, capsys: pytest.CaptureFix
 def test_small_images_fit_their_model(name: str) -> None:
     config = recipe(name)
     model = build_model(config, 10, torch.device("meta"))
-    check_training_size(model, config)
-    check_evaluation_size(model, config)
+    check_sizes(model, config)
 
 
 def test_a_stem_for_cifar_keeps_the_pixels() -> None:

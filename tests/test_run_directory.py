@@ -12,6 +12,7 @@ from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.cli import main
 from dali_train.commands.diff import compare_losses
 from dali_train.errors import ConfigError
+from dali_train.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
 
 from .conftest import StartTraining, Train
@@ -137,7 +138,7 @@ def test_lines_that_no_run_wrote_are_left_out(tmp_path: Path, capsys: pytest.Cap
         file.write(b'{"event": "train", "step": 9}\n{"note": 1}\nnonsense\n\xff\n{"event": "eval", "epoch": "x"}\n')
     assert [event["step"] for event in RunDirectory(run).events] == [0, 1]
     assert main(["report", str(run)]) == 0
-    assert compare_losses(RunDirectory(run), RunDirectory(run)) == ""
+    assert compare_losses(ReportedRun(run), ReportedRun(run)) == ""
 
 
 BROKEN_END = """

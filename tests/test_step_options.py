@@ -24,8 +24,7 @@ from dali_train.training.flops import ModelFlops, data_sheet_peak, flops_per_ima
 from dali_train.training.memory import estimate_memory
 from dali_train.training.model import (
     build_model,
-    check_evaluation_size,
-    check_training_size,
+    check_sizes,
     compile_blocks,
     repeated_blocks,
 )
@@ -222,15 +221,14 @@ def test_images_of_a_wrong_size_are_found_at_once(tiny_config: Path) -> None:
     wrong = replace(config, data=replace(config.data, eval_size=36))
     for device in (CPU, torch.device("meta")):
         built = build_model(config, 5, device).train()
-        check_evaluation_size(built, config)
-        check_training_size(built, config)
+        check_sizes(built, config)
         with pytest.raises(
             ConfigError, match=r"data.eval_size is 36, but .* takes images of 32 pixels .*: set data.eval_size 32"
         ):
-            check_evaluation_size(built, wrong)
+            check_sizes(built, wrong)
         assert built.training
     resnet = replace(wrong, model=ModelConfig(name="resnet18"))
-    check_evaluation_size(build_model(resnet, 5, torch.device("meta")), resnet)  # takes any
+    check_sizes(build_model(resnet, 5, torch.device("meta")), resnet)  # takes any
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def losses(model: nn.Module, step: int) -> list[torch.Tensor]:
 
 def train(model: nn.Module, steps: int) -> tuple[Any, list[torch.Tensor], list[float]]:
     """LAMB's state, the gradients of the first step, and the losses."""
-    config = OptimizerConfig(name="lamb", lr=2e-3, weight_decay=0.1, bias_correction=False)
+    config = OptimizerConfig(name="lamb", lr=2e-3, weight_decay=0.1, kwargs={"bias_correction": False})
     optimizer, gradients, history = make_optimizer(model, config), [], []
     for step in range(steps):
         micro_batches = losses(model, step)

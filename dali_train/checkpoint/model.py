@@ -72,9 +72,7 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
     chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
-    plain = replace(
-        config.model, freeze=(), compile="none", cuda_graphs=False, activation_checkpointing=False, channels_last=False
-    )
+    plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)
     model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
     model.pretrained_cfg = _input_config(model, config, names)
     return TrainedModel(config=config, checkpoint=loaded, weights=chosen, class_names=names, model=model.float().eval())

@@ -57,8 +57,8 @@ class CheckpointWriter:
         self._host: Tensors = {}
         self._num_bytes = 0
 
-    def prepare(self, start_step: int) -> float:
-        """Prepare the directory, on all ranks; return the best accuracy of a kept checkpoint, -1 if there is none.
+    def prepare(self, start_step: int) -> float | None:
+        """Prepare the directory, on all ranks; return the best accuracy of a kept checkpoint, if any.
 
         This removes incomplete checkpoints of a killed run, and sets aside those after `start_step`, which are damaged,
         or were abandoned by resuming from an earlier step.
@@ -195,7 +195,7 @@ class CheckpointWriter:
             path.rename(doomed)  # at once, so that a kill leaves no half checkpoint
             shutil.rmtree(doomed)
 
-    def _tidy(self, start_step: int) -> float:
+    def _tidy(self, start_step: int) -> float | None:
         self._directory.mkdir(parents=True, exist_ok=True)
         for rest in (*self._directory.glob(".step-*.partial"), *self._directory.glob(".step-*.removed")):
             if rest.is_dir() and not rest.is_symlink():
@@ -206,7 +206,7 @@ class CheckpointWriter:
         for path in paths:
             if step_of(path) > start_step:
                 set_aside(path)
-        return max((top1 for path in paths if path.exists() and (top1 := saved_top1(path)) is not None), default=-1.0)
+        return max((top1 for path in paths if path.exists() and (top1 := saved_top1(path)) is not None), default=None)
 
     def _explain(self, error: BaseException) -> str:
         """Describe the root cause on each rank that has one, with the remedy if the disk is full."""

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import ConfigError
-from dali_train.report.runs import differences
+from dali_train.report.runs import ReportedRun, differences
 from dali_train.text import printable
 
 # The order matters: earlier differences explain later ones.
@@ -34,7 +33,7 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
     Raises:
         ConfigError, DatasetError: there is no such run, or its dataset is gone.
     """
-    runs = RunDirectory(first), RunDirectory(second)
+    runs = ReportedRun(first), ReportedRun(second)
     findings = [f"{name}: {ours} | {theirs}" for name, (ours, theirs) in differences(runs)]
     print("settings")
     for finding in findings or ["the same"]:
@@ -52,31 +51,29 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
     Raises:
         ConfigError: a run's samples do not follow from its settings.
     """
+    sources, lengths = [], []
     for config in (first, second):
         if config.data.reader == "dali":
             raise ConfigError(
                 f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
                 "recomputed"
             )
-    splits = [Split(config.data.root, "train", local=False) for config in (first, second)]
-    sources = [MicroBatches(split.rows, config) for split, config in zip(splits, (first, second), strict=True)]
-    lengths = [
-        config.steps(config.run.epochs, len(split)) for split, config in zip(splits, (first, second), strict=True)
-    ]
+        split = Split(config.data.root, "train", local=False)
+        sources.append(MicroBatches(split.rows, config))
+        lengths.append(config.steps(config.run.epochs, len(split)))
     num_per_step = [source.num_per_step for source in sources]
     for step in range(min(steps, *lengths)):
         for k in range(min(num_per_step)):
-            difference = _difference(*(source(step, k) for source in sources))
-            if difference:
+            if difference := _difference(*(source(step, k) for source in sources)):
                 return f"first difference: step {step}, micro-batch {k}, {difference}"
         if num_per_step[0] != num_per_step[1]:
             return f"first difference: step {step} has {num_per_step[0]} | {num_per_step[1]} micro-batches"
     return ""
 
 
-def compare_losses(first: RunDirectory, second: RunDirectory) -> str:
+def compare_losses(first: ReportedRun, second: ReportedRun) -> str:
     """Return the first logged loss that differs and the largest difference; empty if there is none."""
-    ours, theirs = _losses(first), _losses(second)
+    ours, theirs = ({event["step"]: event["loss"] for event in run.train} for run in (first, second))
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         return "no step has a logged loss in both runs"
@@ -114,8 +111,3 @@ def _first_row(name: str, ours: Any, theirs: Any) -> tuple[int | None, str] | No
         return None
     rows = np.flatnonzero((ours != theirs).reshape(len(ours), -1).any(axis=1))
     return (int(rows[0]), f"{name}: {ours[rows[0]]} | {theirs[rows[0]]}") if len(rows) else None
-
-
-def _losses(run: RunDirectory) -> dict[int, float]:
-    """Return optimizer steps done -> training loss."""
-    return {event["step"]: event["loss"] for event in run.events if event["event"] == "train"}

@@ -39,8 +39,7 @@ from dali_train.runtime.process_group import on_rank_0
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
     build_model,
-    check_evaluation_size,
-    check_training_size,
+    check_sizes,
     compare_with_timm,
     describe_parameters,
 )
@@ -81,8 +80,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         num_classes = Split(config.data.root, "train").num_classes
     try:
         model = build_model(config, num_classes, torch.device("meta"))
-        check_training_size(model, config)
-        check_evaluation_size(model, config)
+        check_sizes(model, config)
         check_weights(config, num_classes)
         memory = estimate_memory(config, num_classes)
         ranks = describe_ranks(model, config, layout, memory) if layout is not None else []

@@ -22,15 +22,13 @@ from dali_train.runtime.process_group import joined
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.evaluation import EvaluationResult, Evaluator
 from dali_train.training.metrics import ClassTables
-from dali_train.training.model import build_model, check_evaluation_size, compare_with_timm
+from dali_train.training.model import build_model, check_sizes, compare_with_timm
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path
 from dali_train.training.setup import configure_torch
 
 
-def evaluate_checkpoint(
-    config: Config, run_dir: Path | None, checkpoint: str | None, options: LaunchOptions
-) -> EvaluationResult:
+def evaluate_checkpoint(config: Config, run_dir: Path | None, checkpoint: str | None, options: LaunchOptions) -> None:
     """Evaluate on all ranks together and print the result on rank 0.
 
     Args:
@@ -68,10 +66,9 @@ def evaluate_checkpoint(
         if average is not None:
             print(f"moving average of the weights: {_describe(average)}")
         _print_classes(evaluator, split)
-    return result
 
 
-def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOptions) -> EvaluationResult:
+def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOptions) -> None:
     """Evaluate model.weights without a run, on all ranks together; print the preprocessing and the result.
 
     A timm name brings its own architecture and preprocessing, as in timm's own validate.py; for a file, those of
@@ -100,7 +97,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
             )
             names = {f"data.{name}": value for name, value in settings.items()}
             config = config.replace({name: value for name, value in names.items() if name not in chosen})
-        check_evaluation_size(model, config)
+        check_sizes(model, config, trains=False)
         evaluator = _evaluator(split, config, launch, device, num_threads)
         if launch.rank == 0:
             _print_preparation(model, config, "timm's for these weights" if from_timm else "the config's")
@@ -108,7 +105,6 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
     if launch.rank == 0:
         print(f"{weights}: {_describe(result)}  ({result.num_images} images)")
         _print_classes(evaluator, split)
-    return result
 
 
 @contextmanager

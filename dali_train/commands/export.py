@@ -22,16 +22,13 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 def export(
     run_dir: Path, format_name: str, output: Path | None, checkpoint: str | None, weights: Weights | None
-) -> Path:
-    """Write the model of `run_dir` and print where.
+) -> None:
+    """Write the model of `run_dir` and ``preprocessing.json`` into a directory, and print where.
 
     Args:
         format_name: one of `FORMATS`.
         output: the directory to write into; None: ``RUN/export/FORMAT``.
         checkpoint, weights: see `load_trained`.
-
-    Returns:
-        The directory. It holds the model and ``preprocessing.json``.
 
     Raises:
         ConfigError, CheckpointError: see `load_trained`; or the format needs a package that is not installed.
@@ -63,7 +60,6 @@ def export(
         f"{output}: {trained.describe()}. Read back, its logits differ by {difference:.1e} at most (batches of "
         f"{' and '.join(map(str, _BATCH_SIZES))})"
     )
-    return output
 
 
 def preprocessing(trained: TrainedModel) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.parallel.parallelize import check_model, parameters_per_rank
 from dali_train.parallel.stages import (
     Stage,
     StageActivations,
@@ -28,14 +27,14 @@ from dali_train.parallel.stages import (
     in_flight,
     make_stages,
 )
+from dali_train.parallel.tensor import vit
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import is_remote
 from dali_train.training.loss import loss_of
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
     build_model,
-    check_evaluation_size,
-    check_training_size,
+    check_sizes,
     compare_with_timm,
     describe_parameters,
     repeated_blocks,
@@ -80,8 +79,7 @@ def print_plan(
     check_micro_batches(config.parallel, grad_accum_steps)
     steps = config.steps(config.run.epochs, num_images)
     model = build_model(config, num_classes, torch.device("meta"))
-    check_training_size(model, config)
-    check_evaluation_size(model, config)
+    check_sizes(model, config)
     check_weights(config, num_classes)
     memory = estimate_memory(config, num_classes)
     ranks = describe_ranks(model, config, layout, memory)
@@ -179,14 +177,14 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     """
     parallel = config.parallel
     check_shardwise(model, config.optimizer, layout)
-    check_model(model, parallel)
+    vit.check_model(model, parallel.tensor)
     num_blocks = max(1, len(repeated_blocks(model)))
     stages = make_stages(model, parallel) if layout.pipeline > 1 else []
     plans = []
     for rank in range(layout.pipeline):
         own = stages[rank :: layout.pipeline]
         modules: list[nn.Module] = [VitStage(model, stage, torch.float32) for stage in own] or [model]
-        parameters = tuple(parameters_per_rank(module, parallel) for module in modules)
+        parameters = tuple(vit.parameters_per_rank(module, parallel.tensor) for module in modules)
         blocks = sum(len(stage.blocks) for stage in own) or num_blocks
         own_memory = memory.of_rank(
             parameters=sum(parameters),

@@ -83,7 +83,7 @@ def print_predictions(
     table: Path | None,
     checkpoint: str | None,
     weights: Weights | None,
-) -> ImagePredictions:
+) -> None:
     """Print a table of `images`; without images, compare both decoders on the validation split of the run's dataset.
 
     Args:
@@ -101,7 +101,8 @@ def print_predictions(
     if not images:
         if picture is not None:
             raise ConfigError("--picture needs images: name some files")
-        return compare_decoders(trained, table)
+        compare_decoders(trained, table)
+        return
     predictions = _predict(trained.model, trained.config.data, images, decoder)
     names = [printable(name) for name in trained.class_names]
     width = max(len(str(path)) for path in images)
@@ -114,7 +115,6 @@ def print_predictions(
     if table is not None:
         _write_likeliest(table, ["image"], [[str(path)] for path in images], predictions, names)
         print(table)
-    return predictions
 
 
 def _write_likeliest(
@@ -130,10 +130,9 @@ def _write_likeliest(
     write_table(path, heads, (first + rest for first, rest in zip(firsts, pairs, strict=True)))
 
 
-def compare_decoders(trained: TrainedModel, table: Path | None = None) -> ImagePredictions:
-    """Print top-1 on the validation split, decoded and resized by DALI and by PIL, and DALI's accuracy by class.
-
-    Return DALI's predictions, the top 5 classes of each image, which are also written to `table`."""
+def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
+    """Print top-1 on the validation split, decoded and resized by DALI and by PIL, and DALI's accuracy by class; write
+    the top 5 classes that DALI's decoding gives into `table`."""
     data = trained.config.data
     split = Split(data.root, "validation")
     if split.manifest.encoding == "raw":
@@ -159,7 +158,6 @@ def compare_decoders(trained: TrainedModel, table: Path | None = None) -> ImageP
         firsts = [[int(number), names[label]] for number, label in zip(numbers, labels, strict=True)]
         _write_likeliest(table, ["image", "truth"], firsts, dali, names)
         print(table)
-    return dali
 
 
 def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, names: Sequence[str]) -> None:

@@ -41,21 +41,8 @@ class RunResult:
 
 
 @dataclass(kw_only=True)
-class Accuracies:
-    """Top-1 of the run's evaluations, as fractions."""
-
-    history: list[float] = field(default_factory=list)  # in order, those before a resume included
-    best: float | None = None  # of all kept checkpoints too
-    pending: bool = False  # the checkpoint that the run resumes from was not evaluated
-
-    def add(self, top1: float) -> None:
-        self.history.append(top1)
-        self.best = top1 if self.best is None else max(self.best, top1)
-
-
-@dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop uses. Only the last five fields change."""
+    """Everything that the training loop uses. Only the accuracies and the last five fields change."""
 
     plan: RunPlan
     setup: Setup
@@ -68,8 +55,10 @@ class Run:
     hooks: Observers
     flops: ModelFlops | None  # None: no figure for this device, such as a CPU
     lock_holder: str
-    accuracies: Accuracies
+    accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
+    evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
     step: int  # optimizer steps done
+    best_top1: float | None = None  # of the evaluations and of all kept checkpoints
     stopping: StopReason = StopReason.NONE
     saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
     save_is_asked: bool = False  # by any rank, for this step
@@ -86,7 +75,7 @@ class Run:
     @property
     def has_stalled(self) -> bool:
         """Whether top-1 has not improved for hooks.stop_early epochs."""
-        config, history = self.plan.config, self.accuracies.history
+        config, history = self.plan.config, self.accuracies
         if config.hooks.stop_early is None or config.run.eval_every_epochs is None or not history:
             return False
         since_best = len(history) - 1 - history.index(max(history))
@@ -116,7 +105,7 @@ class Run:
 
     def write_accuracies(self) -> None:
         if self.plan.launch.rank == 0:
-            content = json.dumps(self.accuracies.history) + "\n"
+            content = json.dumps(self.accuracies) + "\n"
             write_atomically(self.plan.directory / "epoch_accuracies.json", content.encode())
 
     def write_status(self, state: Literal["running", "stopped", "finished", "failed"], reason: str = "") -> None:
@@ -126,7 +115,7 @@ class Run:
                 step=self.step,
                 reason=reason,
                 total_steps=self.plan.total_steps,
-                best_top1=self.accuracies.best,
+                best_top1=self.best_top1,
                 ema=self.plan.config.ema.decay is not None,
                 lock_holder=self.lock_holder,
             ).write(self.plan.directory)
@@ -161,7 +150,7 @@ class Run:
             step=self.step,
             total_steps=self.plan.total_steps,
             stopped=StopReason.NONE if self.is_finished else self.stopping,
-            best_top1=self.accuracies.best,
-            epoch_accuracies=self.accuracies.history,
+            best_top1=self.best_top1,
+            epoch_accuracies=self.accuracies,
             model_file=self.plan.directory / MODEL_FILE if self.is_finished else None,
         )

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from dali_train.checkpoint.mirror import mirrored
 from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.checkpoint.state import restore
 from dali_train.commands.environment import describe_run, device_name
-from dali_train.commands.run import Accuracies, Run, RunResult
+from dali_train.commands.run import Run, RunResult
 from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
@@ -177,12 +178,12 @@ def build(
         hooks=hooks,
         flops=model_flops(config, plan.num_classes, device, num_devices=launch.world_size),
         lock_holder=lock_holder,
-        accuracies=Accuracies(history=start.history, pending=not start.evaluated),
+        accuracies=start.history,
+        evaluation_is_pending=not start.evaluated,
         step=start.step,
     )
     announce_start(run, command, start.warnings, startup_s=time.perf_counter() - begin)
-    best = run.saver.prepare(start.step)
-    run.accuracies.best = best if best >= 0 else None
+    run.best_top1 = run.saver.prepare(start.step)
     run.write_status("running")
     run.write_accuracies()
     return run
@@ -200,7 +201,7 @@ def make_plan(setup: Setup, launch: Launch) -> RunPlan:
         num_images=len(split),
         num_classes=split.num_classes,
         class_names=split.manifest.class_names,
-        grad_accum_steps=setup.grad_accum_steps,
+        grad_accum_steps=config.batch.grad_accum_steps(setup.layout.data_size),
         total_steps=min(schedule_steps, config.run.max_steps or schedule_steps),
     )
 
@@ -226,20 +227,22 @@ def check_end(plan: RunPlan, step: int) -> None:
 def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
     """Return the trainer with its initial weights, or with the state of the checkpoint."""
     config, device, num_classes = setup.config, setup.device, setup.split.num_classes
-    resumes = start.checkpoint is not None
+    checkpoint = start.checkpoint
     state = build_state(
         config,
         setup.layout,
         num_classes,
         device,
         evaluates=evaluates,
-        resumes=resumes,
+        resumes=checkpoint is not None,
         weights=start.weights,
-        saved_seeding=start.seeding,
+        saved_seeding=checkpoint.values["dropout"] if checkpoint is not None else None,
     )
-    start.restore(state)
+    if checkpoint is not None:
+        start.warnings += restore(checkpoint, state.model, state.optimizer, state.precision, state.parallel)
     trainer = build_trainer(config, state, num_classes, device, setup.class_counts)
-    start.restore_average(trainer)
+    if trainer.ema is not None and checkpoint is not None and "ema" in checkpoint.state:
+        trainer.ema.load(checkpoint.state["ema"])
     return trainer
 
 
@@ -273,7 +276,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
 def loop(run: Run, agreement: StepAgreement) -> None:
     """Train until the last step, until top-1 has not improved for hooks.stop_early epochs, or until all ranks agree to
     stop."""
-    if run.accuracies.pending and run.evaluation_is_due():  # the run ended between saving and evaluating
+    if run.evaluation_is_pending and run.evaluation_is_due():  # the run ended between saving and evaluating
         evaluate(run)
     for index in range(run.step, run.plan.total_steps):
         if run.has_stalled:
@@ -330,7 +333,8 @@ def evaluate(run: Run) -> None:
             average = run.evaluator.run(model, trainer.precision.autocast())
     run.hooks.evaluation(EvaluationRecord(step=run.step, epoch=run.epoch, result=result, details=details, ema=average))
     top1 = (average or result).top1
-    run.accuracies.add(top1)
+    run.accuracies.append(top1)
+    run.best_top1 = max(top1, run.best_top1 or 0.0)
     trainer.clock.enter("checkpoint")
     run.saver.record_top1(run.step, top1)
     run.write_status("running")
@@ -353,7 +357,7 @@ def save(run: Run) -> None:
     values |= {
         "recipe": run.recipe,
         "class_names": list(run.plan.class_names),
-        "epoch_accuracies": [*run.accuracies.history],
+        "epoch_accuracies": [*run.accuracies],
     }
     run.saver.save(run.step, state, values)
 

@@ -96,10 +96,9 @@ class Config:
         refuse(pure and compiles, self, "precision.autocast model.compile", remedy)
         tuned, remedy = self.model.compile == "autotune", "it chooses kernels by timing, set model.compile blocks"
         refuse(self.run.deterministic and tuned, self, "run.deterministic model.compile", remedy)
-        graphs, remedy = self.model.cuda_graphs, "CUDA graphs need a GPU, set model.cuda_graphs false"
-        refuse(graphs and self.run.device == "cpu", self, "model.cuda_graphs run.device", remedy)
-        remedy = "a captured graph takes images of one size, set model.cuda_graphs false"
-        refuse(graphs and bool(self.data.progressive), self, "model.cuda_graphs data.progressive", remedy)
+        graphs = self.model.compile == "cuda-graphs"
+        remedy = "a captured graph takes images of one size, set model.compile model"
+        refuse(graphs and bool(self.data.progressive), self, "model.compile data.progressive", remedy)
         require(
             "://" in self.data.root or Path(self.data.root).resolve() != Path(self.run.dir).resolve(),
             f"run.dir and data.root are both {self.run.dir}: choose another run.dir, so that the run's files are not "
@@ -132,9 +131,9 @@ class Config:
         """Refuse settings that conflict with a model that is split over ranks."""
         parallel = self.parallel
         require(
-            not parallel.kind or self.model.compile != "model",
-            f"model.compile is model with {parallel.kind}, which splits the model over ranks: between its blocks it "
-            "communicates, set model.compile blocks",
+            not parallel.kind or self.model.compile not in ("model", "cuda-graphs"),
+            f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: between "
+            "its blocks it communicates, set model.compile blocks",
         )
         remedy = "FSDP needs weights in torch's default memory format, set model.channels_last false"
         shards = parallel.shard != "none"

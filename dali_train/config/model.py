@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dali_train.config.check import NotInRecipe, refuse, require, section
+from dali_train.config.check import NotInRecipe, require, section
 
 
 @section("model")
@@ -25,11 +25,13 @@ class ModelConfig:
     normalise with them."""
     channels_last: NotInRecipe[bool] = False
     """Memory format of weights and images, with which convolutional models are faster on GPUs."""
-    compile: NotInRecipe[Literal["auto", "none", "model", "blocks", "autotune"]] = "auto"
-    """torch.compile. model: the whole model. blocks: each repeated block; identical blocks share code, so the first
-    step starts sooner. autotune: the blocks, with the fastest of several kernels for each matrix product, some of which
-    include bias and activation; timing them takes minutes at the first start, and may choose others at the next. auto:
-    on a GPU, the blocks if the model has any, falling back to none with a warning if the compiler fails; none on a CPU.
+    compile: NotInRecipe[Literal["auto", "none", "model", "cuda-graphs", "blocks", "autotune"]] = "auto"
+    """torch.compile. model: the whole model. cuda-graphs: the same, with its kernels captured once and replayed, for
+    models whose kernels take longer to launch than to run. blocks: each repeated block; identical blocks share code, so
+    the first step starts sooner. autotune: the blocks, with the fastest of several kernels for each matrix product,
+    some of which include bias and activation; timing them takes minutes at the first start, and may choose others at
+    the next. auto: on a GPU, the blocks if the model has any, falling back to none with a warning if the compiler
+    fails; none on a CPU.
     A model that is split over ranks can be compiled by blocks only.
     Dropout masks differ from those of uncompiled code, but are still a function of the micro-batch."""
     attention: NotInRecipe[Literal["auto", "cudnn", "flash", "efficient", "math"]] = "auto"
@@ -38,9 +40,6 @@ class ModelConfig:
     fast_norm: bool = False
     """With precision.dtype bf16 or fp16, keep the residual stream in that format and normalise in it. This saves memory
     traffic and changes the rounding, so it is part of the recipe. Without it both are float32, as under autocast."""
-    cuda_graphs: NotInRecipe[bool] = False
-    """Capture the compiled model's kernels once and replay them: for models whose kernels take longer to launch than to
-    run."""
     activation_checkpointing: NotInRecipe[bool | Literal["selective"]] = False
     """Recompute each block's activations in the backward pass instead of keeping them: less memory, a third more
     compute. selective: keep the results of matrix products and attention, and recompute only the cheap rest."""
@@ -50,5 +49,3 @@ class ModelConfig:
             "num_classes" not in self.kwargs,
             f"model.kwargs has num_classes {self.kwargs.get('num_classes')}: leave it out, the dataset decides it",
         )
-        remedy = "the compiler records the graphs, so set model.compile model"
-        refuse(self.cuda_graphs and self.compile != "model", self, "cuda_graphs compile", remedy)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from dali_train.config.check import OVER_0, UNDER_1, Count, NotNegative, Positive, Rule, section
+from dali_train.config.check import OVER_0, UNDER_1, NotNegative, Positive, Rule, section
 
 Beta = Annotated[float, Rule("a number from 0 to under 1, e.g. 0.9,0.999", 0, UNDER_1)]
 
@@ -14,23 +14,19 @@ class OptimizerConfig:
     """One of timm's optimizers; by default LAMB (You et al., arXiv 1904.00962)."""
 
     lr: Positive
-    """Peak learning rate, at a global batch of base_batch if it is scaled."""
+    """Peak learning rate, at a global batch of 256 if it is scaled."""
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
-    """Scaling of lr with batch.global_batch: by global_batch / base_batch, or by its square root."""
-    base_batch: Count = 256
-    """Global batch for which lr is meant."""
+    """Scaling of lr with batch.global_batch: by global_batch / 256, or by its square root."""
     name: str = "lamb"
     """An optimizer that timm knows (timm.optim.list_optimizers()): lamb, adamw, sgd, lars, muon, ..."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the optimizer's constructor, such as momentum or nesterov for sgd."""
+    """More arguments of the optimizer's constructor, such as momentum or nesterov for sgd, bias_correction for lamb."""
     weight_decay: NotNegative = 0.0
     """Weight decay, which LAMB adds to its update before the trust ratio."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """Decay rates of the running means of the gradient and of its square."""
     eps: NotNegative = 1e-6
     """Added to the root of the second moment, so that the update stays finite."""
-    bias_correction: bool = True
-    """Bias-correct the moments; only LAMB can turn this off."""
     exclude_vectors: bool = True
     """No weight decay and no trust ratio on biases, norms and other vectors. False: both on all parameters."""
     layer_decay: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] | None = None

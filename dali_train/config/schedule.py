@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from dali_train.config.check import OVER_0, CountOr0, NotNegative, Positive, Rule, refuse, section
+from dali_train.config.check import OVER_0, NotNegative, Positive, Rule, refuse, section
 
 
 @section("schedule")
@@ -17,8 +17,6 @@ class ScheduleConfig:
     dali_train.training.schedule.SCHEDULES."""
     warmup_epochs: NotNegative = 0.0
     """Passes over the training split during which the rate rises."""
-    warmup_steps: CountOr0 | None = None
-    """Length of the warmup in optimizer steps, in place of warmup_epochs."""
     warmup_lr: NotNegative | None = None
     """Rate of the first warmup step, from which it rises by (peak - warmup_lr) / warmup per step, as in timm; 0 as in
     big_vision. None: step t has (t + 1) / (warmup + 1) of the peak, as in ColossalAI."""
@@ -37,11 +35,9 @@ class ScheduleConfig:
     """Whether the rate changes at every optimizer step or only at the start of an epoch."""
 
     def __post_init__(self) -> None:
-        by_epoch, steps, length = self.step_every == "epoch", self.warmup_steps is not None, self.decay_epochs
+        by_epoch, length = self.step_every == "epoch", self.decay_epochs
         whole = "it must be a whole number there"
         refuse(by_epoch and self.warmup_epochs % 1 != 0, self, "warmup_epochs step_every", whole)
-        refuse(steps and self.warmup_epochs > 0, self, "warmup_steps warmup_epochs", "set one of them")
-        refuse(steps and by_epoch, self, "warmup_steps step_every", "set schedule.warmup_epochs instead")
         needs_length = self.name in ("step", "warmup-stable-decay")
         refuse(needs_length and length is None, self, "name decay_epochs", "set schedule.decay_epochs")
         remedy = "it has no effect there; leave it out, or use"

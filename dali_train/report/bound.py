@@ -3,7 +3,7 @@
 from dali_train.report.runs import ReportedRun
 from dali_train.text import plural
 
-DATA_SHARE, ALL_REDUCE_SHARE, OPTIMIZER_SHARE, LOGGING_SHARE = 0.10, 0.15, 0.15, 0.03
+LIMITS = {"data_wait_s": 0.10, "exchange_s": 0.15, "optimizer_s": 0.15, "logging_s": 0.03}
 """A phase other than computation with at least this fraction of a step is reported as the bottleneck."""
 
 
@@ -15,38 +15,22 @@ def what_bounds(run: ReportedRun) -> str:
     if all(event.get("first_step_s") == event["step_s"] for event in run.train):
         return "Only the process's first step is logged, in which caches fill: later steps will show the bottleneck."
 
-    def share(phase: str) -> float:
-        return (run.median(phase) or 0.0) / step
-
-    data, all_reduce, optimizer, logging = (
-        share(f"{name}_s") for name in ("data_wait", "exchange", "optimizer", "logging")
-    )
-    excess = {
-        "data": data / DATA_SHARE,
-        "all-reduce": all_reduce / ALL_REDUCE_SHARE,
-        "optimizer": optimizer / OPTIMIZER_SHARE,
-        "logging": logging / LOGGING_SHARE,
+    share = {phase: (run.median(phase) or 0.0) / step for phase in (*LIMITS, "forward_s", "backward_s")}
+    worst = max(LIMITS, key=lambda phase: share[phase] / LIMITS[phase])
+    if share[worst] < LIMITS[worst]:
+        return (
+            f"Computing bounds the run: forward and backward take {share['forward_s'] + share['backward_s']:.0%} of "
+            f"the step, waiting for data {share['data_wait_s']:.0%}."
+        )
+    takes = f"takes {share[worst]:.0%} of the step"
+    sentences = {
+        "data_wait_s": f"Waiting for data {takes}: {_decoding(run)}",
+        "exchange_s": f"The all-reduce of gradients {takes} that the backward pass does not hide: accumulate more "
+        "(larger batch.global_batch), or look for a rank that is slower than the others in logs/rank*.log.",
+        "optimizer_s": f"The optimizer {takes}: a larger batch.global_batch makes it rarer.",
+        "logging_s": f"Logging {takes}: raise hooks.log_every_steps, or turn off hooks that are not needed.",
     }
-    worst = max(excess, key=lambda name: excess[name])
-    if excess[worst] < 1:
-        computing = share("forward_s") + share("backward_s")
-        return (
-            f"Computing bounds the run: forward and backward take {computing:.0%} of the step, waiting for data "
-            f"{data:.0%}."
-        )
-    if worst == "data":
-        return f"Waiting for data takes {data:.0%} of the step: {_decoding(run)}"
-    if worst == "all-reduce":
-        return (
-            f"The all-reduce of gradients takes {all_reduce:.0%} of the step that the backward pass does not hide: "
-            "accumulate more (larger batch.global_batch), or look for a rank that is slower than the others in "
-            "logs/rank*.log."
-        )
-    if worst == "optimizer":
-        return f"The optimizer takes {optimizer:.0%} of the step: a larger batch.global_batch makes it rarer."
-    return (
-        f"Logging takes {logging:.0%} of the step: raise hooks.log_every_steps, or turn off hooks that are not needed."
-    )
+    return sentences[worst]
 
 
 def _decoding(run: ReportedRun) -> str:

@@ -27,13 +27,13 @@ from dali_train.training.ema import Ema
 from dali_train.training.evaluation import Evaluator
 from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import TrainingMetrics
-from dali_train.training.model import build_model, check_evaluation_size, check_training_size, repeated_blocks
+from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import check_shardwise, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, compute_in
 from dali_train.training.pretrained import Tensors
 from dali_train.training.running_statistics import RunningStatistics
-from dali_train.training.schedule import check_schedule, schedule_of
+from dali_train.training.schedule import schedule_of
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import PhaseClock
 from dali_train.training.trainer import Trainer, TrainState
@@ -56,18 +56,12 @@ class Setup:
         """Training images of each class, (classes,)."""
         return np.bincount(self.split.rows["label"], minlength=self.split.num_classes)
 
-    @property
-    def grad_accum_steps(self) -> int:
-        """Micro-batches that a rank accumulates per step: the maximum over the ranks, if they differ."""
-        return self.config.batch.grad_accum_steps(self.layout.data_size)
-
 
 def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
     """Configure torch for this process, open the dataset, and check the config against both.
 
     Raises:
-        ConfigError: there is no such loss or schedule, or the batch, pipeline or schedule does not fit the number of
-            ranks or the dataset.
+        ConfigError: there is no such loss or schedule, or the batch or pipeline does not fit the number of ranks.
         DatasetError: the dataset does not exist, or is damaged.
     """
     loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before anything slow
@@ -77,7 +71,6 @@ def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
     dataset = find_dataset(config, launch)
     explain_bus_errors(str(dataset.path))
     split = Split(dataset.path, "train")
-    check_schedule(config, len(split))
     return Setup(
         config=config,
         device=device,
@@ -154,9 +147,8 @@ def build_state(
             f"parallel.pipeline {config.parallel.pipeline} the stages cannot draw the same masks: set "
             "parallel.pipeline 1, or choose another run.dir to start from the beginning"
         )
-    check_training_size(model, config)
-    if evaluates or layout.pipeline > 1:  # stages agree at the start on the shapes of their activations
-        check_evaluation_size(model, config)  # now, and not after an epoch
+    # Evaluation's now, and not after an epoch; stages agree at the start on the shapes of their activations.
+    check_sizes(model, config, evaluates=evaluates or layout.pipeline > 1)
     check_shardwise(model, config.optimizer, layout)
     precision = Precision(config.precision, device)
     activations = StageActivations.from_model(model, config) if layout.pipeline > 1 else None
@@ -193,7 +185,7 @@ def build_trainer(
         "ema": Ema(model, config.ema) if config.ema.decay is not None else None,
         "num_micro_batches": config.batch.num_micro_batches,
         "clip_grad_norm": config.optimizer.clip_grad_norm,
-        "keep_gradients": config.model.cuda_graphs,
+        "keep_gradients": config.model.compile == "cuda-graphs",
     }
     if not parallel.stages:
         return Trainer(**parts)
@@ -210,6 +202,6 @@ def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_
     trainer.model.train()
     precision = trainer.precision
     blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)
-    order = warm_up(trainer.parallel, blank, precision.autocast(), keep_gradients=config.model.cuda_graphs)
+    order = warm_up(trainer.parallel, blank, precision.autocast(), keep_gradients=trainer.keep_gradients)
     if trainer.parallel.layout.data_size > 1:
         trainer.clock.watch_all_reduce(order[-1])

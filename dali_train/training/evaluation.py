@@ -101,7 +101,10 @@ class Evaluator:
         model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)  # loss, top-1, top-5, images
         correct = torch.zeros(self._num_classes, dtype=torch.int64, device=self._device)  # by class
-        predictions = _Predictions(self._num_images, self._shown, self._num_classes, self._device)
+        # Each rank fills in its own rows of these; the sum over ranks is complete.
+        rows, all_scores = self._num_images if len(self._shown) else 0, self._num_classes <= MAX_SCORES
+        predictions = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        scores = torch.zeros(rows, self._num_classes if all_scores else 2, device=self._device)
         for numbers in self._batches:
             images, labels = self._next(numbers)
             images, labels = (
@@ -113,8 +116,11 @@ class Evaluator:
             if not self._counts:
                 continue
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            if len(self._shown):
-                predictions.add(numbers, labels, logits)
+            if len(self._shown):  # the numbers of a batch are ascending and without gaps
+                own = slice(int(numbers[0]), int(numbers[-1]) + 1)
+                predictions[own] = predicted = logits.argmax(dim=-1)
+                chances = logits.softmax(dim=-1).float()
+                scores[own] = chances if all_scores else chances.gather(1, torch.stack([predicted, labels], dim=-1))
             ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
             ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # NaN would rank first
             correct.scatter_add_(0, labels, (ranks < 1).long())
@@ -132,10 +138,15 @@ class Evaluator:
             with autocast:
                 model(torch.zeros(self._blank, device=self._device, dtype=self._dtype))
         if dist.is_initialized():
-            dist.all_reduce(sums)
-            dist.all_reduce(correct)
+            for total in (sums, correct, *((predictions, scores) if len(self._shown) else ())):
+                dist.all_reduce(total)
         if len(self._shown):
-            self.details = predictions.gather(self._labels)
+            self.details = EvaluationDetails(
+                labels=self._labels,
+                predictions=predictions.cpu().numpy(),
+                shown=self._shown,
+                scores=scores.cpu().numpy()[self._shown],
+            )
         model.train(training)
         loss, top1, top5, count = sums.tolist()
         assert count == self._num_images, f"evaluated {count} of {self._num_images} images"
@@ -153,43 +164,3 @@ class Evaluator:
         if self._pipeline is not None:
             return self._pipeline.run()
         return torch.empty(len(numbers), 3, 0, 0), torch.from_numpy(self._labels[numbers])
-
-
-class _Predictions:
-    """Predictions for all images and scores for a few. Each rank fills in its own rows; the sum over ranks is
-    complete."""
-
-    def __init__(self, num_images: int, shown: NDArray[np.int64], num_classes: int, device: torch.device) -> None:
-        self._shown = shown
-        self._predictions = torch.zeros(num_images if len(shown) else 0, dtype=torch.int64, device=device)
-        self._all_scores = num_classes <= MAX_SCORES
-        self._scores = torch.zeros(len(shown), num_classes if self._all_scores else 2, device=device)
-
-    def add(self, numbers: NDArray[np.int64], labels: torch.Tensor, logits: torch.Tensor) -> None:
-        """Record the predictions for images `numbers`, which are ascending and without gaps.
-
-        Args:
-            labels: (n,) int64.
-            logits: (n, classes).
-        """
-        predicted = logits.argmax(dim=-1)
-        self._predictions[int(numbers[0]) : int(numbers[-1]) + 1] = predicted
-        first, end = np.searchsorted(self._shown, [numbers[0], numbers[-1] + 1])
-        if first == end:
-            return
-        rows = torch.from_numpy(self._shown[first:end] - numbers[0]).to(logits.device, non_blocking=True)
-        scores = logits[rows].softmax(dim=-1).float()
-        if not self._all_scores:
-            scores = scores.gather(1, torch.stack([predicted[rows], labels[rows]], dim=-1))
-        self._scores[int(first) : int(end)] = scores
-
-    def gather(self, labels: NDArray[np.int64]) -> EvaluationDetails:
-        if dist.is_initialized():
-            dist.all_reduce(self._predictions)
-            dist.all_reduce(self._scores)
-        return EvaluationDetails(
-            labels=labels,
-            predictions=self._predictions.cpu().numpy(),
-            shown=self._shown,
-            scores=self._scores.cpu().numpy(),
-        )

@@ -141,12 +141,11 @@ def _choose_attention(first: str, device: torch.device) -> None:
 
 def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
     """Compile in place, so that the weights keep their names; compilation happens at the first call."""
-    if config.cuda_graphs and device.type != "cuda":
-        raise ConfigError(
-            "model.cuda_graphs is true, but the model runs on a CPU: CUDA graphs need a GPU, set it to false"
-        )
-    if config.compile == "model":
-        model.compile(mode="reduce-overhead" if config.cuda_graphs else None)
+    graphs = config.compile == "cuda-graphs"
+    if graphs and device.type != "cuda":
+        raise ConfigError("model.compile is cuda-graphs, but the model runs on a CPU: they need a GPU, set it to model")
+    if graphs or config.compile == "model":
+        model.compile(mode="reduce-overhead" if graphs else None)
     elif config.compile in ("blocks", "autotune"):
         blocks = repeated_blocks(model)
         if not blocks:
@@ -202,27 +201,20 @@ def _falling_back(
     return call
 
 
-def check_evaluation_size(model: nn.Module, config: Config) -> None:
-    """Check that `model` accepts images of data.eval_size, by passing it one blank image in eval mode, uncompiled.
-
-    On the meta device this computes nothing.
-
-    Raises:
-        ConfigError: the model does not accept images of data.eval_size.
-    """
-    _check_size(model, config, config.data.eval_size, "data.eval_size")
-
-
-def check_training_size(model: nn.Module, config: Config) -> None:
-    """Check that `model` accepts images of data.train_size and of the sizes in data.progressive.
+def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evaluates: bool = True) -> None:
+    """Check that `model` accepts images of data.train_size, data.progressive and data.eval_size, by passing it a blank
+    image of each in eval mode, uncompiled. On the meta device this computes nothing.
 
     Raises:
-        ConfigError: the model does not accept these sizes.
+        ConfigError: the model does not accept images of one of these sizes.
     """
-    _check_size(model, config, config.data.train_size, "data.train_size")
     any_size = "choose a model that takes images of any size; a ViT does with --model.kwargs.dynamic_img_size true"
-    for _, size in config.data.progressive:
-        _check_size(model, config, size, "a size in data.progressive", any_size)
+    if trains:
+        _check_size(model, config, config.data.train_size, "data.train_size")
+        for _, size in config.data.progressive:
+            _check_size(model, config, size, "a size in data.progressive", any_size)
+    if evaluates:
+        _check_size(model, config, config.data.eval_size, "data.eval_size")
 
 
 def _check_size(model: nn.Module, config: Config, size: int, setting: str, remedy: str | None = None) -> None:

@@ -176,7 +176,6 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "betas": config.betas,
         "eps": config.eps,
-        "bias_correction": config.bias_correction,
         "always_adapt": not config.exclude_vectors,
         "max_grad_norm": None,
     }
@@ -197,8 +196,6 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
         if name not in accepted:
             close = difflib.get_close_matches(name, accepted, n=3) or sorted(accepted)
             raise ConfigError(f"optimizer.kwargs has {name}, which {config.name} does not take: use {', '.join(close)}")
-        if name in ("lr", "weight_decay") or (name in ("betas", "eps", "bias_correction") and name in defaults):
+        if name in ("lr", "weight_decay") or (name in ("betas", "eps") and name in defaults):
             raise ConfigError(f"optimizer.kwargs has {name}: set optimizer.{name} instead")
-    if not config.bias_correction and "bias_correction" not in accepted:
-        raise ConfigError(f"optimizer.bias_correction is false, but {config.name} has no such setting: leave it true")
     return {name: value for name, value in defaults.items() if name in accepted} | config.kwargs

@@ -6,6 +6,7 @@ Here the step is always taken and, if a gradient was not finite, undone on the d
 
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class Precision:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         else:
             gradients = [p.grad for p in parameters if p.grad is not None]
-            parameters, held = _shards(parameters)
+            parameters = list(map(_shard, parameters))
+            held: Any = SimpleNamespace(param_groups=[{"params": parameters}])  # a GradScaler expects an optimizer
             # A GradScaler is initialised by the first loss that it scales: only the last stage of a pipeline has one.
             self.loss_scale()
             self.scaler.unscale_(held)
@@ -114,22 +116,11 @@ class Precision:
         return norm
 
 
-class _Held:
-    """Passes gradients to a GradScaler, which expects an optimizer."""
-
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.param_groups = [{"params": parameters}]
-
-
-def _shards(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """Return this rank's shards of `parameters` with their gradients, in the same memory, as a list and as a GradScaler
-    takes them."""
-    shards = []
-    for parameter in parameters:
-        shard = local(parameter).detach()
-        shard.grad = local(parameter.grad) if parameter.grad is not None else None
-        shards.append(shard)
-    return shards, _Held(shards)
+def _shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of `parameter` with its gradient, in the same memory."""
+    shard = local(parameter).detach()
+    shard.grad = local(parameter.grad) if parameter.grad is not None else None
+    return shard
 
 
 def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:

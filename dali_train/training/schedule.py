@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from dali_train.config import Config, ScheduleConfig
 from dali_train.config.names import row_of
-from dali_train.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +87,8 @@ def learning_rate(config: Config, step: int, num_images: int) -> float:
 def peak_learning_rate(config: Config) -> float:
     """Return optimizer.lr, scaled with the global batch as optimizer.scale_lr says."""
     optimizer = config.optimizer
-    ratio = config.batch.global_batch / optimizer.base_batch
+    ratio = config.batch.global_batch / 256
     return optimizer.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.scale_lr]
-
-
-def check_schedule(config: Config, num_images: int) -> None:
-    """Check that the warmup is not longer than the run.
-
-    Raises:
-        ConfigError: with this number of images the warmup is too long.
-    """
-    schedule, total = config.schedule, config.steps(config.run.epochs, num_images)
-    if schedule.warmup_steps is not None and schedule.warmup_steps > total:
-        raise ConfigError(
-            f"schedule.warmup_steps {schedule.warmup_steps} exceeds the run's {total} steps (run.epochs "
-            f"{config.run.epochs:g} of {num_images} images in batches of {config.batch.global_batch}): shorten the "
-            "warmup"
-        )
 
 
 def _times(config: Config, step: int, num_images: int) -> tuple[float, float, float]:
@@ -112,7 +96,5 @@ def _times(config: Config, step: int, num_images: int) -> tuple[float, float, fl
     schedule = config.schedule
     if schedule.step_every == "epoch":
         return float(step * config.batch.global_batch // num_images), schedule.warmup_epochs, config.run.epochs
-    warmup = schedule.warmup_steps
-    if warmup is None:
-        warmup = config.steps(schedule.warmup_epochs, num_images)
-    return float(step), float(warmup), float(config.steps(config.run.epochs, num_images))
+    warmup, total = (float(config.steps(n, num_images)) for n in (schedule.warmup_epochs, config.run.epochs))
+    return float(step), warmup, total

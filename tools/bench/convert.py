@@ -26,21 +26,15 @@ from dali_train.data.convert.imagenet import imagenet
 from dali_train.data.convert.run import Conversion, convert
 from dali_train.data.convert.sources import SourcePart
 from dali_train.data.dataset.image_file import is_jpeg
-from tools.bench.turns import Spread, describe_machine
+from tools.bench.turns import Spread, describe_machine, parser_of
 
 Measurement = Callable[[Path], object]  # takes an empty directory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "--threads", "--rounds", rounds=5)
     parser.add_argument(
         "archive", type=Path, metavar="ARCHIVE", help="tar of ImageNet's layout, or of files SYNSET_name.JPEG"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: one per core"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="after one that warms up (default: %(default)s)"
     )
     parser.add_argument(
         "--repeat", type=int, default=5, metavar="N", help="how often each image is taken (default: %(default)s)"

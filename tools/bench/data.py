@@ -13,7 +13,6 @@ threads. The ladder adds this project's stages one by one.
 
 import argparse
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from tools.bench.turns import (
     cpu_seconds,
     describe_machine,
     family,
+    parser_of,
     plot_bars,
     print_ratio,
     take_turns,
@@ -91,21 +91,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="of each contender (default: one per core)",
-    )
-    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per batch (default: %(default)s)")
-    parser.add_argument(
-        "--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)"
-    )
+    parser = parser_of(__doc__, "dataset", "--threads", "--batch", "--rounds", "--json")
     parser.add_argument(
         "--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)"
     )
@@ -113,7 +99,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--work-dir", type=Path, metavar="DIR", help="where copies in the peers' formats are written meanwhile"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
     return parser.parse_args()
 

@@ -24,7 +24,7 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import PREFETCH
 from dali_train.data.loading.loader import make_loader
-from tools.bench.turns import Spread, describe_machine, loading_config, print_ratio, take_turns, write_lines
+from tools.bench.turns import Spread, describe_machine, loading_config, parser_of, print_ratio, take_turns, write_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,9 @@ class Round:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # Threads by default as in training: all cores but three.
+    defaults = {"threads": max(1, len(os.sched_getaffinity(0)) - 3), "batch": 256, "rounds": 3}
+    parser = parser_of(__doc__, "--threads", "--batch", "--rounds", "--json", **defaults)
     parser.add_argument("--data", nargs="+", required=True, metavar="NAME=DATASET", help="training splits to read")
     parser.add_argument(
         "--loads",
@@ -55,23 +57,11 @@ def main() -> None:
         help="data.hw_decoder_load, for JPEGs",
     )
     parser.add_argument(
-        "--threads",
-        type=int,
-        default=max(1, len(os.sched_getaffinity(0)) - 3),
-        metavar="N",
-        help="default: as in training, all cores but three",
-    )
-    parser.add_argument("--batch", type=int, default=256, metavar="N", help="images per batch (default: %(default)s)")
-    parser.add_argument(
         "--batches", type=int, default=24, metavar="N", help="timed batches a round (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="after one that warms up (default: %(default)s)"
     )
     parser.add_argument(
         "--device", default="cuda", metavar="NAME", help="cpu tries this program out where there is no GPU"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     options = parser.parse_args()
     multiprocessing.set_forkserver_preload(["tools.bench.gpu_data"])  # torch and DALI, once for all processes
     cases = name_cases(options)
@@ -120,9 +110,7 @@ def contend(name: str, cases: dict[str, Case], pipe: Connection) -> None:
     where: dict[str, Any] = {"device": "cpu"} if case.load is None else {"hw_decoder_load": case.load}
     data = DataConfig(root=str(case.dataset), num_threads=case.threads, **where)
     config = loading_config(data, micro_batch=case.batch, mixup_alpha=0.2)
-    loader = make_loader(
-        Split(case.dataset, "train"), config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=case.threads
-    )
+    loader = make_loader(Split(case.dataset, "train"), config, device, num_threads=case.threads)
 
     def advance(count: int) -> None:
         for _ in range(count):

@@ -9,7 +9,6 @@ stay under the limit, and a leak would show in it. "Mapped" is pages of files, l
 larger than the memory it grows as far as there is room, and the kernel takes it back when somebody needs it.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ import psutil
 
 from dali_train.data.dataset.index import Split
 from tools.bench.peers import CONTENDERS, Task
-from tools.bench.turns import describe_machine, family, write_lines
+from tools.bench.turns import describe_machine, family, parser_of, write_lines
 
 LIMIT_MB = 1000
 LOOKS_PER_EPOCH = 10
@@ -28,20 +27,8 @@ Look = dict[str, float]  # epoch, seconds, own_mb, mapped_mb
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read"
-    )
+    parser = parser_of(__doc__, "dataset", "--batch", "--threads", "--json")
     parser.add_argument("--epochs", type=int, default=10, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=64, metavar="N", help="images per batch (default: %(default)s)")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="for decoding (default: one per core)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every look as a JSON line")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve as a PNG")
     options = parser.parse_args()
     if options.epochs < 3:

@@ -87,15 +87,7 @@ def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     from dali_train.data.loading.loader import make_loader
 
     split = Split(task.dataset, "train")
-    loader = make_loader(
-        split,
-        _config(task, **settings),
-        torch.device("cpu"),
-        start_step=0,
-        dp_rank=0,
-        dp_size=1,
-        num_threads=task.threads,
-    )
+    loader = make_loader(split, _config(task, **settings), torch.device("cpu"), num_threads=task.threads)
     return iter(loader.next, None)
 
 

@@ -129,16 +129,9 @@ def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, settings.lr, settings.betas, settings.eps, decay)
     if settings.name == "lamb":
-        return timm.optim.Lamb(
-            groups,
-            settings.lr,
-            settings.bias_correction,
-            settings.betas,
-            settings.eps,
-            decay,
-            max_grad_norm=None,
-            always_adapt=not settings.exclude_vectors,
-        )
+        more = {"max_grad_norm": None, "always_adapt": not settings.exclude_vectors, **settings.kwargs}
+        rates = {"betas": settings.betas, "eps": settings.eps}
+        return timm.optim.Lamb(groups, settings.lr, weight_decay=decay, **rates, **more)
     sys.exit(f"optimizer.name is {settings.name}: the plain loop has sgd, adamw and lamb")
 
 

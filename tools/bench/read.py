@@ -14,7 +14,6 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -22,7 +21,7 @@ import torch
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import make_loader
-from tools.bench.turns import Spread, describe_machine, loading_config, write_lines
+from tools.bench.turns import Spread, describe_machine, loading_config, parser_of, write_lines
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "dataset", type=Path, metavar="DATASET", help="directory with dataset.json; its training split is read"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
-        metavar="N",
-        help="for decoding (default: one per core)",
-    )
+    parser = parser_of(__doc__, "dataset", "--threads", "--rounds", "--json", rounds=3)
     parser.add_argument("--micro-batch", type=int, default=64, metavar="N", help="images (default: %(default)s)")
     parser.add_argument(
         "--global-batch", type=int, default=256, metavar="N", help="images per step (default: %(default)s)"
@@ -101,8 +90,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--read-ahead-mb", type=int, default=256, metavar="MB", help="against none (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement as a JSON line")
     return parser.parse_args()
 
 
@@ -120,9 +107,7 @@ def measure(case: Case, options: argparse.Namespace) -> float:
     if case.cold:
         drop_pages(split)
     start = time.perf_counter()
-    loader = make_loader(
-        split, config, torch.device("cpu"), start_step=0, dp_rank=0, dp_size=1, num_threads=options.threads
-    )
+    loader = make_loader(split, config, torch.device("cpu"), num_threads=options.threads)
     count = len(split) // options.micro_batch
     for _ in range(count):
         loader.next()

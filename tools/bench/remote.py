@@ -168,16 +168,8 @@ def with_cache(task: Task) -> Epochs:
 def ours(task: Task, data: DataConfig) -> Epochs:
     config, launch = config_of(data, task.epochs), Launch()
     split = Split(config.data.root, "train")
-    loader = make_loader(
-        split,
-        config,
-        torch.device("cpu"),
-        start_step=0,
-        dp_rank=0,
-        dp_size=1,
-        num_threads=task.workers,
-        node=join_node(config, launch, Layout.from_config(launch, config.parallel)),
-    )
+    node = join_node(config, launch, Layout.from_config(launch, config.parallel))
+    loader = make_loader(split, config, torch.device("cpu"), num_threads=task.workers, node=node)
     for _ in range(task.epochs):
         yield (loader.next() for _ in range(len(split) // MICRO_BATCH))
     del loader

@@ -11,7 +11,6 @@ warms
 up: after it files are in the page cache.
 """
 
-import argparse
 import os
 import signal
 import statistics
@@ -27,7 +26,7 @@ import numpy as np
 from dali_train.data.dataset.build_index import IndexedShard, index_shard, write_index
 from dali_train.data.dataset.manifest import SplitName
 from tools.bench.generated import write_shard
-from tools.bench.turns import Spread, describe_machine, write_lines
+from tools.bench.turns import Spread, describe_machine, parser_of, write_lines
 
 REPOSITORY = Path(__file__).parent.parent.parent
 # ImageNet-1k (Russakovsky et al., arXiv 1409.0575), cut as its TFRecords usually are: images, shards.
@@ -75,14 +74,10 @@ PARTS = ("interpreter, command, config", "imports", "building", "first step")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)"
-    )
+    parser = parser_of(__doc__, "--rounds", "--json")
     parser.add_argument(
         "--model", metavar="NAME", help="another ViT of timm's, at 32 pixels: all its weights have to be drawn"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as a JSON line")
     options = parser.parse_args()
     print(describe_machine(), flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as work:

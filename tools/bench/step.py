@@ -34,7 +34,16 @@ from dali_train.training.timing import STEP_PHASES
 from tools.bench.compute import peak
 from tools.bench.goals import BARE, REAL, SYNTHETIC
 from tools.bench.loops import CONTENDERS, Round, Task, contend
-from tools.bench.turns import Spread, chosen, describe_machine, plot_bars, print_ratio, take_turns, write_lines
+from tools.bench.turns import (
+    Spread,
+    chosen,
+    describe_machine,
+    parser_of,
+    plot_bars,
+    print_ratio,
+    take_turns,
+    write_lines,
+)
 
 # What the last lines compare, and the least that the median of each ratio of images/s should be.
 RATIOS = [(SYNTHETIC, BARE, 0.98), (REAL, SYNTHETIC, 0.97)]
@@ -93,14 +102,10 @@ def main() -> None:
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """(this tool's own options, the config's)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__, "--rounds", "--json")
+    parser.allow_abbrev = False
     parser.add_argument(
         "--config", type=Path, required=True, metavar="FILE", help="the recipe; its settings can be overridden"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=7, metavar="N", help="after one that warms up (default: %(default)s)"
     )
     parser.add_argument(
         "--steps", type=int, default=4, metavar="N", help="timed optimizer steps a round (default: %(default)s)"
@@ -109,7 +114,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--profile", action="store_true", help="one more round with a profiler: time by class of kernel"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round as JSON lines")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the medians as a PNG")
     return parser.parse_known_args()
 

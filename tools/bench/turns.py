@@ -1,6 +1,7 @@
 """What the benchmarks share: contenders that take turns, each in its own process; a config; how results are printed and
 drawn."""
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -28,6 +29,14 @@ from dali_train.config import (
     ScheduleConfig,
 )
 
+# What several benchmarks can be told.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dataset": {"type": Path, "metavar": "DATASET", "help": "directory with dataset.json; its training split is read"},
+    "--threads": {"type": int, "metavar": "N", "help": "of each contender, for decoding (default: one per core)"},
+    "--batch": {"type": int, "metavar": "N", "help": "images per batch (default: %(default)s)"},
+    "--rounds": {"type": int, "metavar": "N", "help": "after one that warms up (default: %(default)s)"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write every measurement as a JSON line"},
+}
 PACKAGES = ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy")
 
 
@@ -43,6 +52,15 @@ class Spread:
     def of(cls, values: Iterable[float]) -> "Spread":
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
+
+
+def parser_of(description: str | None, *names: str, **defaults: int) -> argparse.ArgumentParser:
+    """Return a parser of these of `OPTIONS`, with other defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in names:
+        parser.add_argument(name, **OPTIONS[name])
+    parser.set_defaults(**{"threads": len(os.sched_getaffinity(0)), "batch": 64, "rounds": 7, **defaults})
+    return parser
 
 
 def take_turns(
