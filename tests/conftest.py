@@ -203,11 +203,7 @@ def config(tiny_config: Path) -> Config:
 @pytest.fixture(scope="session")
 def plain_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of `TINY_CONFIG` on one rank: 7 steps of 8 micro-batches. It is only read."""
-    directory = tmp_path_factory.mktemp("plain")
-    (directory / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
-    words = ["train", "--config", str(directory / "config.py"), "--run.dir", str(directory / "run")]
-    run_in_pool(words, directory / "log")
-    return directory / "run"
+    return finished_run(tmp_path_factory.mktemp("plain"), dataset)
 
 
 StartTraining = Callable[..., Ranks]
@@ -261,6 +257,14 @@ def run_in_pool(arguments: list[str], log: Path, *, ranks: int = 1, status: int 
     output = log.read_text()
     assert set(statuses) == {status}, f"{statuses}\n{output}"
     return output
+
+
+def finished_run(directory: Path, dataset: Path, *overrides: str, ranks: int = 1) -> Path:
+    """The directory of a run of `TINY_CONFIG`, ``directory/run``."""
+    (directory / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
+    words = ["train", "--config", str(directory / "config.py"), "--run.dir", str(directory / "run"), *overrides]
+    run_in_pool(words, directory / "log", ranks=ranks)
+    return directory / "run"
 
 
 def final_weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,6 +1,5 @@
 """The block order: what it must keep of a random order, and what it must give to a disk."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from dali_train.data.sampling.block_order import BlockOrder, Blocks
 from dali_train.data.sampling.order import SampleOrder
 
-from .conftest import REPOSITORY
+from .data.files import tool
 
 # Some divide evenly, most do not: a ragged last block, a ragged last window, steps that straddle epochs, lanes shorter
 # than a window, a window larger than the dataset.
@@ -97,14 +96,14 @@ def test_blocks_are_cut_elsewhere_each_epoch() -> None:
     assert len(firsts) > 10
 
 
-def test_comparison_of_orders() -> None:
+def test_comparison_of_orders(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """tools/compare_orders.py: images in a block lie together, one host reads each, and shuffled storage mixes as well
     as full."""
     sizes = ["--images", "20000", "--classes", "10", "--global-batch", "512", "--micro-batch", "64", "--ranks", "4"]
-    words = [sys.executable, "tools/compare_orders.py", *sizes, "--block-images", "16", "--window-blocks", "4"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=120)
-    assert done.returncode == 0, done.stderr
-    rows = {line[:26].strip(): [float(word) for word in line[26:].split()] for line in done.stdout.splitlines()[3:]}
+    monkeypatch.setattr(sys, "argv", ["compare_orders.py", *sizes, "--block-images", "16", "--window-blocks", "4"])
+    tool("compare_orders").main()
+    lines = capsys.readouterr().out.splitlines()[3:]
+    rows = {line[:26].strip(): [float(word) for word in line[26:].split()] for line in lines}
     full, block, none = rows["full"], rows["block, 4 of 16 images"], rows["none"]
     images_a_read, reads_an_image, by_class, shuffled, neighbours = range(4, 9)
     assert full[images_a_read] < 1.1 and 15 < block[images_a_read] < 18 and none[images_a_read] >= 64

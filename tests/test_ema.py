@@ -1,6 +1,6 @@
-"""The moving average of the weights: timm's numbers, and exact through a run."""
+"""The moving average of the weights: timm's numbers. What runs do with it is shown with the recipes' options, divided
+models and exported runs."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +8,8 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from dali_train.checkpoint.load import load_newest
 from dali_train.config import EmaConfig
 from dali_train.training.ema import Ema, ema_decay
-
-from .conftest import Train, relative_differences
-from .helpers import events, words
 
 
 def network() -> nn.Module:
@@ -55,14 +51,3 @@ def test_a_model_has_the_averages_only_for_a_while() -> None:
         raise ZeroDivisionError
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
-
-
-def test_a_run_evaluates_it_beside_the_weights(train: Train, tmp_path: Path) -> None:
-    """That resumed runs and other ranks average to the same is shown with the recipes' options and divided models."""
-    train("run", *words("--ema.decay 0.9 --run.max_steps 4 --batch.micro_batch 16"))
-    evaluations = events(tmp_path / "run", "eval")
-    assert all({"ema_loss", "ema_top1", "ema_top5", "loss", "top1"} <= event.keys() for event in evaluations)
-    assert evaluations[-1]["ema_loss"] != evaluations[-1]["loss"]
-    newest, _ = load_newest(tmp_path / "run" / "checkpoints")
-    assert newest is not None
-    assert max(relative_differences(newest.state["model"], newest.state["ema"]).values()) > 1e-3

@@ -40,25 +40,28 @@ def first_moments(directory: Path) -> torch.Tensor:
     return torch.cat([t.flatten() for name, t in sorted(newest.state["optimizer"].items()) if name.endswith("exp_avg")])
 
 
-def test_an_exchange_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp_path: Path) -> None:
+def test_an_all_reduce_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp_path: Path) -> None:
     """It rounds by 2**-8 at most: what a rank sends, and the sums over ranks."""
     first_step = ("--run.max_steps", "1", "--optimizer.clip_grad_norm", "None", "--batch.micro_batch", "2")
     train("one", *first_step, *BF16_ALL_REDUCE)
-    for ranks in (2, 4):
-        train(f"{ranks}", *first_step, *BF16_ALL_REDUCE, ranks=ranks)
-        one, several = (first_moments(tmp_path / name) for name in ("one", f"{ranks}"))
-        assert 0 < (one - several).norm() / one.norm() < 2**-8 * ranks**0.5  # measured: 3.0e-3 on 2 ranks, 4.3e-3 on 4
+    train("four", *first_step, *BF16_ALL_REDUCE, ranks=4)
+    one, four = (first_moments(tmp_path / name) for name in ("one", "four"))
+    assert 0 < (one - four).norm() / one.norm() < 2**-8 * 4**0.5  # measured: 4.3e-3, and 3.0e-3 on 2 ranks
 
 
 def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    config = extended(tiny_config, CONVOLUTIONAL)
-    train("one", *THREE_STEPS, config=config)
-    train("three", *THREE_STEPS, ranks=3, config=config)
+    """Nor on whether the model is sharded, which any can be."""
+    config, two_steps = extended(tiny_config, CONVOLUTIONAL), (*THREE_STEPS, "--run.max_steps", "2")
+    train("one", *two_steps, config=config)
+    train("three", *two_steps, ranks=3, config=config)
+    train("sharded", *two_steps, "--parallel.shard", "full", ranks=3, config=config)
     one, three = final_weights(tmp_path / "one"), final_weights(tmp_path / "three")
     running = [name for name in one if "running" in name]
     assert running and not torch.equal(one[running[0]], torch.zeros_like(one[running[0]]))
     differences = relative_differences(one, three)
     assert max(differences[name] for name in running) < FLOAT64_BOUND
+    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert state_difference(tmp_path / "one", tmp_path / "sharded") < FLOAT64_BOUND
 
 
 def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None:
@@ -110,7 +113,10 @@ def test_the_options_for_speed_resume_with_the_same_bits_and_do_not_depend_on_ra
 ) -> None:
     train("one", *FAST, *OFTEN)
     assert_resumes(train, tmp_path / "one", *FAST, *OFTEN)
-    # FSDP takes no channels_last, which also sums in another order.
+    # Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same: with
+    # DDP, and with FSDP, which takes no channels_last, which also sums in another order.
+    train("replicated", *FAST, *OFTEN, "--run.max_steps", "2", "--run.eval_every_epochs", "None", ranks=2)
+    assert losses(tmp_path / "replicated") == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-5)
     train("two", *FAST, *OFTEN, "--model.channels_last", "false", "--parallel.shard", "full", ranks=2)
     assert samples(tmp_path / "one") == samples(tmp_path / "two")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
@@ -139,7 +145,7 @@ IN_BLOCKS = (
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks"), [(AUGMENTED, 7), (REPEATED, 5), (IN_BLOCKS, 3)], ids=["augmented", "repeated", "in-blocks"]
+    ("options", "ranks"), [(AUGMENTED, 7), (REPEATED, 3), (IN_BLOCKS, 3)], ids=["augmented", "repeated", "in-blocks"]
 )
 def test_what_differs_between_ranks_is_rounding(
     train: Train, tmp_path: Path, options: tuple[str, ...], ranks: int

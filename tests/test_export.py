@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 import dali_train
 from dali_train.checkpoint.model import load_trained
@@ -79,6 +80,8 @@ def test_a_run_begins_with_another_runs_weights(finished: Path, make_run: Callab
     )
     first, second = (load_trained(run).model.state_dict() for run in (finished, tuned))
     raw = load_trained(finished, weights="raw").model.state_dict()
+    average, written = load_trained(finished, "newest").model.state_dict(), load_file(finished / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in average.items())
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-6)
         assert not torch.equal(tensor, raw[name])
@@ -225,6 +228,7 @@ def test_both_decoders_are_compared_on_the_validation_split(
     ]
     assert f"mean over classes {np.mean(by_class):.2%}" in printed and "lowest: class" in printed
     last = events(finished, "eval")[-1]
+    assert {"ema_loss", "ema_top5", "top1"} <= last.keys() and last["ema_loss"] != last["loss"]
     assert last["ema_balanced_top1"] == pytest.approx(np.mean(by_class), abs=1e-6)
     assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
 

@@ -95,14 +95,6 @@ class Warning(Hook):
         warnings.warn("something old is used", UserWarning)
 """
 
-REQUIRED_HOOK = """
-class Broken(Hook):
-    required = True
-
-    def step(self, record):
-        MISTAKE
-"""
-
 REMOVING_HOOK = """
 import shutil
 
@@ -203,25 +195,6 @@ def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
         r"hook Vector failed at measure: .* returns both = \[1\.0, 2\.0\]: return one number", users.printed
     )
     assert all(line["loss"] > 0 and line["epoch"] < 9 and "own" not in line for line in users.events("train"))
-
-
-@pytest.mark.parametrize(
-    ("mistake", "error"),
-    [
-        ('raise ZeroDivisionError("a user\'s mistake")', "ZeroDivisionError: a user's mistake"),
-        (
-            "raise SystemExit(0)",
-            r"RunError: \S+/extended.py, line \d+, in step called sys.exit\(0\) during the run",
-        ),
-    ],
-)
-def test_a_required_hook_ends_the_run(
-    train: Train, tiny_config: Path, tmp_path: Path, mistake: str, error: str
-) -> None:
-    """The status of sys.exit(0) is not the run's."""
-    printed = train("run", config=extended(tiny_config, REQUIRED_HOOK.replace("MISTAKE", mistake)), status=1)
-    assert re.search(error.removeprefix("RunError: "), printed)
-    assert re.match(error, events(tmp_path / "run", "end")[0]["error"])
 
 
 def test_hooks_change_nothing(place: Path, everything: Shared) -> None:

@@ -84,6 +84,7 @@ def test_the_first_to_fail_is_named(error: Exception, message: str) -> None:
         launch_locally(fail_on_rank_1, error, num_processes=2)
 
 
+@pytest.mark.usefixtures("forked_launch")
 def test_a_rank_that_was_killed_is_named() -> None:
     message = r"^rank 1 of 2 was killed \(SIGKILL\), perhaps for lack of memory: start again to resume$"
     with pytest.raises(RunError, match=message):

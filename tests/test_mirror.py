@@ -29,28 +29,21 @@ from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.lock import Holder
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 
-from .conftest import TINY_CONFIG, StartTraining, Train, run_in_pool
-from .helpers import OFTEN, events, extended, state_difference
+from .conftest import StartTraining, Train, finished_run
+from .helpers import OFTEN, PAUSE, events, extended, state_difference
 from .s3_server import S3Server
 
 URL = "s3://bucket/run"
 
 # No rank past step 8, and checkpoints are uploaded at once.
-PAUSE = """
-import time
-from dataclasses import replace
+PAUSE_AT_8 = (
+    PAUSE.replace("== 6", "== 8")
+    + """
 from dali_train.checkpoint import mirror
-from dali_train.hooks import Hook
 
 mirror._LOOK_S = 0.05
-
-class Pause(Hook):
-    def step(self, record):
-        while record.step == 8:
-            time.sleep(1)
-
-config = replace(config, hooks=replace(config.hooks, user=(Pause,)))
 """
+)
 
 
 pytestmark = pytest.mark.usefixtures("s3_server")
@@ -122,7 +115,7 @@ def test_a_run_goes_on_from_its_mirror(
         return None
 
     s3_server.fault = stuck
-    doomed = start_training("run", *options, "--run.mirror", URL, config=extended(in_bucket, PAUSE))
+    doomed = start_training("run", *options, "--run.mirror", URL, config=extended(in_bucket, PAUSE_AT_8))
     while not uploaded.wait(0.1):
         assert doomed.running(), doomed.log.read_text()
     doomed.kill()
@@ -143,16 +136,13 @@ def test_a_run_goes_on_from_its_mirror(
 @pytest.fixture(scope="module")
 def finished(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with the checkpoints of steps 3 to 6, of which that of step 5 is the best. It is only read."""
-    directory = tmp_path_factory.mktemp("finished")
-    (directory / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
     settings = ("--run.checkpoint_every_steps", "1", "--run.max_steps", "6", "--run.eval_every_epochs", "None")
-    words = ["train", "--config", str(directory / "config.py"), "--run.dir", str(directory / "run"), *settings]
-    run_in_pool(words, directory / "log")
+    run = finished_run(tmp_path_factory.mktemp("finished"), dataset, *settings)
     for step, top1 in ((5, 0.5), (6, 0.25)):
-        record_top1(directory / "run" / "checkpoints" / f"step-{step:08d}", top1)
+        record_top1(run / "checkpoints" / f"step-{step:08d}", top1)
     for step in (1, 2):
-        shutil.rmtree(directory / "run" / "checkpoints" / f"step-{step:08d}")
-    return directory / "run"
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
+    return run
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dali_train.config import load_config
 
-from .conftest import REPOSITORY, Train
+from .conftest import REPOSITORY, finished_run
 from .helpers import FLOAT32_BOUND, in_ranks, largest_difference, losses, samples
 
 nbformat = pytest.importorskip("nbformat")
@@ -57,7 +57,13 @@ def kernel_environment() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-def test_training_in_cells(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_two_ranks(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of both tests, by torchrun."""
+    return finished_run(tmp_path_factory.mktemp("two"), dataset, ranks=2)
+
+
+def test_training_in_cells(on_two_ranks: Path, tiny_config: Path, tmp_path: Path) -> None:
     text = (REPOSITORY / "README.md").read_text()
     block = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "num_processes" in block)
     notebook = nbformat.read(REPOSITORY / "docs" / "notebook.ipynb", as_version=4)
@@ -83,15 +89,14 @@ def test_training_in_cells(train: Train, tiny_config: Path, tmp_path: Path) -> N
     _, _, (two, _), (accuracies, _), (model, _), _, (one, _), (_, mistake), _, (stopped, _), (stopped_2, _) = results
 
     assert (tmp_path / load_config(REPOSITORY / "configs" / "digits.py").data.root / "dataset.json").exists()
-    train("torchrun", ranks=2)
     two_dir = tmp_path / "runs" / "notebook"
-    assert one.endswith((tmp_path / "torchrun" / "epoch_accuracies.json").read_text())
+    assert one.endswith((on_two_ranks / "epoch_accuracies.json").read_text())
     assert json.loads(accuracies) == json.loads((two_dir / "epoch_accuracies.json").read_text())
     assert "2 ranks" in two and "step 7/7" in two and "finished at step 7/7" in two and model == "'VisionTransformer'"
-    assert samples(tmp_path / "one") == samples(two_dir) == samples(tmp_path / "torchrun")
+    assert samples(tmp_path / "one") == samples(two_dir) == samples(on_two_ranks)
     assert largest_difference(tmp_path / "one", two_dir) < FLOAT32_BOUND
-    assert largest_difference(two_dir, tmp_path / "torchrun") == 0
-    assert losses(two_dir) == losses(tmp_path / "torchrun")
+    assert largest_difference(two_dir, on_two_ranks) == 0
+    assert losses(two_dir) == losses(on_two_ranks)
 
     assert mistake.startswith("ConfigError: data.eval_size is 28")
     assert "'Ctrl-C'" in stopped and "stopped after saving: Ctrl-C" in stopped_2
@@ -114,15 +119,14 @@ def run_script(rank: int, script: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def test_the_loop_in_the_documentation(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+def test_the_loop_in_the_documentation(on_two_ranks: Path, tiny_config: Path, tmp_path: Path) -> None:
     """It trains as the trainer does."""
     text = (REPOSITORY / "docs" / "running.md").read_text()
     loop = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "trainer.step" in block)
     assert len(loop.splitlines()) <= 30
     (tmp_path / "loop.py").write_text(loop.replace("configs/digits.py", str(tiny_config)) + SAVE)
     in_ranks(2, run_script, tmp_path / "loop.py")
-    train("trainer", ranks=2)
-    ours, theirs = (load_file(tmp_path / name) for name in ("loop.safetensors", "trainer/model.safetensors"))
+    ours, theirs = load_file(tmp_path / "loop.safetensors"), load_file(on_two_ranks / "model.safetensors")
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    top1 = json.loads((tmp_path / "trainer" / "epoch_accuracies.json").read_text())[-1]
+    top1 = json.loads((on_two_ranks / "epoch_accuracies.json").read_text())[-1]
     assert (tmp_path / "loop.txt").read_text() == f"{top1:.2%}"

@@ -77,7 +77,6 @@ def test_vit_base_in_two_stages() -> None:
     ("ranks", "parallel"),
     [
         (4, {"shard": "full"}),
-        (4, {"pipeline": 2, "tensor": {"size": 2}}),
         (8, {"pipeline": 2, "shard": "gradients", "shard_ranks": 2}),
         (8, {"pipeline": 2, "tensor": {"size": 2}, "shard": "optimizer"}),
         (8, {"pipeline": 2, "tensor": {"mode": "2d", "size": 4}}),

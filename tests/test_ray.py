@@ -39,15 +39,12 @@ def ray_cluster() -> Iterator[Any]:
 # A hook that lets a rank that is alone not past step 4, until it is told to stop.
 ALONE_WAITS = """
 import os, signal, time
-from dali_train.hooks import Hook
 
 class Waits(Hook):
     def step(self, record):
         stop_requests = signal.getsignal(signal.SIGTERM).__self__
         while record.step == 4 and os.environ["WORLD_SIZE"] == "1" and not stop_requests.reason():
             time.sleep(0.1)
-
-config = config.replace({"hooks.user": (Waits,)})
 """
 OPTIONS = ("--precision.dtype", "fp64", "--run.eval_every_epochs", "None")
 DRIVER = "import sys; from dali_train import ray; ray.RESIZE_S = 2; sys.exit(ray.main())"

@@ -3,7 +3,6 @@ dataset."""
 
 import os
 import stat
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -20,8 +19,8 @@ from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.errors import DatasetError
-from tests.conftest import REPOSITORY, write_shard
-from tests.data.files import files_of, small_photograph, write_folder
+from tests.conftest import write_shard
+from tests.data.files import convert, files_of, small_photograph, write_folder
 
 
 def data(*arguments: object) -> int:
@@ -39,9 +38,7 @@ def write_shards(directory: Path, prefix: str, count: int, *, first_label: int =
 def test_commands_and_scripts_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path / "images", {"ant": 4, "bee": 4})
     assert data("convert", "folder", "--train", folder, "--validation-fraction", 0.25, "--out", tmp_path / "a") == 0
-    script = [sys.executable, REPOSITORY / "tools" / "make_tfrecords.py"]
-    options = ["folder", "--train", folder, "--validation-fraction", "0.25", "--out", tmp_path / "b"]
-    subprocess.run([*script, *options], check=True, capture_output=True)
+    assert convert("folder", "--train", folder, "--validation-fraction", 0.25, "--out", tmp_path / "b") == 0
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert data("verify", tmp_path / "a") == 0
     assert data("show", tmp_path / "a", "--out", tmp_path / "sheets") == 0

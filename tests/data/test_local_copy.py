@@ -61,13 +61,6 @@ def test_interrupted_copy_goes_on(source: Path, tmp_path: Path) -> None:
     assert {path for path in after if after[path] != before[path]} <= {shard, Path("dataset.json")}
 
 
-def test_file_that_is_not_the_sources_is_copied_again(source: Path, tmp_path: Path) -> None:
-    copy = make_copy(source, tmp_path / "disk", verbose=True).path
-    os.truncate(copy / "train" / "train-00000-of-00003", 100)
-    make_copy(source, tmp_path / "disk", verbose=True)
-    assert same_images(source, copy)
-
-
 @pytest.mark.parametrize("name", ["train/train-00001-of-00003", "index/train.npy", "dataset.json"])
 def test_copy_that_was_changed_is_not_believed(source: Path, tmp_path: Path, name: str) -> None:
     """The same size, other content."""

@@ -56,7 +56,9 @@ def test_class_names_that_no_terminal_should_see(tmp_path: Path, capsys: pytest.
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("show_dataset").main([str(tmp_path)]) == 2
+    for name in ("show_dataset", "verify_dataset"):
+        assert tool(name).main([str(tmp_path)]) == 2
+        assert "dataset.json is missing: nothing in the directory looks like a dataset" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         tool("show_dataset").main([str(tmp_path), "--rows", "0"])
     assert "argument --rows: 0: use at least 1" in capsys.readouterr().err

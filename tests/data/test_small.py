@@ -93,8 +93,7 @@ def test_cifar10_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "nowhere: cannot be opened (No such file" in message(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("dataset", ["mnist", "fashion-mnist"])
+@pytest.mark.parametrize(("dataset", "packed"), [("mnist", True), ("fashion-mnist", False)])
 def test_mnist(tmp_path: Path, dataset: str, packed: bool) -> None:
     content = write_mnist(tmp_path / "source", packed=packed)
     assert convert(dataset, "--source", tmp_path / "source", "--out", tmp_path / "out") == 0
