@@ -119,8 +119,10 @@ class Evaluator:
             if len(self._shown):  # the numbers of a batch are ascending and without gaps
                 own = slice(int(numbers[0]), int(numbers[-1]) + 1)
                 predictions[own] = predicted = logits.argmax(dim=-1)
-                chances = logits.softmax(dim=-1).float()
-                scores[own] = chances if all_scores else chances.gather(1, torch.stack([predicted, labels], dim=-1))
+                probabilities = logits.softmax(dim=-1).float()
+                scores[own] = (
+                    probabilities if all_scores else probabilities.gather(1, torch.stack([predicted, labels], dim=-1))
+                )
             ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
             ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # NaN would rank first
             correct.scatter_add_(0, labels, (ranks < 1).long())

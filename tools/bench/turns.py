@@ -32,7 +32,7 @@ from dali_train.config import (
 # What several benchmarks can be told.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dataset": {"type": Path, "metavar": "DATASET", "help": "directory with dataset.json; its training split is read"},
-    "--threads": {"type": int, "metavar": "N", "help": "of each contender, for decoding (default: one per core)"},
+    "--threads": {"type": int, "metavar": "N", "help": "of each contender, for decoding (default: %(default)s)"},
     "--batch": {"type": int, "metavar": "N", "help": "images per batch (default: %(default)s)"},
     "--rounds": {"type": int, "metavar": "N", "help": "after one that warms up (default: %(default)s)"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write every measurement as a JSON line"},
