@@ -153,9 +153,9 @@ class AllReduced(Parallel):
             parameter.grad /= self.layout.data_size
 
 
-def parallelize_by_hand(model: torch.nn.Module, layout: Layout, *others: Any) -> Parallel:
+def parallelize_by_hand(model: torch.nn.Module, layout: Layout, *others: Any, **options: Any) -> Parallel:
     if layout.data_size == 1:
-        return parallelize(model, layout, *others)
+        return parallelize(model, layout, *others, **options)
     print("gradients are averaged by hand")
     return AllReduced(model, layout, sum(parameter.numel() for parameter in model.parameters()))
 
