@@ -163,7 +163,7 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
 def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, names: Sequence[str]) -> None:
     """Draw a PNG with each image above its most likely classes."""
     captions = (
-        [f"{names[c]} {p:.0%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)]
+        [f"{p:.0%} {names[c]}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)]
         for classes, probabilities in zip(predictions.classes, predictions.probabilities, strict=True)
     )
     tiles = [(decode_rgb(path.read_bytes()), caption) for path, caption in zip(images, captions, strict=True)]
