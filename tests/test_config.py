@@ -122,6 +122,11 @@ def test_a_password_is_refused_and_not_shown(name: str) -> None:
         ({"mixup.alpha": 0.2, "batch.micro_batch": 1}, "mixup.alpha is 0.2 .* batch.micro_batch 1: .* at least 2"),
         ({"batch.micro_batch": 3}, "batch.global_batch 8 is not a multiple of batch.micro_batch 3; use 9"),
         ({"data.eval_size": 300, "data.eval_resize_to": 256}, "data.eval_size 300 .* data.eval_resize_to 256: enlarge"),
+        ({"model.compile": "cuda-graphs", "run.device": "cpu"}, "compile is cuda-graphs with run.device cpu: CUDA gra"),
+        (
+            {"model.compile": "cuda-graphs", "data.progressive": ((1, 128),)},
+            "compile is cuda-graphs with data.progressive .*: .* set model.compile model",
+        ),
         ({"model.cuda_graphs": True}, "^model.cuda_graphs is not a setting: use model.compile cuda-graphs$"),
         ({"model.compile": "autotune", "run.deterministic": True}, "deterministic is true with model.compile autotune"),
         (

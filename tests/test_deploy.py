@@ -199,7 +199,7 @@ def test_the_image_has_what_the_manifests_use() -> None:
     assert sorted(path.name for path in DEPLOY.iterdir()) == ["Containerfile", "kubernetes", "sky.yaml"]
 
 
-@pytest.mark.parametrize(("action", "status"), [("os._exit(75)", 75), ("1 / 0", 2)])
+@pytest.mark.parametrize(("action", "status"), [("os._exit(75)", 75), ("1 / 0", 2), ("os.kill(os.getpid(), 9)", 1)])
 def test_torchrun_with_the_trainers_status(action: str, status: int, tmp_path: Path) -> None:
     config, log = tmp_path / "config.py", tmp_path / "log"
     config.write_text(f"import os\n{action}\n")

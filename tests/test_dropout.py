@@ -130,16 +130,17 @@ def test_models_of_other_kinds(name: str) -> None:
 
 def test_a_run_seeds_as_it_began() -> None:
     """The masks of a run in progress do not change with model.compile."""
-    plain, compiled = ModelConfig(name="vit"), ModelConfig(name="vit", compile="model")
+    plain = ModelConfig(name="vit")
     assert [choose_seeding(plain, saved) for saved in (None, "block", "micro-batch")] == [
         "block",
         "block",
         "micro-batch",
     ]
-    assert [choose_seeding(compiled, saved) for saved in (None, "block")] == ["micro-batch"] * 2
+    for whole in (ModelConfig(name="vit", compile="model"), ModelConfig(name="vit", compile="cuda-graphs")):
+        assert [choose_seeding(whole, saved) for saved in (None, "block")] == ["micro-batch"] * 2
 
 
 def test_a_pipeline_cannot_seed_per_micro_batch(tiny_config: Path) -> None:
     config = load_config(tiny_config).replace({"parallel.pipeline": 2})
-    with pytest.raises(ConfigError, match=r"model.compile model.*: set parallel.pipeline 1,"):
+    with pytest.raises(ConfigError, match=r"model.compile model or cuda-graphs.*: set parallel.pipeline 1,"):
         build_state(config, Layout(rank=0, pipeline=2), 5, CPU, resumes=True, saved_seeding="micro-batch")

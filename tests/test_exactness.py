@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(train: Train, tmp_path: Path
     assert_same_run(tmp_path / "undisturbed", tmp_path / "resumed")
 
 
-def test_an_exchange_in_bf16_and_four_ranks_resume_with_the_same_bits(train: Train, tmp_path: Path) -> None:
+def test_an_all_reduce_in_bf16_and_four_ranks_resume_with_the_same_bits(train: Train, tmp_path: Path) -> None:
     options = (*OFTEN, *FAST_UNCOMPILED, *BF16_ALL_REDUCE)
     train("undisturbed", *options, ranks=4)
     assert_resumes(train, tmp_path / "undisturbed", *options, ranks=4)

@@ -106,7 +106,7 @@ def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_pa
         (4, (*PIPELINE, *TENSOR)),
         (4, TENSOR),
         (6, INTERLEAVED),
-        (2, ()),
+        (1, ()),
         (3, ("--parallel.shard", "optimizer")),
     ]
     for step, (ranks, options) in enumerate(layouts, 1):

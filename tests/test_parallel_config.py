@@ -87,6 +87,11 @@ VIT = "vit_tiny_patch16_224"
     ("parallel", "sections", "message"),
     [
         ({"shard": "full"}, {"model": ModelConfig(name=VIT, compile="model")}, "model.compile is model .*shard full"),
+        (
+            {"shard": "full"},
+            {"model": ModelConfig(name=VIT, compile="cuda-graphs")},
+            "compile is cuda-graphs .*shard full",
+        ),
         ({"shard": "full"}, {"model": ModelConfig(name=VIT, channels_last=True)}, "model.channels_last .*shard full"),
         ({"pipeline": 2}, {"data": DataConfig(root="data", reader="dali")}, "data.reader is dali .*pipeline 2"),
         (

@@ -108,7 +108,7 @@ def test_a_step_that_is_the_only_one_is_not_lost() -> None:
     assert times.data_wait_s >= 0.002
 
 
-def test_exchange_begins_when_the_last_gradient_is_there() -> None:
+def test_the_all_reduce_begins_when_the_last_gradient_is_there() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
     clock = PhaseClock(torch.device("cpu"))
     clock.watch_all_reduce(model[0].weight)  # the first layer's gradient comes last

@@ -81,7 +81,7 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     """Return the differences of two recipes, as "NAME OLD -> NEW".
 
     A setting that one of them lacks has its default there, because a checkpoint may be older than the setting. Settings
-    that are no longer part of the recipe are ignored.
+    that exist but are no longer part of the recipe are ignored; one that was removed counts as a change.
     """
     names = sorted(name for name in {*saved, *current} if name not in SETTINGS or SETTINGS[name].in_recipe)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]

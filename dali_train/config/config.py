@@ -96,7 +96,8 @@ class Config:
         refuse(pure and compiles, self, "precision.autocast model.compile", remedy)
         tuned, remedy = self.model.compile == "autotune", "it chooses kernels by timing, set model.compile blocks"
         refuse(self.run.deterministic and tuned, self, "run.deterministic model.compile", remedy)
-        graphs = self.model.compile == "cuda-graphs"
+        graphs, remedy = self.model.compile == "cuda-graphs", "CUDA graphs need a GPU, set model.compile model"
+        refuse(graphs and self.run.device == "cpu", self, "model.compile run.device", remedy)
         remedy = "a captured graph takes images of one size, set model.compile model"
         refuse(graphs and bool(self.data.progressive), self, "model.compile data.progressive", remedy)
         require(

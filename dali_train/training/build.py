@@ -58,7 +58,7 @@ class Setup:
 
 
 def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
-    """Configure torch for this process, open the dataset, and check the config against both.
+    """Configure torch for this process, check the config against the number of ranks, and open the dataset.
 
     Raises:
         ConfigError: there is no such loss or schedule, or the batch or pipeline does not fit the number of ranks.
@@ -143,11 +143,12 @@ def build_state(
         seed_each_block(model, device)
     elif config.parallel.pipeline > 1 and drops(model):
         raise ConfigError(
-            "the run to resume began with model.compile model, which seeds dropout once per micro-batch; with "
-            f"parallel.pipeline {config.parallel.pipeline} the stages cannot draw the same masks: set "
+            "the run to resume began with model.compile model or cuda-graphs, which seed dropout once per micro-batch; "
+            f"with parallel.pipeline {config.parallel.pipeline} the stages cannot draw the same masks: set "
             "parallel.pipeline 1, or choose another run.dir to start from the beginning"
         )
-    # Evaluation's now, and not after an epoch; stages agree at the start on the shapes of their activations.
+    # The evaluation size is checked now, not after an epoch, and always with a pipeline, whose stages agree at the
+    # start on the shapes of their activations.
     check_sizes(model, config, evaluates=evaluates or layout.pipeline > 1)
     check_shardwise(model, config.optimizer, layout)
     precision = Precision(config.precision, device)

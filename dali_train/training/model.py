@@ -143,7 +143,9 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
     """Compile in place, so that the weights keep their names; compilation happens at the first call."""
     graphs = config.compile == "cuda-graphs"
     if graphs and device.type != "cuda":
-        raise ConfigError("model.compile is cuda-graphs, but the model runs on a CPU: they need a GPU, set it to model")
+        raise ConfigError(
+            "model.compile is cuda-graphs, but the model runs on a CPU: CUDA graphs need a GPU, set model.compile model"
+        )
     if graphs or config.compile == "model":
         model.compile(mode="reduce-overhead" if graphs else None)
     elif config.compile in ("blocks", "autotune"):

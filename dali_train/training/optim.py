@@ -194,8 +194,9 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
             raise ConfigError(f"optimizer.{name} is {value}, which {config.name} {other} leave it out")
     for name in config.kwargs:
         if name not in accepted:
-            close = difflib.get_close_matches(name, accepted, n=3) or sorted(accepted)
-            raise ConfigError(f"optimizer.kwargs has {name}, which {config.name} does not take: use {', '.join(close)}")
+            close = difflib.get_close_matches(name, accepted, n=3)
+            remedy = f"use {', '.join(close)}" if close else "leave it out, as --optimizer.kwargs {} does"
+            raise ConfigError(f"optimizer.kwargs has {name}, which {config.name} does not take: {remedy}")
         if name in ("lr", "weight_decay") or (name in ("betas", "eps") and name in defaults):
             raise ConfigError(f"optimizer.kwargs has {name}: set optimizer.{name} instead")
     return {name: value for name, value in defaults.items() if name in accepted} | config.kwargs

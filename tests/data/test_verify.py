@@ -1,5 +1,6 @@
 """Every kind of damage to a dataset is found, named, and gives a status other than 0."""
 
+import json
 import os
 import re
 import shutil
@@ -76,6 +77,14 @@ def test_a_flipped_bit_anywhere_in_a_shard(dataset: Path, check: Callable[..., t
             assert f"fault: {shard(dataset)}: at byte" in printed and "CRC mismatch" in printed
         damage(shard(dataset), offset)
     assert check()[0] == 0
+
+
+def test_a_shard_that_is_not_the_manifests(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
+    manifest = json.loads((dataset / "dataset.json").read_text())
+    manifest["splits"]["train"]["shards"][1]["crc32c"] = "0" * 8
+    (dataset / "dataset.json").write_text(json.dumps(manifest))
+    status, printed = check()
+    assert status == 1 and re.search(r"train-00001-of-00003: has CRC32C \w+, dataset.json says 00000000", printed)
 
 
 @pytest.mark.parametrize("column", ["offset", "size", "label", "height", "width"])

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dataset": {"type": Path, "metavar": "DATASET", "help": "directory with dataset.json; its training split is read"},
     "--threads": {"type": int, "metavar": "N", "help": "of each contender, for decoding (default: %(default)s)"},
     "--batch": {"type": int, "metavar": "N", "help": "images per batch (default: %(default)s)"},
-    "--rounds": {"type": int, "metavar": "N", "help": "after one that warms up (default: %(default)s)"},
+    "--rounds": {"type": int, "metavar": "N", "help": "of measurement (default: %(default)s)"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write every measurement as a JSON line"},
 }
 PACKAGES = ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy")
@@ -55,7 +55,7 @@ class Spread:
 
 
 def parser_of(description: str | None, *names: str, **defaults: int) -> argparse.ArgumentParser:
-    """Return a parser of these of `OPTIONS`, with other defaults."""
+    """Return a parser with the options `names` of `OPTIONS`; `defaults` override theirs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in names:
         parser.add_argument(name, **OPTIONS[name])

@@ -44,8 +44,10 @@ class DatasetImages:
         record = number - int(self._split.first_images[shard])
         offsets = [*self._record_offsets(shard)[record : record + 2].tolist(), self._split.shards[shard].num_bytes]
         content = self._shards.content(shard, offsets[0], offsets[1])
-        place = f"{self._split.place(shard)}, record {record}"
-        found = next(walk_records(content, place, check_payload=True))
+        place = f"{self._split.place(shard)}, record {record} from byte {offsets[0]} on"
+        found = next(walk_records(content, place, check_payload=True), None)
+        if found is None:
+            raise SourceError(f"{place}: no record, where its text index has one: index the dataset again")
         feature = parse_example(content, found, place).get("image/filename")
         if feature is None or len(feature.spans) != 1:
             return f"{self._split.name}_{number}"

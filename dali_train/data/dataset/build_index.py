@@ -313,7 +313,8 @@ def _index_all(
 
 
 def map_shards(shards: Sequence[S], work: Callable[[S], T], *, workers: int) -> Iterator[T]:
-    """Yield the result of `work` for each of `shards`, in order. After an error no other shard is begun.
+    """Yield the result of `work` for each of `shards`, in order. An error is raised in its turn; after that
+    no other shard is begun.
 
     Threads are enough: reading and checksums release the GIL, and the rest takes 30 us per record.
     """
