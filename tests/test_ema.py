@@ -1,4 +1,4 @@
-"""The moving average of the weights: timm's numbers. What runs do with it is shown with the recipes' options, divided
+"""The moving average of the weights: timm's numbers. What runs do with it is shown with the recipes' options, split
 models and exported runs."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models that are divided among ranks train as in one process: the same samples, and weights that differ by rounding
+"""Models that are split over ranks train as in one process: the same samples, and weights that differ by rounding
 alone."""
 
 import json
@@ -65,7 +65,7 @@ def one_process(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         pytest.param(8, (*PIPELINE, *TENSOR, *SHARDED, "--parallel.tensor.sequence_parallel", "true"), "", id="2x2x2"),
     ],
 )
-def test_divided_models_train_as_one(
+def test_split_models_train_as_one(
     start_training: StartTraining,
     train: Train,
     tiny_config: Path,
@@ -137,16 +137,16 @@ def test_all_ranks_skip_the_same_steps(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "divided"),
+    ("options", "split"),
     [("--precision.autocast false", SHARDED), ("--model.fast_norm true", ())],
     ids=["pure-sharded", "fast-norm"],
 )
-def test_half_precision_between_stages(train: Train, tmp_path: Path, options: str, divided: tuple[str, ...]) -> None:
+def test_half_precision_between_stages(train: Train, tmp_path: Path, options: str, split: tuple[str, ...]) -> None:
     common = words(
         f"--precision.dtype bf16 {options} --run.max_steps 2 --run.eval_every_epochs none --batch.micro_batch 8"
     )
     train("one", *common)
-    train("several", *common, *PIPELINE, *divided, ranks=4 if divided else 2)
+    train("several", *common, *PIPELINE, *split, ranks=4 if split else 2)
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=2e-2)  # bfloat16 resolves 2**-8
 
 

@@ -1,6 +1,7 @@
 """Each shipped config against the numbers of its source, and what it builds."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ CONFIGS = REPOSITORY / "configs"
 
 def recipe(name: str) -> Config:
     return load_config(CONFIGS / f"{name}.py")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_loads_and_says_how_to_run_it(path: Path) -> None:
+    load_config(path)
+    docstring = path.read_text().split('"""')[1]
+    assert f"--config configs/{path.name}" in docstring or "make quickstart" in docstring
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from dali_train.checkpoint.directory import saved_top1
 from dali_train.checkpoint.load import Checkpoint, find_checkpoint
 from dali_train.checkpoint.model import first_weights
 from dali_train.checkpoint.recipe import check_recipe, recipe
-from dali_train.checkpoint.state import capture
+from dali_train.checkpoint.state import capture, restore
 from dali_train.checkpoint.storage import Tensors
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
-from dali_train.training.trainer import Trainer
+from dali_train.training.trainer import Trainer, TrainState
 
 
 @dataclass(kw_only=True)
@@ -28,6 +28,25 @@ class Start:
     step: int = 0  # optimizer steps done
     history: list[float] = field(default_factory=list)  # top-1 of this run's evaluations up to the checkpoint
     evaluated: bool = True  # False: the checkpoint has no accuracy yet, and may be due for evaluation
+
+    @property
+    def seeding(self) -> str | None:
+        """The dropout seeding of the checkpoint's run; None without a checkpoint."""
+        return self.checkpoint.values["dropout"] if self.checkpoint is not None else None
+
+    def restore(self, state: TrainState) -> None:
+        """Restore weights, optimizer state and loss scale.
+
+        Raises:
+            ConfigError: the weights do not fit the model.
+        """
+        if self.checkpoint is not None:
+            self.warnings += restore(self.checkpoint, state.model, state.optimizer, state.precision, state.parallel)
+
+    def restore_average(self, trainer: Trainer) -> None:
+        """Restore the moving average of the weights, if the checkpoint has one."""
+        if trainer.ema is not None and self.checkpoint is not None and "ema" in self.checkpoint.state:
+            trainer.ema.load(self.checkpoint.state["ema"])
 
     def release(self) -> None:
         """Free the memory of the checkpoint, once everything in it has been restored."""

@@ -18,6 +18,7 @@ from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
+from dali_train.parallel.parallelize import check_model, parameters_per_rank
 from dali_train.parallel.stages import (
     Stage,
     StageActivations,
@@ -27,7 +28,6 @@ from dali_train.parallel.stages import (
     in_flight,
     make_stages,
 )
-from dali_train.parallel.tensor import vit
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import is_remote
 from dali_train.training.loss import loss_of
@@ -177,14 +177,14 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     """
     parallel = config.parallel
     check_shardwise(model, config.optimizer, layout)
-    vit.check_model(model, parallel.tensor)
+    check_model(model, parallel)
     num_blocks = max(1, len(repeated_blocks(model)))
     stages = make_stages(model, parallel) if layout.pipeline > 1 else []
     plans = []
     for rank in range(layout.pipeline):
         own = stages[rank :: layout.pipeline]
         modules: list[nn.Module] = [VitStage(model, stage, torch.float32) for stage in own] or [model]
-        parameters = tuple(vit.parameters_per_rank(module, parallel.tensor) for module in modules)
+        parameters = tuple(parameters_per_rank(module, parallel) for module in modules)
         blocks = sum(len(stage.blocks) for stage in own) or num_blocks
         own_memory = memory.of_rank(
             parameters=sum(parameters),

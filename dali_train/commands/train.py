@@ -19,7 +19,6 @@ import torch.distributed as dist
 from dali_train.checkpoint.mirror import mirrored
 from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
-from dali_train.checkpoint.state import restore
 from dali_train.commands.environment import describe_run, device_name
 from dali_train.commands.run import Run, RunResult
 from dali_train.config import Config, load_config
@@ -227,22 +226,19 @@ def check_end(plan: RunPlan, step: int) -> None:
 def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
     """Return the trainer with its initial weights, or with the state of the checkpoint."""
     config, device, num_classes = setup.config, setup.device, setup.split.num_classes
-    checkpoint = start.checkpoint
     state = build_state(
         config,
         setup.layout,
         num_classes,
         device,
         evaluates=evaluates,
-        resumes=checkpoint is not None,
+        resumes=start.checkpoint is not None,
         weights=start.weights,
-        saved_seeding=checkpoint.values["dropout"] if checkpoint is not None else None,
+        saved_seeding=start.seeding,
     )
-    if checkpoint is not None:
-        start.warnings += restore(checkpoint, state.model, state.optimizer, state.precision, state.parallel)
+    start.restore(state)
     trainer = build_trainer(config, state, num_classes, device, setup.class_counts)
-    if trainer.ema is not None and checkpoint is not None and "ema" in checkpoint.state:
-        trainer.ema.load(checkpoint.state["ema"])
+    start.restore_average(trainer)
     return trainer
 
 

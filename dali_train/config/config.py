@@ -132,7 +132,7 @@ class Config:
         """Refuse settings that conflict with a model that is split over ranks."""
         parallel = self.parallel
         require(
-            not parallel.kind or self.model.compile not in ("model", "cuda-graphs"),
+            not parallel.kind or not self.model.compiles_as_a_whole,
             f"model.compile is {self.model.compile} with {parallel.kind}, which splits the model over ranks: between "
             "its blocks it communicates, set model.compile blocks",
         )

@@ -44,6 +44,11 @@ class ModelConfig:
     """Recompute each block's activations in the backward pass instead of keeping them: less memory, a third more
     compute. selective: keep the results of matrix products and attention, and recompute only the cheap rest."""
 
+    @property
+    def compiles_as_a_whole(self) -> bool:
+        """Whether the model is compiled as a whole, not by blocks or not at all."""
+        return self.compile in ("model", "cuda-graphs")
+
     def __post_init__(self) -> None:
         require(
             "num_classes" not in self.kwargs,

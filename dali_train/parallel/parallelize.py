@@ -126,7 +126,7 @@ def _split(
 ) -> Parallel:
     mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    vit.check_model(model, config.tensor)
+    check_model(model, config)
     stages: Sequence[VitStage] = ()
     if activations is not None:
         own = make_stages(model, config)[layout.pipeline_rank :: layout.pipeline]
@@ -153,6 +153,23 @@ def _split(
         activations=activations,
         shapes=shapes,
     )
+
+
+def check_model(model: nn.Module, config: ParallelConfig) -> None:
+    """Check that the layers of the complete `model` can be split by `config`.
+
+    Raises:
+        ConfigError: they cannot; the message names the layer and the size.
+    """
+    if config.tensor.size > 1:
+        vit.check_model(model, config.tensor)
+
+
+def parameters_per_rank(model: nn.Module, config: ParallelConfig) -> int:
+    """Return the number of parameters of `model`, or of a stage, on each rank, before `parallel.shard` shards them.
+
+    This needs no process group."""
+    return vit.parameters_per_rank(model, config.tensor)
 
 
 def warm_up(

@@ -29,7 +29,7 @@ def choose_seeding(config: ModelConfig, saved: str | None) -> DropoutSeeding:
     Args:
         saved: the choice of the run that is resumed, which is kept so that the masks do not change; None for a new run.
     """
-    return "micro-batch" if saved == "micro-batch" or config.compile in ("model", "cuda-graphs") else "block"
+    return "micro-batch" if saved == "micro-batch" or config.compiles_as_a_whole else "block"
 
 
 def seed_each_block(model: nn.Module, device: torch.device) -> None:

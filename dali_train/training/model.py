@@ -146,7 +146,7 @@ def _compile(model: nn.Module, config: ModelConfig, device: torch.device) -> Non
         raise ConfigError(
             "model.compile is cuda-graphs, but the model runs on a CPU: CUDA graphs need a GPU, set model.compile model"
         )
-    if graphs or config.compile == "model":
+    if config.compiles_as_a_whole:
         model.compile(mode="reduce-overhead" if graphs else None)
     elif config.compile in ("blocks", "autotune"):
         blocks = repeated_blocks(model)

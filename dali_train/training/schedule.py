@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from dali_train.config import Config, ScheduleConfig
 from dali_train.config.names import row_of
 
+_SCALED_FROM = 256  # the global batch at which a scaled optimizer.lr is the peak
+
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
@@ -87,7 +89,7 @@ def learning_rate(config: Config, step: int, num_images: int) -> float:
 def peak_learning_rate(config: Config) -> float:
     """Return optimizer.lr, scaled with the global batch as optimizer.scale_lr says."""
     optimizer = config.optimizer
-    ratio = config.batch.global_batch / 256
+    ratio = config.batch.global_batch / _SCALED_FROM
     return optimizer.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.scale_lr]
 
 

@@ -24,7 +24,16 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import PREFETCH
 from dali_train.data.loading.loader import make_loader
-from tools.bench.turns import Spread, describe_machine, loading_config, parser_of, print_ratio, take_turns, write_lines
+from tools.bench.turns import (
+    ALONE,
+    Spread,
+    describe_machine,
+    loading_config,
+    parser_of,
+    print_ratio,
+    take_turns,
+    write_lines,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +119,7 @@ def contend(name: str, cases: dict[str, Case], pipe: Connection) -> None:
     where: dict[str, Any] = {"device": "cpu"} if case.load is None else {"hw_decoder_load": case.load}
     data = DataConfig(root=str(case.dataset), num_threads=case.threads, **where)
     config = loading_config(data, micro_batch=case.batch, mixup_alpha=0.2)
-    loader = make_loader(Split(case.dataset, "train"), config, device, num_threads=case.threads)
+    loader = make_loader(Split(case.dataset, "train"), config, device, **ALONE, num_threads=case.threads)
 
     def advance(count: int) -> None:
         for _ in range(count):

@@ -18,7 +18,7 @@ import numpy as np
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.dataset.manifest import text_index_path
-from tools.bench.turns import loading_config
+from tools.bench.turns import ALONE, loading_config
 
 # Without the noise of recipes (mstd): it lets timm ask for an image of 0 bits, which Pillow 13 refuses.
 RANDAUGMENT = "rand-m9-inc1"
@@ -87,7 +87,7 @@ def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     from dali_train.data.loading.loader import make_loader
 
     split = Split(task.dataset, "train")
-    loader = make_loader(split, _config(task, **settings), torch.device("cpu"), num_threads=task.threads)
+    loader = make_loader(split, _config(task, **settings), torch.device("cpu"), **ALONE, num_threads=task.threads)
     return iter(loader.next, None)
 
 

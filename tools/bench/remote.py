@@ -39,7 +39,7 @@ from dali_train.data.sampling.next_use import simulate_cache
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
 from tests.object_server import ObjectServer
-from tools.bench.turns import cpu_seconds, describe_machine, family, loading_config
+from tools.bench.turns import ALONE, cpu_seconds, describe_machine, family, loading_config
 
 MICRO_BATCH = 20
 SHARD_BYTES = 8 << 20  # of the peers' formats: a cache of a small dataset must hold several
@@ -169,7 +169,7 @@ def ours(task: Task, data: DataConfig) -> Epochs:
     config, launch = config_of(data, task.epochs), Launch()
     split = Split(config.data.root, "train")
     node = join_node(config, launch, Layout.from_config(launch, config.parallel))
-    loader = make_loader(split, config, torch.device("cpu"), num_threads=task.workers, node=node)
+    loader = make_loader(split, config, torch.device("cpu"), **ALONE, num_threads=task.workers, node=node)
     for _ in range(task.epochs):
         yield (loader.next() for _ in range(len(split) // MICRO_BATCH))
     del loader

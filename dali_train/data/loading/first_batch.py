@@ -24,7 +24,10 @@ def main() -> int:
     try:
         split = Split(config.data.root, "train")
         start = time.perf_counter()
-        batch = make_loader(split, config, device, num_threads=config.data.num_threads).next()
+        loader = make_loader(
+            split, config, device, start_step=0, dp_rank=0, dp_size=1, num_threads=config.data.num_threads
+        )
+        batch = loader.next()
         mean = float(batch.images.float().mean())
     except (ConfigError, DatasetError, RunError, OSError) as error:
         print(error)

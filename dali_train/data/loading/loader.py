@@ -98,14 +98,14 @@ def make_loader(
     config: Config,
     device: torch.device,
     *,
-    start_step: int = 0,
-    dp_rank: int = 0,
-    dp_size: int = 1,
+    start_step: int,
+    dp_rank: int,
+    dp_size: int,
     num_threads: int,
     decodes: bool = True,
     node: Node | None = None,
 ) -> Loader:
-    """Return the loader for data.reader, from `start_step` on; by default of a single process.
+    """Return the loader for data.reader, from `start_step` on.
 
     Args:
         decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws) but

@@ -5,9 +5,9 @@ image exactly once (except in a balanced order), and nothing is dropped or padde
 size.
 """
 
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from functools import cached_property, lru_cache
+import threading
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -81,6 +81,9 @@ class SampleOrder:
     seed: int
     shuffle: Literal["full", "none"] | Blocks | NDArray[np.integer]
     repeats: int = 1
+    _orders: dict[int, FullOrder | BlockOrder | BalancedOrder] = field(default_factory=dict)
+    # Two epochs: reading ahead reaches into the next one.
+    _making: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
     def _most(self) -> int:
@@ -146,13 +149,19 @@ class SampleOrder:
         assert isinstance(order, BlockOrder)
         return order
 
-    @cached_property
-    def _order(self) -> Callable[[int], FullOrder | BlockOrder | BalancedOrder]:
-        def make(epoch: int) -> FullOrder | BlockOrder | BalancedOrder:
-            if isinstance(self.shuffle, Blocks):
-                return BlockOrder(self.shuffle, seed=self.seed, epoch=epoch)
-            if isinstance(self.shuffle, np.ndarray):
-                return BalancedOrder(self.shuffle, seed=self.seed, epoch=epoch)
-            return FullOrder(self.num_images, seed=self.seed, epoch=epoch)
-
-        return lru_cache(maxsize=3)(make)  # reading ahead reaches into the next epoch
+    def _order(self, epoch: int) -> FullOrder | BlockOrder | BalancedOrder:
+        order = self._orders.get(epoch)
+        if order is not None:
+            return order
+        with self._making:
+            if epoch not in self._orders:
+                if isinstance(self.shuffle, Blocks):
+                    order = BlockOrder(self.shuffle, seed=self.seed, epoch=epoch)
+                elif isinstance(self.shuffle, np.ndarray):
+                    order = BalancedOrder(self.shuffle, seed=self.seed, epoch=epoch)
+                else:
+                    order = FullOrder(self.num_images, seed=self.seed, epoch=epoch)
+                self._orders[epoch] = order
+                for old in [e for e in self._orders if abs(e - epoch) > 1]:
+                    del self._orders[old]
+            return self._orders[epoch]

@@ -54,8 +54,7 @@ def tensor_parallel(models: Sequence[nn.Module], mesh: DeviceMesh, tensor: Tenso
 
 
 def parameters_per_rank(model: nn.Module, tensor: TensorConfig) -> int:
-    """Return the number of parameters of `model`, or of a stage, on each rank, before parallel.shard shards them. This
-    needs no process group."""
+    """Return the number of parameters of `model`, or of a stage, on each rank. This needs no process group."""
     count = sum(parameter.numel() for parameter in model.parameters())
     if tensor.size == 1:
         return count
@@ -83,8 +82,6 @@ def check_model(model: nn.Module, tensor: TensorConfig) -> None:
     Raises:
         ConfigError: it cannot; the message names what does not fit.
     """
-    if tensor.size == 1:
-        return
     if not isinstance(model, VisionTransformer):
         raise ConfigError(
             f"parallel.tensor supports timm's VisionTransformer, but the model is a {type(model).__name__}: leave "
