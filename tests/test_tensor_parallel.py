@@ -104,7 +104,8 @@ def compare(mesh: DeviceMesh, tensor: TensorConfig) -> dict[str, float]:
     for (_, ours), (_, theirs) in pairs:
         assert torch.equal(whole(ours), theirs)
         assert torch.equal(local(laid_out_like(ours, theirs.detach())), local(ours)), "what a checkpoint gives back"
-        saved = in_blocks(ours.data)
+        with Shardwise():
+            saved = in_blocks(ours.data)
         assert torch.equal(whole(saved), theirs) and ours.requires_grad
         assert not isinstance(saved, DTensor) or all(type(p) in (Shard, Replicate) for p in saved.placements)
 

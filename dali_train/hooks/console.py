@@ -158,8 +158,9 @@ class Console(Hook):
     def _finish_epoch(self) -> None:
         if self._finished_epoch is None:
             return
-        if not self._losses and self._result is None:  # logging is rarer than epochs: nothing to report
-            self._finished_epoch = None
+        repeated = self._bar.disable and len(self._losses) == 1  # by the line of the one step that was logged
+        if self._result is None and (repeated or not self._losses):
+            self._finished_epoch, self._losses = None, []
             return
         parts = [f"epoch {self._finished_epoch}:"]
         if self._losses:
