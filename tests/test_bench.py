@@ -48,9 +48,8 @@ def test_a_generated_dataset_is_always_the_same(tmp_path: Path) -> None:
     train, validation = Split(tmp_path, "train"), Split(tmp_path, "validation")
     assert train.rows["label"].tolist() == [0, 1, 2, 3, 0] and validation.rows["label"].tolist() == [1, 2, 3]
     assert MappedShards(train).image(3).tobytes() == generated_jpeg(3)
-    assert (
-        0.4 < np.mean(train.rows["size"] / (train.rows["height"].astype(float) * train.rows["width"])) < 0.8
-    )  # bytes a pixel
+    bytes_per_pixel = train.rows["size"] / (train.rows["height"].astype(float) * train.rows["width"])
+    assert 0.4 < np.mean(bytes_per_pixel) < 0.8
 
 
 def test_an_index_of_full_size_points_at_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,9 +108,8 @@ def main() -> None:
         read = [list(reads(order, steps.shape[0], rank, options)) for rank in range(options.ranks)]
         num_read = sum(len(images) for portions in read for images in portions)
         num_runs = sum(int((np.diff(np.sort(images)) > 1).sum()) + 1 for portions in read for images in portions)
-        distance = np.abs(np.diff(micro_batches, axis=1)).mean() / (
-            count / 3
-        )  # two random numbers below n are n / 3 apart
+        # Two random numbers below n are n / 3 apart.
+        distance = np.abs(np.diff(micro_batches, axis=1)).mean() / (count / 3)
         print(
             f"{name:<26}{distinct(steps // block_images):>8.0f}{distinct(shards[steps]):>8.0f}"
             f"{distinct(micro_batches // block_images):>8.1f}{distinct(shards[micro_batches]):>8.1f}"

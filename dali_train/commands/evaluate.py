@@ -111,9 +111,8 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
 def _joined(options: LaunchOptions, config: Config, directory: Path) -> Iterator[tuple[Launch, torch.device]]:
     """Join the process group, see `joined`. If several ranks end with the same error, one of them prints it."""
     with joined(options, config) as (launch, device), ExitStack() as stack:
-        stack.push(
-            Watchdog(launch, directory, config.parallel.timeout_s)
-        )  # only to handle errors at the end, without its threads
+        # Only to handle errors at the end, without its threads.
+        stack.push(Watchdog(launch, directory, config.parallel.timeout_s))
         yield launch, device
 
 

@@ -50,9 +50,8 @@ class PredictionTables:
         )
         confusion = _read(newest / "confusion.csv", lambda head, row: (row[0], [*map(_count, row[1:])]))
         self.confusion_classes = [name for name, _ in confusion]
-        self.confusion: NDArray[np.int64] = np.array(
-            [counts for _, counts in confusion], dtype=np.int64
-        )  # (truth, predicted)
+        # (truth, predicted)
+        self.confusion: NDArray[np.int64] = np.array([counts for _, counts in confusion], dtype=np.int64)
         if confusion and self.confusion.shape != (len(confusion), len(confusion)):
             raise ConfigError(f"{newest / 'confusion.csv'} is not square, as a run writes it: move it away")
 

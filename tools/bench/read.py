@@ -48,9 +48,8 @@ def main() -> None:
     ]
     measured: dict[Case, list[float]] = {case: [] for case in cases}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["dali_train.data.loading.loader"]
-    )  # else each process imports torch and DALI, for seconds
+    # Else each process imports torch and DALI, for seconds.
+    context.set_forkserver_preload(["dali_train.data.loading.loader"])
     for number in range(1, options.rounds + 1):  # interleaved, so that a busy moment of the disk hits all of them
         for case in cases:
             # In a process of its own: pages that one has mapped stay, and a loader's threads map them until they end.

@@ -77,9 +77,8 @@ class Split:
             self.checksums = self._open_array(checksums_path(self.root, name), split, np.dtype("<u4"))
         self.shards: tuple[Shard, ...] = split.shards
         self.paths = [self.root / name / shard.name for shard in self.shards]
-        self.first_images = np.cumsum(
-            [0, *(shard.num_records for shard in self.shards)]
-        )  # of each shard, and the end: (N + 1,)
+        # Of each shard, and the end: (N + 1,).
+        self.first_images = np.cumsum([0, *(shard.num_records for shard in self.shards)])
         if strict:
             self._check_rows()
         index_time = index_path(self.root, name).stat().st_mtime_ns

@@ -52,9 +52,8 @@ class Loader:
         step, _ = next(self._places)
         config = self._config_at(step)
         if config is not self._config:
-            del (
-                self._pipeline
-            )  # free its memory for the next pipeline; it is in reference cycles with its graph and threads
+            # Free its memory for the next pipeline; it is in reference cycles with its graph and threads.
+            del self._pipeline
             gc.collect()
             self._config, self._pipeline = config, self._pipeline_from(step, config)
         return self._pipeline.run().to(self._device)

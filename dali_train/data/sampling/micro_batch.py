@@ -32,7 +32,7 @@ class MicroBatch:
     operators: NDArray[np.int32]  # (n, steps): indices into the policy's names, applied one after the other
     levels: NDArray[np.float32]  # (n, steps): signed strength of each operator
     erased: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the training image; all zero: none
-    noise: NDArray[np.uint8]  # (size, size, 3): fills the erased boxes, each with its part; empty: the mean color
+    noise: NDArray[np.uint8]  # (size, size, 3): an erased box shows its part of this image; empty: the mean color
     partners: NDArray[np.int32]  # index within the micro-batch of the image that this one is mixed with
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner
     cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels; all zero: no CutMix
