@@ -1,23 +1,28 @@
 """Small real datasets and real runs for the tests."""
 
 import functools
+import gc
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from dali_train.checkpoint.load import load_newest
-from dali_train.config import Config, load_config
-from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.tfrecord import write_records
-from dali_train.runtime import local_launch
+from dali_train.runtime.imports import importing_torch
+
+with importing_torch():
+    import torch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from dali_train.checkpoint.load import load_newest
+    from dali_train.config import Config, load_config
+    from dali_train.data.dataset.build_index import build_index
+    from dali_train.data.dataset.tfrecord import write_records
+    from dali_train.runtime import local_launch
 
 from .ranks import POOL, Ranks, command, in_environment
 
@@ -102,6 +107,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # files begin in the order below, not by their number of tests
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exempt what the tests import from garbage collection, as `importing_torch` does."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

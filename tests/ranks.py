@@ -23,19 +23,7 @@ from pathlib import Path
 from typing import Any
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(
-    [
-        "tests.ranks",
-        "tests.helpers",  # and conftest with pytest: what the modules of the tests import
-        "tests.data.files",
-        "dali_train.commands.train",
-        "dali_train.cli",
-        "dali_train.data.convert.run",
-        "dali_train.data.convert.trees",
-        "matplotlib.figure",
-        "torch.distributed.checkpoint.state_dict",
-    ]
-)
+FORK.set_forkserver_preload(["tests.preloaded"])
 TIMEOUT_S = 300.0
 
 
@@ -190,8 +178,6 @@ class _Worker:
 def _serve(jobs: Connection) -> None:
     """The process's side: jobs until the parent is gone."""
     import torch
-
-    gc.freeze()  # what was imported: half a million objects, which each collection would look at, a third of a second
 
     if not torch.cuda.is_available():
         torch.compile = partial(torch.compile, backend="aot_eager")

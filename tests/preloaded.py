@@ -1,0 +1,20 @@
+"""What the server of ranks.py imports once for all the processes that it forks, none of whose collections looks at it:
+half a million objects, whose pages each process would copy besides."""
+
+from importlib import import_module
+
+from dali_train.runtime.imports import importing_torch
+
+with importing_torch():
+    for name in (
+        "dali_train.commands.train",
+        "dali_train.cli",
+        "dali_train.data.convert.run",
+        "dali_train.data.convert.trees",
+        "matplotlib.figure",
+        "torch.distributed.checkpoint.state_dict",
+        "tests.ranks",
+        "tests.helpers",  # and conftest with pytest: what the modules of the tests import
+        "tests.data.files",
+    ):
+        import_module(name)
