@@ -48,19 +48,18 @@ def wait_until(done: Callable[[], bool]) -> None:
     end = time.monotonic() + 30
     while not done():
         assert time.monotonic() < end
-        time.sleep(0.01)
+        time.sleep(0.1)  # short of 300 times `bytes_read`, which itself reads some 115 bytes, of an expected 77,000
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
 def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str) -> None:
-    split = Split(dataset, "train")
+    split, before = Split(dataset, "train"), bytes_read()
     without, ahead = (
         assigned_micro_batches(
             split, MappedFiles(split), config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2
         )
         for mb in (0, 256)
     )
-    before = bytes_read()
     plain = list(itertools.islice(without, 60))
     # This rank's share of an epoch is read before anything is asked for.
     first = np.concatenate([batch.images for batch in plain[:6]])
@@ -76,19 +75,21 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     wait_until(lambda: not threads())
 
 
-def test_no_thread_meets_the_end_of_the_interpreter(dataset: Path) -> None:
+def test_no_thread_meets_the_end_of_the_interpreter(tiny_config: Path) -> None:
     """Which would end the process with SIGABRT, now and then."""
     script = f"""
-import atexit, itertools, threading
+import atexit, threading
 # the first to register is called last
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
-from tests.data.test_read_ahead import *
-split = Split({str(dataset)!r}, "train")
-ahead = assigned_micro_batches(
-    split, MappedFiles(split), config_of(split.root, "full", 256), start_step=0, dp_rank=0, dp_size=1
-)
+from dali_train.config import load_config
+from dali_train.data.dataset.index import Split
+from dali_train.data.loading.loader import assigned_micro_batches
+from dali_train.data.loading.storage import MappedFiles
+config = load_config({str(tiny_config)!r})
+split = Split(config.data.root, "train")
+ahead = assigned_micro_batches(split, MappedFiles(split), config, start_step=0, dp_rank=0, dp_size=1)
 next(ahead)
-assert len(threads()) == 4
+assert threading.active_count() == 1 + 4
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr

@@ -39,14 +39,13 @@ def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt
     Row i equals the first four numbers of ``np.random.Philox(key=[seed, purpose], counter=[block[i] - 1, low[i],
     high[i], 0])``, which increments its counter before it draws.
     """
-    key0, key1 = seed, int(purpose)
-    c0, c1, c2, c3 = block, low, high, np.zeros_like(low)
+    key = np.array([[seed], [int(purpose)]], dtype=np.uint64)
+    even, odd = np.stack([block, high]), np.stack([low, np.zeros_like(low)])  # words 0 and 2, 1 and 3 of each counter
     for _ in range(10):
-        high0, low0 = _multiply(_M0, c0)
-        high1, low1 = _multiply(_M1, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ np.uint64(key0), low1, high0 ^ c3 ^ np.uint64(key1), low0
-        key0, key1 = (key0 + _W0) & _MASK64, (key1 + _W1) & _MASK64
-    return np.stack([c0, c1, c2, c3], axis=-1)
+        above, below = _multiply(even)
+        even, odd = above[::-1] ^ odd ^ key, below[::-1]
+        key += _WEYL
+    return np.stack([even[0], odd[0], even[1], odd[1]], axis=-1)
 
 
 def philox_generator(seed: int, purpose: Purpose, *, low: int, high: int) -> np.random.Philox:
@@ -78,20 +77,19 @@ def torch_seed(seed: int, purpose: Purpose, *, step: int = 0, k: int = 0) -> int
     return int(philox_generator(seed, purpose, low=k, high=step).random_raw()) >> 1
 
 
-_M0, _M1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157  # Philox4x64's multipliers and key increments, Table 2 of the paper
-_W0, _W1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
-_MASK64 = (1 << 64) - 1
-_MASK32 = np.uint64((1 << 32) - 1)
-_32 = np.uint64(32)
+# Philox4x64's multipliers and key increments, Table 2 of the paper.
+_FACTORS = np.array([[0xD2E7470EE14C6C93], [0xCA5A826395121157]], dtype=np.uint64)
+_WEYL = np.array([[0x9E3779B97F4A7C15], [0xBB67AE8584CAA73B]], dtype=np.uint64)
+_32, _MASK32 = np.uint64(32), np.uint64((1 << 32) - 1)
+_LOW_FACTORS, _HIGH_FACTORS = _FACTORS & _MASK32, _FACTORS >> _32
 
 
-def _multiply(a: int, b: UInt64s) -> tuple[UInt64s, UInt64s]:
-    """Return the high and the low 64 bits of a * b, from products of 32-bit halves."""
-    a_low, a_high = np.uint64(a & 0xFFFFFFFF), np.uint64(a >> 32)
-    b_low, b_high = b & _MASK32, b >> _32
-    low_high = a_low * b_high
-    middle = (a_low * b_low >> _32) + (low_high & _MASK32) + a_high * b_low
-    return a_high * b_high + (low_high >> _32) + (middle >> _32), np.uint64(a) * b
+def _multiply(words: UInt64s) -> tuple[UInt64s, UInt64s]:
+    """Return the high and the low 64 bits of ``_FACTORS * words``, from products of 32-bit halves."""
+    low, high = words & _MASK32, words >> _32
+    low_high = _LOW_FACTORS * high
+    middle = (_LOW_FACTORS * low >> _32) + (low_high & _MASK32) + _HIGH_FACTORS * low
+    return _HIGH_FACTORS * high + (low_high >> _32) + (middle >> _32), _FACTORS * words
 
 
 def uniform(
