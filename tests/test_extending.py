@@ -3,7 +3,7 @@ with them."""
 
 import json
 import re
-import subprocess
+import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -25,10 +25,20 @@ OWN_PARTS = REPOSITORY / "tests" / "own_parts.py"
 def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset that only a converter of our own knows."""
     root = tmp_path_factory.mktemp("own") / "stripes"
-    command = [sys.executable, str(OWN_PARTS), "data", "convert", "stripes", "--images", "40", "--out", str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["data", "convert", "stripes", "--images", "40", "--out", str(root)]
+    process = FORK.Process(
+        target=run_own_parts, args=(words,)
+    )  # not in the pool, whose next job would have these parts
+    process.start()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == 0
     return root
+
+
+def run_own_parts(words: list[str]) -> None:
+    """``python tests/own_parts.py WORDS``."""
+    sys.argv = [str(OWN_PARTS), *words]
+    runpy.run_path(str(OWN_PARTS), run_name="__main__")
 
 
 def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
@@ -56,7 +66,7 @@ def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
     assert samples(one) == samples(two) and losses(two) == pytest.approx(losses(one), rel=1e-12)
     assert state_difference(one, two) < FLOAT64_BOUND
 
-    after = FORK.Process(target=after_the_run, args=(one,))  # not in the pool, whose next job would have these parts
+    after = FORK.Process(target=after_the_run, args=(one,))
     after.start()
     after.join(TIMEOUT_S)
     assert after.exitcode == 0
