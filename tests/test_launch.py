@@ -27,7 +27,7 @@ from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import read_status
 
 from .conftest import REPOSITORY, Train
-from .helpers import FLOAT32_BOUND, LONG, PAUSE, extended, largest_difference, samples
+from .helpers import FLOAT32_BOUND, LONG, extended, largest_difference, samples
 from .ranks import free_port
 
 NOTHING = LaunchOptions()
@@ -158,10 +158,17 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host
 
 
 # A hook that gives nodes time to come and go, until there is a file.
-SLOW = PAUSE.replace("while record.step == 6:", "if not self.quick.exists():").replace(
-    "class Pause(Hook):\n",
-    "class Pause(Hook):\n    def start(self, record):\n        self.quick = record.directory / 'quick'\n\n",
-)
+SLOW = """
+import time
+
+class Pause(Hook):
+    def start(self, record):
+        self.quick = record.directory / "quick"
+
+    def step(self, record):
+        if not self.quick.exists():
+            time.sleep(3)
+"""
 
 
 def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> None:
@@ -171,7 +178,7 @@ def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> N
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", "--rdzv-backend", "c10d"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", "last_call_timeout=3"]
     options += ["--local-addr", "localhost", "--monitor-interval", "0.3"]
-    length = [*LONG, "--run.checkpoint_every_seconds", "1", "--run.max_steps", "100"]
+    length = [*LONG, "--run.checkpoint_every_seconds", "1", "--run.max_steps", "40"]
     arguments = ["train", "--config", str(extended(tiny_config, SLOW)), "--run.dir", str(run), *length]
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as dali_train.runtime.torchrun sets it
 
@@ -206,11 +213,11 @@ def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> N
     assert "lost touch with other ranks" in text, text
     assert "leaked" not in text, "what an extension sees at the end of Python"
     status = read_status(run)
-    assert status is not None and (status.state, status.step) == ("finished", 100)
+    assert status is not None and (status.state, status.step) == ("finished", 40)
     found = goodput(read_events(run / METRICS))
     assert found is not None and 0 < found.share < 1 and found.restarts >= 2 and found.away_s > 0
     train("undisturbed", *length, ranks=2)
-    assert samples(run) == samples(tmp_path / "undisturbed") and len(samples(run)) == 100 * 2
+    assert samples(run) == samples(tmp_path / "undisturbed") and len(samples(run)) == 40 * 2
     assert largest_difference(run, tmp_path / "undisturbed") < FLOAT32_BOUND
 
 
