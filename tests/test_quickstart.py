@@ -4,26 +4,24 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from dali_train.commands import data
 
 from .data.files import tool
 from .helpers import words
-from .ranks import POOL
 
 
-def quickstart(arguments: list[str]) -> None:
-    sys.argv = ["quickstart.py", *arguments]
-    tool("quickstart").main()
-
-
-def test_from_nothing_to_a_report(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_launch")
+def test_from_nothing_to_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     dataset, runs = tmp_path / "dataset", tmp_path / "runs"
     options = words("--run.epochs 1 --schedule.warmup_epochs 0.5 --run.eval_every_epochs 1 --model.kwargs.depth 1")
     places = ["--data.root", str(dataset), "--run.dir", str(runs)]
-    log = tmp_path / "log"
-    statuses = POOL.run(1, quickstart, [*options, *places], log=log)
-    printed = log.read_text()
-    assert statuses == [0], printed
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *options, *places])
+    tool("quickstart").main()
+    printed = capfd.readouterr().out
     table = dict(re.findall(r"^  (\S+) +(.+)$", printed, re.MULTILINE))
     assert table["top-1"].endswith("of 360 held-out images"), printed
     assert table["report"] == str(runs / "run-1" / "report" / "index.html") and Path(table["report"]).is_file()

@@ -8,16 +8,16 @@ or on two ranks where there is no GPU, and prints what came out. Interrupted, it
 
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from dali_train.cli import config_with
+from dali_train import cli
 from dali_train.commands import data
 from dali_train.config import Config
+from dali_train.config.override import config_with
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.runtime.events import read_events
 from dali_train.training.loss import mixup_loss
@@ -44,10 +44,8 @@ def main() -> None:
     say(3, f"training {config.model.name} on {ranks} {'GPUs' if num_gpus else 'CPU ranks'} in {dtype} into {directory}")
     # One thread per rank, unless the user knows better: the ranks share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     settings = ["--run.dir", str(directory), "--precision.dtype", dtype, "--batch.micro_batch", str(micro_batch)]
-    train = [*torchrun, "-m", "dali_train", "train", "--config", str(CONFIG), *overrides, *settings]
-    if status := subprocess.run([sys.executable, *train], check=False).returncode:
+    if status := cli.main(["train", "--num-processes", str(ranks), "--config", str(CONFIG), *overrides, *settings]):
         sys.exit(status)
     print_results(directory, config, ranks, dtype)
 
