@@ -209,7 +209,7 @@ def test_nodes_come_and_go(train: Train, tiny_config: Path, tmp_path: Path) -> N
         for agent in agents:
             agent.kill()
     text = log.read_text()
-    assert "stopped after saving: signal TERM" in text and "frame #" not in text, text
+    assert "stopped after saving: signal TERM" in text, text
     assert "lost touch with other ranks" in text, text
     assert "leaked" not in text, "what an extension sees at the end of Python"
     status = read_status(run)
