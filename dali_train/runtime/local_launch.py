@@ -140,7 +140,8 @@ class _Ranks:
 
     def explain(self, rank: int, failure: ProcessFailure) -> str:
         """Describe why the first rank failed; or which rank was killed, since the others then fail in collectives."""
-        killed = [r for r in self._first_ended if self._processes[r].exitcode == -signal.SIGKILL]
+        ended = self._first_ended or range(len(self._processes))  # all, if the agent was faster
+        killed = [r for r in ended if self._processes[r].exitcode == -signal.SIGKILL]
         if killed:
             return (
                 f"rank {killed[0]} of {self._count} was killed (SIGKILL), perhaps for lack of memory: start again to "
