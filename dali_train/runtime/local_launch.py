@@ -29,6 +29,7 @@ from dali_train.runtime.orphan import exit_if_launcher_dies
 Result = TypeVar("Result")
 
 _POLL_S = 0.2
+_FIRST_POLL_S = 0.01  # until all processes are known: one may die at once
 _LATER_S = 2.0  # the agent takes the failure with the earliest time, in seconds, as the cause
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -124,7 +125,7 @@ class _Ranks:
 
     def supervise(self, launched: "Future[Any]") -> None:
         """Forward signals until all processes have ended."""
-        while not wait([launched], timeout=_POLL_S).done:
+        while not wait([launched], timeout=_POLL_S if len(self._processes) == self._count else _FIRST_POLL_S).done:
             if len(self._processes) < self._count:
                 started = set(multiprocessing.active_children()) - self._others
                 self._processes = sorted(started, key=lambda process: process.pid or 0)
