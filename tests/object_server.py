@@ -32,6 +32,10 @@ class ObjectServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
+    def server_close(self) -> None:
+        self.shutdown()  # else its thread would ask the closed socket for requests, without a pause
+        super().server_close()
+
     def handle_error(self, *_: Any) -> None:
         """Say nothing: clients that were killed leave broken connections."""
 

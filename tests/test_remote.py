@@ -150,7 +150,6 @@ def test_credentials_may_expire_and_be_renewed(server: ObjectServer, dataset: Pa
 def test_a_server_that_is_gone_for_a_while_ends_nothing(server: ObjectServer, dataset: Path) -> None:
     images = open_images(server)
     port, directory = server.server_port, server.directory
-    server.shutdown()
     server.server_close()
     later: list[ObjectServer] = []
     timer = threading.Timer(1.5, lambda: later.append(ObjectServer(directory, port=port)))

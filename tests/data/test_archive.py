@@ -109,10 +109,10 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a gzipped archive fills the disk with, and of the memory that a list takes: tarfile would keep it all."""
     path = tmp_path / "many.tar"
     header = tarfile.TarInfo("n01440764_1.JPEG").tobuf(tarfile.USTAR_FORMAT)
-    path.write_bytes(header * 20_000 + bytes(1024))
+    path.write_bytes(header * 2_000 + bytes(1024))
     tracemalloc.start()
-    assert sum(1 for _ in Archive(path).members()) == 20_000
-    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    assert sum(1 for _ in Archive(path).members()) == 2_000
+    assert tracemalloc.get_traced_memory()[1] < 200_000
     tracemalloc.stop()
     monkeypatch.setattr(archive, "_MAX_UNPACKED_BYTES", 5_000_000)
     path.write_bytes(gzip.compress(bytes(50_000_000)))

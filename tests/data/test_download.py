@@ -22,7 +22,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     with ObjectServer(tmp_path_factory.mktemp("served")) as server:
         (server.directory / "a.bin").write_bytes(CONTENT)
         yield server
-        server.shutdown()
 
 
 def files(server: ObjectServer, content: bytes = CONTENT) -> Download:
