@@ -1,6 +1,6 @@
 # make quickstart   train a small ViT on real images, from raw files to a table of results, in a few minutes
 # make test         everything that must hold, on this machine
-# make test-fast    the tests that start no trainers
+# make test-fast    the tests that start no trainers or other processes, in one to two minutes
 # make test-oldest  what depends on versions, with the oldest Python and libraries that pyproject.toml allows
 # make check        format, lint, types and the rule which room may import which
 # make check-ratios whether something has become much slower, in a minute and a half: ratios, no times

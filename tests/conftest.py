@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +25,7 @@ with importing_torch():
     from dali_train.runtime import local_launch
 
 from .ranks import POOL, Ranks, command, in_environment
-
-if TYPE_CHECKING:
-    from .s3_server import S3Server
+from .s3_server import S3Server
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -55,18 +53,16 @@ config = Config(
 """
 
 
+# Fixtures that start trainers.
 _STARTS_RUNS = {
-    "train",
-    "start_training",
-    "run_command",
-    "plain_run",
-    "cluster",
-    "finished",
-}  # fixtures that start trainers
-# Files whose tests start trainers or benchmarks on their own.
+    *("train", "start_training", "run_command", "plain_run", "cluster"),  # of this file and test_slurm.py
+    *("everything", "finished", "runs", "users"),  # of single files
+}
+# Files whose tests start trainers, benchmarks or a store on their own.
 _SLOW_FILES = {
     "test_api.py",
     "test_bench.py",
+    "test_bucket.py",
     "test_documents.py",
     "test_exactness.py",
     "test_export.py",
@@ -170,16 +166,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def s3_of_module() -> Iterator["S3Server"]:
-    from .s3_server import S3Server  # with it comes moto, which few tests need
-
+def s3_of_module() -> Iterator[S3Server]:
     server = S3Server()
     yield server
     server.close()
 
 
 @pytest.fixture
-def s3_server(s3_of_module: "S3Server", monkeypatch: pytest.MonkeyPatch) -> Iterator["S3Server"]:
+def s3_server(s3_of_module: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """The store of the module's tests, which the environment of this process names; without a fault."""
     for name, value in s3_of_module.environment.items():
         monkeypatch.setenv(name, value)

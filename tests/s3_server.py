@@ -5,14 +5,6 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-from werkzeug.serving import make_server
-
-
-class _SilentHandler(MotoRequestHandler):
-    def log(self, *_: Any) -> None:
-        pass
-
 
 class S3Server:
     """Serves ``s3://bucket`` in `environment` until it is closed.
@@ -22,8 +14,16 @@ class S3Server:
     """
 
     def __init__(self) -> None:
+        # moto takes half a second to import, which most tests do without.
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+        from werkzeug.serving import make_server
+
+        class SilentHandler(MotoRequestHandler):
+            def log(self, *_: Any) -> None:
+                pass
+
         self._application = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_SilentHandler)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=SilentHandler)
         self.fault: Callable[[str, str], str | None] | None = None
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{self._server.server_port}"

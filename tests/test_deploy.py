@@ -13,8 +13,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
-from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import TrainerV1alpha1TrainingRuntime
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
@@ -30,7 +28,6 @@ from .ranks import FORK, POOL
 DEPLOY = REPOSITORY / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").iterdir())
 TORCHRUN_WAITS_S = 30  # between TERM and KILL to its workers, torch 2.15
-KUBEFLOW = {"TrainJob": TrainerV1alpha1TrainJob, "TrainingRuntime": TrainerV1alpha1TrainingRuntime}
 # The fields of sky.yaml, as SkyPilot 0.14 names them: its package brings a hundred others.
 SKY = {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
 SKY_RESOURCES = {"accelerators", "use_spot", "disk_size", "job_recovery"}
@@ -46,8 +43,10 @@ def of_kind(path: Path, kind: str) -> Any:
 
 def check(document: Any) -> None:
     """Raise what is wrong with an object of Kubernetes, an unknown field included."""
-    if document["kind"] in KUBEFLOW:
-        read = KUBEFLOW[document["kind"]].from_dict(document)
+    if document["kind"] in ("TrainJob", "TrainingRuntime"):
+        import kubeflow_trainer_api.models as kubeflow  # takes a second
+
+        read = getattr(kubeflow, f"TrainerV1alpha1{document['kind']}").from_dict(document)
         assert read is not None and read.to_dict() == document, set(words(document)) - set(words(read.to_dict()))
     else:
         kubernetes_validate.validate(document, "1.37", strict=True)
@@ -199,6 +198,7 @@ def test_the_image_has_what_the_manifests_use() -> None:
     assert sorted(path.name for path in DEPLOY.iterdir()) == ["Containerfile", "kubernetes", "sky.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "status"), [("os._exit(75)", 75), ("1 / 0", 2), ("os.kill(os.getpid(), 9)", 1)])
 def test_torchrun_with_the_trainers_status(action: str, status: int, tmp_path: Path) -> None:
     config, log = tmp_path / "config.py", tmp_path / "log"
@@ -228,6 +228,7 @@ def test_ranks_that_end_differently(statuses: tuple[int, ...], status: int, monk
     assert torchrun.main(["-m", "dali_train", "train"]) == status
 
 
+@pytest.mark.slow
 def test_term_reaches_the_ranks_and_starts_them_again(tmp_path: Path) -> None:
     config = tmp_path / "config.py"
     config.write_text(

@@ -36,6 +36,7 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
     assert not (tmp_path / "run").exists(), "it leaves nothing behind, not even the directory"
 
 
+@pytest.mark.slow
 def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
     words = ["--config", str(tiny_config), "--run.dir", str(tmp_path / "run")]
     words += ["--parallel.pipeline", "2", "--parallel.shard", "full"]
@@ -53,6 +54,7 @@ def test_each_dimension_of_the_mesh(tiny_config: Path, tmp_path: Path) -> None:
     assert "fine for random initial weights, wrong for pretrained ones" in output
 
 
+@pytest.mark.slow
 def test_what_training_would_refuse(tiny_config: Path, tmp_path: Path) -> None:
     """Images that cannot be decoded, a shard that changed after indexing, a batch for fewer ranks, sizes that
     the model does not take, and a run directory that cannot be made."""

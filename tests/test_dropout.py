@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from dali_train.config import ModelConfig, load_config
 from dali_train.data.sampling.rng import Purpose, torch_seed
@@ -36,6 +35,7 @@ def forward(model: nn.Module, inputs: torch.Tensor, seed: int) -> torch.Tensor:
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_block_draws_its_masks_wherever_it_is(aot_eager: None, compiled: bool) -> None:
     """A pipeline's later stage has not drawn what comes before its first block."""
@@ -60,8 +60,11 @@ def test_a_block_draws_its_masks_wherever_it_is(aot_eager: None, compiled: bool)
     )
 
 
+@pytest.mark.slow
 def test_stochastic_depth_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block has a rate of its own, as a tensor, so one graph serves all but the first, which drops nothing."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))

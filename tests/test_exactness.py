@@ -115,9 +115,10 @@ def test_the_options_for_speed_resume_with_the_same_bits_and_do_not_depend_on_ra
     assert_resumes(train, tmp_path / "one", *FAST, *OFTEN)
     # Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same: with
     # DDP, and with FSDP, which takes no channels_last, which also sums in another order.
-    train("replicated", *FAST, *OFTEN, "--run.max_steps", "2", "--run.eval_every_epochs", "None", ranks=2)
+    several = (*FAST, *OFTEN, "--run.eval_every_epochs", "None")
+    train("replicated", *several, "--run.max_steps", "2", ranks=2)
     assert losses(tmp_path / "replicated") == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-5)
-    train("two", *FAST, *OFTEN, "--model.channels_last", "false", "--parallel.shard", "full", ranks=2)
+    train("two", *several, "--model.channels_last", "false", "--parallel.shard", "full", ranks=2)
     assert samples(tmp_path / "one") == samples(tmp_path / "two")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert largest_difference(tmp_path / "one", tmp_path / "two") < FLOAT32_BOUND

@@ -11,9 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from kubeflow_trainer_api.models.trainer_v1alpha1_update_train_job_status_request import (
-    TrainerV1alpha1UpdateTrainJobStatusRequest,
-)
 
 from .conftest import StartTraining
 from .helpers import events
@@ -67,6 +64,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_progress_is_posted(
     bodies: list[Any], environment: dict[str, str], start_training: StartTraining, tmp_path: Path
 ) -> None:
+    from kubeflow_trainer_api.models.trainer_v1alpha1_update_train_job_status_request import (
+        TrainerV1alpha1UpdateTrainJobStatusRequest,
+    )
+
     ranks = start_training("run", *SHORT, environment=environment)
     assert ranks.wait() == [0] and "TrainJob" not in ranks.log.read_text()
     last = bodies[-1]

@@ -132,6 +132,7 @@ def step_on_shards(rank: int) -> None:
                 torch.testing.assert_close(shard.full_tensor(), entire.detach(), rtol=1e-14, atol=1e-15, msg=name)
 
 
+@pytest.mark.slow
 def test_shards_step_as_entire_weights_do() -> None:
     in_ranks(2, step_on_shards)
 

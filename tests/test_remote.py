@@ -219,6 +219,7 @@ def use_after_fork(url: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+@pytest.mark.slow
 def test_a_fork_is_refused_and_does_not_hang(server: ObjectServer) -> None:
     process = FORK.Process(target=use_after_fork, args=(server.url,))
     process.start()
@@ -239,6 +240,7 @@ while images._bucket._warned == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_though_its_store_is_gone(server: ObjectServer) -> None:
     server.fault = some_times(unavailable, 10**6)
     subprocess.run([sys.executable, "-c", READ_TO_THE_END, server.url], timeout=60, check=True)
@@ -272,6 +274,7 @@ def read_with_full_disk(url: str, dataset: Path, cache: Path) -> None:
     assert_all_images(images, dataset)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_smaller_cache(server: ObjectServer, dataset: Path, tmp_path: Path) -> None:
     process = FORK.Process(target=read_with_full_disk, args=(server.url, dataset, tmp_path / "cache"))
     process.start()
@@ -306,6 +309,7 @@ def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle
     assert 10 <= (near < np.iinfo(np.int32).max).sum() < 50
 
 
+@pytest.mark.slow
 def test_what_is_needed_latest_is_removed(
     server: ObjectServer, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

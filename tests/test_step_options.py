@@ -50,6 +50,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(first, second) for first, second in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{"compile": "model"}, {"compile": "blocks", "activation_checkpointing": True}], ids=str
 )

@@ -14,7 +14,6 @@ from dali_train.hooks.trackers import make_trackers
 from .conftest import StartTraining, Train
 from .helpers import extended
 
-mlflow = pytest.importorskip("mlflow")
 wandb = pytest.importorskip("wandb")
 event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -102,8 +101,13 @@ def scalars_of_wandb(directory: Path) -> Scalars:
     return scalars
 
 
+def client_of_mlflow(store: Path) -> Any:
+    mlflow = pytest.importorskip("mlflow")  # takes seconds to import
+    return mlflow.MlflowClient(tracking_uri=f"file:{store}")
+
+
 def scalars_of_mlflow(directory: Path, store: Path) -> Scalars:
-    client = mlflow.MlflowClient(tracking_uri=f"file:{store}")
+    client = client_of_mlflow(store)
     run = client.get_run(json.loads((directory / "mlflow-id.json").read_text())["id"])
     assert run.info.status == "FINISHED"
     assert run.data.params["optimizer.lr"] == "0.01"
@@ -198,6 +202,6 @@ def test_a_failed_run_closes_its_trackers(
     printed = train("run", *ALL, config=extended(tiny_config, FAILING), status=1, environment=settings)
     assert re.search("warning: hooks.trackers wandb: .* records offline", printed)
     run_id = json.loads((tmp_path / "run" / "mlflow-id.json").read_text())["id"]
-    assert mlflow.MlflowClient(tracking_uri=f"file:{store}").get_run(run_id).info.status == "FAILED"
+    assert client_of_mlflow(store).get_run(run_id).info.status == "FAILED"
     records = wandb_records(next((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")))
     assert [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"] == [1]

@@ -66,6 +66,7 @@ def test_images_are_shuffled_over_all_shards_by_the_seed(folder: Path, tmp_path:
     assert np.count_nonzero(np.diff(labels)) > 15  # classes are mixed
 
 
+@pytest.mark.slow
 def test_20_killed_runs_end_with_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL at a random moment of a run with decoding, re-encoding and a bad image to skip, again and again."""
     folder = write_folder(tmp_path / "images", {"ant": 16, "bee": 16, "cat": 16})
@@ -120,6 +121,7 @@ def end_of(process: multiprocessing.process.BaseProcess) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.slow
 def test_parts_have_the_bytes_of_one_process(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of four, one killed and started again, one run twice at once, and one forgotten."""
     (folder / "ant" / "bad.jpg").write_bytes(small_photograph(7)[:-50])
@@ -163,6 +165,7 @@ def kill_at_third_shard() -> None:
     shards.publish, shards._FLUSHERS = publish_or_die, 1
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path) -> None:
     """What was converted before the kill is not converted again."""
     out = tmp_path / "out"
@@ -288,6 +291,7 @@ def fill_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Path, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     arguments = ["folder", "--train", str(folder), "--train-shards", "3", "--out", str(out)]
@@ -303,6 +307,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
     assert files_of(out) == files_of(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_cleanly(tmp_path: Path) -> None:
     archive = write_training_archive(tmp_path / "train.tar", num_images=200)
     arguments = ["imagenet", "--train-archive", str(archive), "--out", str(tmp_path / "out"), "--workers", "2"]

@@ -75,6 +75,7 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     wait_until(lambda: not threads())
 
 
+@pytest.mark.slow
 def test_no_thread_meets_the_end_of_the_interpreter(tiny_config: Path) -> None:
     """Which would end the process with SIGABRT, now and then."""
     script = f"""
