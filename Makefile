@@ -18,7 +18,7 @@ RUN := $(VENV)/bin/python
 quickstart: $(VENV)/.installed
 	$(RUN) tools/quickstart.py
 
-# Most of the time is spent waiting for processes to start, stop or be missed, so three files run side by side.
+# Tests wait for processes to start, stop or be missed: on two cores three files side by side leave them little idle.
 SIDE_BY_SIDE := -m pytest --numprocesses 3
 
 test: $(VENV)/.installed

@@ -1,7 +1,6 @@
 """Small real datasets and real runs for the tests."""
 
 import functools
-import gc
 import io
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.runtime.imports import importing_torch
+from dali_train.runtime.imports import importing_torch, uncollected
 
 with importing_torch():
     import torch
@@ -55,8 +54,15 @@ config = Config(
 
 # Fixtures that start trainers.
 _STARTS_RUNS = {
-    *("train", "start_training", "run_command", "plain_run", "cluster"),  # of this file and test_slurm.py
-    *("everything", "finished", "runs", "users"),  # of single files
+    "cluster",
+    "everything",
+    "finished",
+    "plain_run",
+    "run_command",
+    "runs",
+    "start_training",
+    "train",
+    "users",
 }
 # Files whose tests start trainers, benchmarks or a store on their own.
 _SLOW_FILES = {
@@ -107,13 +113,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Exempt what the tests import from garbage collection, as `importing_torch` does."""
-    gc.disable()
-    try:
+    """Exempt what the tests import from garbage collection."""
+    with uncollected():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,7 +26,8 @@ def stripes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset that only a converter of our own knows."""
     root = tmp_path_factory.mktemp("own") / "stripes"
     words = ["data", "convert", "stripes", "--images", "40", "--out", str(root)]
-    process = FORK.Process(target=run_own_parts, args=(words,))  # not in the pool, whose next job would have them
+    # Not in the pool, whose next job would have these parts.
+    process = FORK.Process(target=run_own_parts, args=(words,))
     process.start()
     process.join(TIMEOUT_S)
     assert process.exitcode == 0

@@ -53,7 +53,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("shuffle", ["full", "block", "none"])
 def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str) -> None:
-    split, before = Split(dataset, "train"), bytes_read()
+    split = Split(dataset, "train")
+    before = bytes_read()
     without, ahead = (
         assigned_micro_batches(
             split, MappedFiles(split), config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2

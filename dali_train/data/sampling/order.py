@@ -81,8 +81,8 @@ class SampleOrder:
     seed: int
     shuffle: Literal["full", "none"] | Blocks | NDArray[np.integer]
     repeats: int = 1
+    # Of the newest epoch and its neighbours: reading ahead reaches into the next one.
     _orders: dict[int, FullOrder | BlockOrder | BalancedOrder] = field(default_factory=dict)
-    # Two epochs: reading ahead reaches into the next one.
     _making: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
