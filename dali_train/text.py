@@ -1,4 +1,4 @@
-"""Formatting text for users: safe for terminals, logs and pictures, and shortened to fit."""
+"""Formatting text for users: safe for terminals, logs and pictures, without credentials, and shortened to fit."""
 
 import re
 from bisect import bisect_right
@@ -8,12 +8,47 @@ _ESCAPE_SEQUENCE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])"
 )  # colours, cursor, titles
 _JOINERS = "\u200c\u200d"  # invisible, but part of how Persian and emoji are written
+_URL = re.compile(
+    r"""
+    \b(?P<scheme> [a-z][a-z0-9+.-]*:// )
+    (?P<user>                                      # KEY:SECRET@, up to the last @ of the authority
+        [^\s/?\#'"<>]*@
+      | [^\s/?\#'"<>:\[@]+ : (?!\d*(?:[/?\#\s'"<>]|$)) [^\s'"<>]*@  # no port, so a secret with / or ? in it
+    )?
+    (?P<path> [^\s?\#'"<>]* )
+    (?P<query> [?\#] [^\s'"<>]*? )?
+    (?= [.,:;)\]]* (?: [\s'"<>] | $ ) )
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def redacted(text: str) -> str:
+    """Return `text` without what may be secret in its URLs: user and password, and the query, which may be a signature.
+
+    ``https://me:SECRET@host/x?sig=SECRET`` becomes ``https://***@host/x?***``.
+    """
+    if "://" not in text:
+        return text
+    return _URL.sub(
+        lambda url: (
+            f"{url['scheme']}{'***@' if url['user'] else ''}{url['path']}"
+            f"{url['query'][0] + '***' if len(url['query'] or '') > 1 else url['query'] or ''}"
+        ),
+        text,
+    )
+
+
+def has_credentials(url: str) -> bool:
+    """Return whether there is something in a URL that `redacted` removes."""
+    return redacted(url) != url
 
 
 def printable(text: str, *, keep: str = "") -> str:
     """Return `text` from a file name, a class name or an error as one harmless line: white space becomes a space,
-    terminal escape sequences are removed, other control characters become U+FFFD; characters in `keep` stay."""
-    text = _ESCAPE_SEQUENCE.sub("", text)
+    terminal escape sequences are removed, other control characters become U+FFFD; characters in `keep` stay. URLs are
+    `redacted`."""
+    text = redacted(_ESCAPE_SEQUENCE.sub("", text))
     return "".join(
         c if c.isprintable() or c in keep or c in _JOINERS else " " if c.isspace() else "\ufffd" for c in text
     )

@@ -22,7 +22,7 @@ from dali_train.data.loading.cache import Eviction, ImageCache
 from dali_train.data.loading.remote import RemoteImages
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.next_use import NextUse, simulate_cache
-from dali_train.errors import DatasetError
+from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import try_lock
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
@@ -197,6 +197,19 @@ def test_a_store_that_never_answers_is_named_soon(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(object_store, "_FIRST_ANSWER_S", 0.1)
     with pytest.raises(ObjectStoreError, match=r"localhost:1/x/y: .*no answer in 0 s, check the URL, the endpoint"):
         Bucket("http://localhost:1/x").size("y")
+
+
+def test_no_secret_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^https://\*\*\*@host/x\?\*\*\* is a URL with .*: leave them out, credentials"
+    ):
+        Bucket("https://me:SECRET@host/x?sig=SECRET")
+    monkeypatch.setattr(object_store, "_FIRST_ANSWER_S", 0.1)
+    for name, value in {"ENDPOINT_URL": "http://me:SECRET@127.0.0.1:1/?k=SECRET", "SKIP_SIGNATURE": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with pytest.raises(ObjectStoreError, match="no answer in 0 s") as error:
+        Bucket("s3://bucket/x").size("y")
+    assert "SECRET" not in str(error.value)
 
 
 def test_metadata_are_fetched_once(server: ObjectServer) -> None:

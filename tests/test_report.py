@@ -19,7 +19,7 @@ from dali_train.report.bound import what_bounds
 from dali_train.report.runs import ReportedRun, differences, load_run
 from dali_train.report.serve import make_server
 from dali_train.runtime.events import STEP_PHASES, best_evaluation, decisive
-from dali_train.text import duration, plural, printable
+from dali_train.text import duration, plural, printable, redacted
 
 from .conftest import REPOSITORY, TINY_CONFIG, run_in_pool
 from .helpers import extended, write_run
@@ -301,6 +301,22 @@ def test_many_points_and_runs_of_one_name(tmp_path: Path) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("https://me:SECRET@host:80/x?sig=SECRET: no", "https://***@host:80/x?***: no"),
+        ("s3://KEY:SEC/RET+@bucket/a, b", "s3://***@bucket/a, b"),
+        ('{"root": "az://c/p?sv=1&sig=SECRET"}', '{"root": "az://c/p?***"}'),
+        ("http://host/#SECRET HTTPS://SECRET@host", "http://host/#*** HTTPS://***@host"),
+        *[(same, same) for same in ("http://[::1]:9000/x@y", "is it s3://bucket/x?", "a?b@c", "s3://" * 100_000)],
+    ],
+    ids=range(8),
+)
+def test_urls_are_shown_without_secrets(text: str, expected: str) -> None:
+    assert redacted(text) == expected
+    assert "SECRET" not in printable(text)
 
 
 def test_text_is_safe_for_a_terminal() -> None:

@@ -16,7 +16,7 @@ from dali_train.data.loading.decoder import describe_decoder
 from dali_train.data.loading.loader import pixel_format
 from dali_train.files import git_commit, write_atomically
 from dali_train.runtime.launch import Launch
-from dali_train.text import plural
+from dali_train.text import plural, redacted
 
 
 def describe_run(
@@ -24,7 +24,7 @@ def describe_run(
 ) -> None:
     """Write both files, and copies of the Python files that define the config."""
     environment: dict[str, Any] = {
-        "command": list(command),
+        "command": [redacted(word) for word in command],
         "config_file": keep_files(directory, config.files),
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),

@@ -31,6 +31,7 @@ from dali_train.runtime.local_launch import launch_locally
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.stop import StopRequests
 from dali_train.runtime.watchdog import Watchdog
+from dali_train.text import redacted
 from dali_train.training.build import (
     Setup,
     build_evaluator,
@@ -362,7 +363,7 @@ def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
     """Report that the run has failed with `error`; further errors on the way are only logged and never hide it."""
     cause = watchdog.close(error)
     record = run_end(run, error)
-    reason = cause or f"{type(error).__name__}: {error}"
+    reason = redacted(cause or f"{type(error).__name__}: {error}")
     status = partial(run.write_status, "failed", reason)
     for action in (partial(run.hooks.end, record), run.saver.join, status, run.write_report):
         try:

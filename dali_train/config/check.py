@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from dali_train.config.names import close_value, unknown_setting
 from dali_train.errors import ConfigError
+from dali_train.text import has_credentials
 
 T = TypeVar("T")
 
@@ -108,10 +109,13 @@ def section(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def refuse_credentials(name: str, url: str) -> None:
-    """Raise ConfigError, without showing them, if a URL has a user or a password."""
+    """Raise ConfigError, without showing them, if a URL has a user, a password or a query, which may be a signature.
+
+    A run records its settings in many files, so a secret in one of them could not be kept."""
     require(
-        "@" not in url.partition("://")[2].partition("/")[0],
-        f"{name} is a URL with a user or a password: leave them out, credentials belong in the environment",
+        not has_credentials(url),
+        f"{name} is a URL with a user, a password or a query: leave them out, credentials belong in the environment "
+        "(docs/storage.md)",
     )
 
 

@@ -157,11 +157,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if "://" in self.root:
+            refuse_credentials("data.root", self.root)
             require(
                 self.reader != "dali",
                 f"data.reader is dali, which reads files, and data.root is {self.root}: use data.reader index",
             )
-            refuse_credentials("data.root", self.root)
         else:
             require(
                 self.cache is None,

@@ -12,6 +12,7 @@ from dali_train.files import write_atomically
 from dali_train.hooks.base import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord
 from dali_train.runtime.events import METRICS, parse_line, read_events
+from dali_train.text import redacted
 
 logger = logging.getLogger("dali_train")
 
@@ -93,7 +94,7 @@ class MetricsFile(Hook):
         self._write("eval", record.step, record.epoch, record.scalars())
 
     def end(self, record: RunEnd) -> None:
-        error = None if record.error is None else f"{type(record.error).__name__}: {record.error}"
+        error = None if record.error is None else redacted(f"{type(record.error).__name__}: {record.error}")
         self._write(
             "end",
             record.step,

@@ -20,8 +20,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from dali_train.config.check import refuse_credentials
 from dali_train.errors import RunError
 from dali_train.files import open_regular
+from dali_train.text import redacted
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -74,10 +76,12 @@ class Bucket:
             ``https://host/prefix``.
 
     Raises:
+        ConfigError: the URL has credentials.
         ObjectStoreError: by any method: the store refuses, or does not answer for `retry_s`.
     """
 
     def __init__(self, url: str) -> None:
+        refuse_credentials(redacted(url), url)
         self.url = url.rstrip("/")
         self._opening = threading.Lock()
         self._opened: ObjectStore | None = None
@@ -356,9 +360,9 @@ def _version(answer: Mapping[str, Any]) -> Version:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of what the store said, without the query of a URL, which may be signed."""
+    """Return the first line of what the store said, `redacted`."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return " ".join(word.partition("?")[0] if "://" in word else word for word in lines[0].split()) if lines else ""
+    return redacted(" ".join(lines[0].split())) if lines else ""
 
 
 def _hopeless(error: Exception, url: str) -> str:
