@@ -9,23 +9,23 @@ predictions = dali_train.predict(model, ["photo.jpg"])
 
 from typing import TYPE_CHECKING, Any
 
-from dali_train.config import load_config
-
 if TYPE_CHECKING:
     from dali_train.checkpoint.model import load_model
     from dali_train.commands.predict import predict
     from dali_train.commands.run import RunResult
     from dali_train.commands.train import run
+    from dali_train.config import load_config
     from dali_train.hooks import Hook
     from dali_train.training.optim import register_optimizer
 
 __version__ = "0.1.0"
 __all__ = ["Hook", "RunResult", "load_config", "load_model", "predict", "register_optimizer", "run"]
 
-# Imported on first use: torch takes seconds to import, and --help does not need it.
+# Imported on first use: torch takes seconds to import, and --help does not need it; __main__ hears Ctrl-C from here on.
 _PLACES = {
     "Hook": "hooks",
     "RunResult": "commands.run",
+    "load_config": "config",
     "load_model": "checkpoint.model",
     "predict": "commands.predict",
     "register_optimizer": "training.optim",

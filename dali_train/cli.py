@@ -7,23 +7,20 @@ Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.arguments import command_parser, launch_parser
-from dali_train.commands.data import nobody_reads_on
+from dali_train.commands.boundary import importing, run_command
 from dali_train.config import Config, load_config
 from dali_train.config.override import config_with, read_overrides
-from dali_train.errors import ConfigError, RunError, UserError
-from dali_train.runtime.imports import importing_torch
-from dali_train.runtime.launch import LaunchOptions, discover, is_first_on_host, tell_torchrun
+from dali_train.errors import ConfigError
+from dali_train.runtime.launch import LaunchOptions, discover, is_first_on_host
 from dali_train.runtime.orphan import exit_if_launcher_dies
 from dali_train.runtime.status import (
     FINISHED,
-    MISTAKE,
     START_AGAIN,
     describe,
     describe_all,
@@ -45,31 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, settings = _split_settings(argv)
     options, unknown = command_parser().parse_known_args(words)
     options.launch = vars(launch)
-    is_said = False
-    try:
-        run = options.run if options.command == "data" else _COMMANDS[options.command]
-        status = int(run(options, [*unknown, *settings]))
-        sys.stdout.flush()
-        return status
-    except UserError as error:
-        message, status, is_said = str(error), 1 if isinstance(error, RunError) else MISTAKE, error.is_said
-    except BrokenPipeError:
-        return nobody_reads_on()
-    except OSError as error:
-        if error.filename is None:
-            raise
-        message, status = f"{error.filename}: {error.strerror}", 1
-    except KeyboardInterrupt:
-        message, status = "ended without saving", 130
-    line = printable(f"dali-train {options.command}: {message}", keep="\n")
-    tell_torchrun(line, is_said=is_said)
-    if not is_said:  # in one write, including the line break, because several ranks may print at once
-        sys.stderr.write(line + "\n")
-    elif (
-        "TORCHELASTIC_RUN_ID" in os.environ
-    ):  # torchrun ends all ranks as soon as one has ended, also the one that prints the error
-        time.sleep(1)
-    return status
+    run = options.run if options.command == "data" else _COMMANDS[options.command]
+    return run_command(f"dali-train {options.command}", lambda: run(options, [*unknown, *settings]))
 
 
 def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -95,7 +69,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
     stop_requests = StopRequests(config.run.max_seconds)  # before torch: a signal during its import would kill
-    with importing_torch():
+    with importing(f"dali-train {options.command}"):
         from dali_train.commands.train import run, run_rank
 
     if options.num_processes is not None:
@@ -104,6 +78,8 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     else:
         try:
             result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("ended without saving") from None
         finally:
             stop_requests.ignore_further()  # torchrun sends TERM as soon as another rank has ended
     return FINISHED if result.stopped == StopReason.NONE else START_AGAIN
@@ -128,7 +104,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(
             "--model.weights with a run or a checkpoint, which has its own weights: leave one of them out"
         )
-    with importing_torch():
+    with importing(f"dali-train {options.command}"):
         from dali_train.commands.evaluate import evaluate_checkpoint, evaluate_weights
 
     launch = LaunchOptions(**options.launch)
@@ -160,7 +136,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.config is None and overrides and not {"-h", "--help"} & set(overrides):
         raise ConfigError(f"{' '.join(overrides)}: without --config FILE doctor takes no further arguments")
     config = _config(options, overrides) if options.config is not None or overrides else None
-    with importing_torch():
+    with importing(f"dali-train {options.command}"):
         from dali_train.commands.doctor import examine
         from dali_train.runtime.device import choose_device
         from dali_train.runtime.process_group import process_group
@@ -174,7 +150,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
-    with importing_torch():
+    with importing(f"dali-train {options.command}"):
         from dali_train.commands.plan import print_plan
 
     print_plan(
@@ -203,7 +179,7 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
 def _export(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     _run_own_parts(options)
-    with importing_torch():
+    with importing(f"dali-train {options.command}"):
         from dali_train.commands.export import export
 
     export(options.run_dir, options.format, options.output, options.checkpoint, options.weights)
@@ -213,7 +189,7 @@ def _export(options: argparse.Namespace, overrides: list[str]) -> int:
 def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     _run_own_parts(options)
-    with importing_torch():
+    with importing(f"dali-train {options.command}"):
         from dali_train.commands.predict import print_predictions
 
     print_predictions(

@@ -1,5 +1,11 @@
 """The errors that users see: one or two sentences that name the field or file, the value, the requirement and the
-remedy."""
+remedy. `explain` is the boundary between these, which end a command with one line, and bugs, which show a traceback."""
+
+import errno
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -18,3 +24,53 @@ class DatasetError(UserError, ValueError):
 
 class RunError(UserError, RuntimeError):
     """A failure that is not due to the command or config: exit status 1, and a message without a traceback."""
+
+
+def explain(error: BaseException) -> tuple[str, int] | None:
+    """Return the one line and the exit status for a fault of input: a value, a file, a store, memory or a signal.
+
+    None: a bug, ours or in the user's own code, which needs its traceback.
+    """
+    if isinstance(error, UserError):
+        return str(error), 1 if isinstance(error, RunError) else 2
+    for cause in _chain(error):  # libraries wrap it in errors of their own
+        if isinstance(cause, KeyboardInterrupt):
+            return str(cause) or "stopped with Ctrl-C", 130
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if any(map(_is_users, files)):
+        return None
+    if isinstance(error, OSError) and error.errno != errno.EBADF:  # a closed descriptor is a mistake of the program
+        reason = error.strerror or str(error) or type(error).__name__
+        return (reason if error.filename is None else f"{error.filename}: {reason}"), 1
+    if isinstance(error, MemoryError):
+        return f"out of memory{f': {error}' if str(error) else ''}; use smaller batches, or a machine with more", 1
+    if isinstance(error, RecursionError) and not _is_ours(files[-1]):  # a parser's: json, ast, pickle
+        return "a file or value is nested too deeply: write it anew", 1
+    if isinstance(error, UnicodeError):
+        content = repr(error.object) if isinstance(error, UnicodeEncodeError | UnicodeDecodeError) else str(error)
+        return f"text that is not UTF-8: {content[:120]}", 1
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what caused it."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PACKAGE)
+
+
+def _is_users(file: str) -> bool:
+    """Return whether a file is the user's own code rather than the package's or a library's."""
+    library = file.startswith(("<", _STANDARD_LIBRARY)) or {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not library and not _is_ours(file)

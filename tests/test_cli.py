@@ -1,15 +1,31 @@
 """The commands as a user types them: overrides, ColossalAI's options, plan, eval, and what mistakes look like."""
 
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from dali_train.cli import main
+from dali_train.commands.boundary import run_command
 
 from .conftest import REPOSITORY
 
 B16 = str(REPOSITORY / "configs" / "vit-b16.py")
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Commands leave signals ignored at their end, which processes inherit."""
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize(
@@ -98,3 +114,83 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         assert exit_.value.code == (2 if arguments == ["trian"] else 0)
         printed = capsys.readouterr()
         assert message in " ".join((printed.out + printed.err).replace("│", " ").split())
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    """A command that fails in the standard library, as with a fault of its input, rather than in the code of a user,
+    which this file is to the boundary."""
+    namespace = {"error": error}
+    exec(compile("def work():\n    raise error", json.__file__, "exec"), namespace)
+    return namespace["work"]  # type: ignore[return-value]
+
+
+FAULTS: list[tuple[BaseException, int, str]] = [
+    (OSError(28, "No space left on device", "/disk/file"), 1, "/disk/file: No space left on device"),
+    (OSError(28, "No space left on device"), 1, "No space left on device"),
+    (ConnectionError("the store answers 503"), 1, "the store answers 503"),
+    (MemoryError(), 1, "out of memory"),
+    (RecursionError("maximum recursion depth exceeded"), 1, "nested too deeply"),
+    (UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "invalid"), 1, r"b'caf\xe9'"),
+    (UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates"), 1, r"'caf\udce9'"),
+    (KeyboardInterrupt(), 130, "stopped with Ctrl-C"),
+    (KeyboardInterrupt("ended without saving"), 130, "ended without saving"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "message"), FAULTS, ids=[repr(error) for error, _, _ in FAULTS])
+def test_a_fault_of_input_is_one_line(
+    error: BaseException, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("dali-train plan", raising(error)) == status
+    printed = capsys.readouterr().err
+    assert printed.startswith("dali-train plan: ") and message in printed and printed.count("\n") == 1
+
+
+def test_a_bug_shows_its_traceback() -> None:
+    def users_work() -> int:
+        raise OSError("in the user's own code")
+
+    with pytest.raises(OSError, match="own code"):
+        run_command("dali-train train", users_work)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        run_command("dali-train train", raising(OSError(9, "Bad file descriptor")))
+    with pytest.raises(ValueError, match="a bug"):
+        run_command("dali-train train", raising(ValueError("a bug")))
+
+
+def test_ctrl_c_that_a_library_wraps(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError("the checkpoint is incomplete")
+    error.__cause__ = KeyboardInterrupt()
+    assert run_command("dali-train eval", raising(error)) == 130
+    assert capsys.readouterr().err == "dali-train eval: stopped with Ctrl-C\n"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_while_torch_is_imported(number: signal.Signals, status: int, plain_run: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dali_train", "export", plain_run], stderr=subprocess.PIPE, text=True
+    )
+    while "/libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert printed.startswith("dali-train export: stopped with ") and printed.count("\n") == 1
+
+
+def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As in `dali-train data show DATASET | head -1`; another pipe that breaks is a fault."""
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    def work() -> int:
+        print("a line", flush=True)
+        return 0
+
+    assert run_command("dali-train plan", raising(BrokenPipeError(32, "Broken pipe"))) == 1
+    assert capfd.readouterr().err == "dali-train plan: Broken pipe\n"
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert run_command("dali-train data show", work) == 1
+    assert capfd.readouterr().err == ""

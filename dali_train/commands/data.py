@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dali_train.commands.boundary import run_command
 from dali_train.data.convert.datasets import DATASETS, load_sources
-from dali_train.errors import DatasetError, RunError
+from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import printable
 
@@ -41,33 +42,13 @@ def run(options: argparse.Namespace, unknown: Sequence[str]) -> int:
     def work() -> int:
         if unknown:
             raise DatasetError(f"{' '.join(unknown)}: unknown; `{name} --help` lists the options")
-        status: int = options.work(options)
+        try:
+            status: int = options.work(options)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("stopped; start the same command again to resume") from None
         return status
 
-    return run_tool(name, work)
-
-
-def run_tool(name: str, work: Callable[[], int]) -> int:
-    """Return the result of `work`; print an error as one line and return its exit status (see above)."""
-    try:
-        return work()
-    except DatasetError as error:  # a mistake in the command or its input
-        print(f"{name}: {printable(str(error))}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return nobody_reads_on()
-    except (RunError, OSError) as error:
-        print(f"{name}: {printable(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{name}: stopped; start the same command again to resume", file=sys.stderr)
-        return 130  # as the shell reports a command that Ctrl-C ended
-
-
-def nobody_reads_on() -> int:
-    """Return the exit status after a broken pipe, as in `dali-train plan ... | head`."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
-    return 1
+    return run_command(name, work)
 
 
 def main(action: str, arguments: Sequence[str] | None = None) -> int:

@@ -3,14 +3,12 @@ dataset."""
 
 import os
 import stat
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dali_train.commands.data import run_tool
 from dali_train.data.convert import run
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.datasets import DATASETS, SOURCE, Converter
@@ -120,21 +118,6 @@ def test_unused_class_numbers_are_mentioned(tmp_path: Path, capsys: pytest.Captu
     assert "note: no record has the label 3, 4: 2 of 5 classes are unused" in printed
     assert data("index", tmp_path, "--label-base", 0) == 0
     assert "note: no record has the label 0, 3, 4: 3 of 6 classes are unused" in capsys.readouterr().out
-
-
-def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """As in `dali-train data show DATASET | head -1`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-
-    def work() -> int:
-        print("a line", flush=True)
-        return 0
-
-    with os.fdopen(writer, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        assert run_tool("dali-train data show", work) == 1
-    assert capfd.readouterr().err == ""
 
 
 def test_names_of_the_classes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dali_train.commands.data import run_tool
+from dali_train.commands.boundary import run_command
 from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.imagenet import imagenet
 from dali_train.data.convert.run import Conversion, convert
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where the copies are written (default: the system's temporary directory)",
     )
     options = parser.parse_args(arguments)
-    return run_tool("bench_convert", lambda: _bench(options))
+    return run_command("bench_convert", lambda: _bench(options))
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -1,0 +1,80 @@
+"""The boundary of every command: a fault of input or a signal becomes one line and an exit status.
+
+Only a bug passes it: its traceback is what helps to correct it.
+"""
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dali_train.errors import UserError, explain
+from dali_train.runtime.imports import importing_torch
+from dali_train.runtime.launch import tell_torchrun
+from dali_train.text import printable
+
+
+def run_command(name: str, work: Callable[[], int]) -> int:
+    """Return the exit status of `work`, after printing its error as one line that begins with `name`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    try:
+        status = work()
+        sys.stdout.flush()
+        return status
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads_on():
+            return 1
+        explained = explain(error)
+        if explained is None:
+            raise
+        is_said = isinstance(error, UserError) and error.is_said
+    message, status = explained
+    line = printable(f"{name}: {message}", keep="\n")
+    tell_torchrun(line, is_said=is_said)
+    if not is_said:  # in one write, including the line break, because several ranks may print at once
+        sys.stderr.write(line + "\n")
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(1)  # torchrun ends all ranks as soon as one has ended, also the one that prints the error
+    if status == 128 + signal.SIGINT and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C while Python ends is no error of its own
+    return status
+
+
+def _nobody_reads_on() -> bool:
+    """Return whether it is the standard output that is broken, as in `dali-train plan ... | head`, and silence it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
+        return True
+    return False
+
+
+@contextmanager
+def importing(name: str) -> Iterator[None]:
+    """Import torch and what needs it. Ctrl-C then ends the process at once, with one line: raised inside an import,
+    KeyboardInterrupt reaches code that takes it for a missing module, or an extension that ends the process."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT or "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun ends ranks after an error
+            os.write(2, f"{name}: stopped with {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}\n".encode())
+        os._exit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+            if signal.getsignal(number) is default:  # `train` has handlers of its own
+                before[number] = signal.signal(number, end)
+    try:
+        with importing_torch():
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
