@@ -150,6 +150,16 @@ def test_half_precision_between_stages(train: Train, tmp_path: Path, options: st
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=2e-2)  # bfloat16 resolves 2**-8
 
 
+@pytest.mark.parametrize("pooling", ["avg", "map"])
+def test_a_pipeline_of_a_model_without_class_token(train: Train, tmp_path: Path, pooling: str) -> None:
+    """Its tokens leave the patch embedding transposed, and what is sent between stages must be contiguous."""
+    options = words(f"--model.kwargs.class_token false --model.kwargs.global_pool {pooling} --run.max_steps 2")
+    train("one", *FP64, *options)
+    train("several", *FP64, *options, *PIPELINE, ranks=2)
+    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+    assert state_difference(tmp_path / "one", tmp_path / "several") < FLOAT64_BOUND
+
+
 def gradients(rank: int, file: Path, changes: Mapping[str, Any]) -> tuple[nn.Module, list[torch.Tensor]]:
     """The model of the config in `file` with `changes`, and the gradients of one micro-batch on each of two data ranks,
     or of one on both."""

@@ -158,7 +158,8 @@ class VitStage(nn.Module):
             x = embed(self, x)
         x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing else self.blocks(x)
         if not self.stage.is_last:
-            return x.to(self.dtype)
+            # Sending needs contiguous memory. Without a class token, the tokens are a transposed view of the embedding.
+            return x.to(self.dtype).contiguous()
         return self.forward_head(self.norm(x))
 
 

@@ -215,7 +215,7 @@ class PipelineForward(nn.Module):
             if stage.is_last:
                 result = x
             else:
-                work = dist.isend(x.contiguous(), group=self._group, group_dst=(stage.index + 1) % ranks)
+                work = dist.isend(x, group=self._group, group_dst=(stage.index + 1) % ranks)
                 self._sending.append((work, x))
         while len(self._sending) > 2 * len(self._stages):
             self._sending.pop(0)[0].wait()
