@@ -15,6 +15,7 @@ from dali_train.checkpoint.storage import MANIFEST
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
 from dali_train.training.pretrained import is_path
@@ -30,12 +31,18 @@ def recipe(config: Config, split: Split) -> dict[str, Any]:
     The dataset is included by the checksums in ``dataset.json``; those of the index cover labels, sizes and places. For
     a shard that was indexed without reading all of it, only these and its size are known.
     """
+    return {**recipe_settings(config), "dataset": dataset_content(split.manifest)}
+
+
+def dataset_content(manifest: Manifest) -> str:
+    """Return the number of training images, and a digest of the checksums of all shards and indexes."""
     splits = {
         name: (part.index_crc32c, [(shard.num_bytes, shard.crc32c) for shard in part.shards])
-        for name, part in split.manifest.splits.items()
+        for name, part in manifest.splits.items()
     }
     digest = hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
-    return {**recipe_settings(config), "dataset": f"{len(split)} images, {_CONTENT}{digest}"}
+    num_images = manifest.splits["train"].num_records if "train" in manifest.splits else 0
+    return f"{num_images} images, {_CONTENT}{digest}"
 
 
 def recipe_settings(config: Config) -> dict[str, Any]:

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from PIL import Image
 
 from dali_train.commands.doctor_run import Finding, Verdict, decoding_a_batch, model_and_batch, run_directory, splits
+from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config
 from dali_train.data.loading.dali import decode
-from dali_train.errors import ConfigError
+from dali_train.errors import ConfigError, UserError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import DIMENSIONS, make_mesh
 from dali_train.runtime.launch import Launch
+from dali_train.runtime.process_group import host_group
 from dali_train.training.flops import data_sheet_peak, measured_peak
 
 _WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}
@@ -33,18 +35,21 @@ SKEW_S = 1.0  # beyond it, log lines and file times of several hosts no longer s
 
 def examine(launch: Launch, device: torch.device, config: Config | None) -> bool:
     """Run all checks on all ranks together, print the table on rank 0, and return whether none failed."""
+    differing = [] if config is None or launch.world_size == 1 else list(equal_ranks(launch, device, config))
+    checked = config if not differing else None  # collectives depend on the config
     findings = [
         *versions(),
         *devices(launch, device),
         *matrix_product(device),
         *decoding(device),
-        *communication(launch, device, config),
+        *communication(launch, device, checked),
         *clocks(launch),
+        *differing,
     ]
-    if config is not None:
-        checked, memory = model_and_batch(config, launch, device)
-        findings += [*checked, *splits(config), *decoding_a_batch(config, launch, device)]
-        findings += run_directory(config.run, launch, memory.checkpoint_bytes if memory is not None else 0)
+    if checked is not None:
+        of_model, memory = model_and_batch(checked, launch, device)
+        findings += [*of_model, *splits(checked), *decoding_a_batch(checked, launch, device)]
+        findings += run_directory(checked.run, launch, memory.checkpoint_bytes if memory is not None else 0)
     gathered: list[tuple[str, list[Finding]]] = [(f"rank {launch.rank} on {platform.node()}", findings)]
     if launch.world_size > 1:
         everyone: list[tuple[str, list[Finding]]] = [("", [])] * launch.world_size
@@ -165,6 +170,16 @@ def decoding(device: torch.device) -> Iterator[Finding]:
             f"{off:.2f} grey levels from libjpeg",
             "reinstall DALI: its decoder is wrong" if bad else "",
         )
+
+
+def equal_ranks(launch: Launch, device: torch.device, config: Config) -> Iterator[Finding]:
+    """Check that all ranks have the same config, dataset, weight files and code, as `train` does."""
+    try:
+        require_equal_ranks(config, device, host_group(launch, config))
+    except ConfigError as error:
+        yield Finding("equal ranks", "fail", str(error), "see the message; what depends on the config was not checked")
+    except (UserError, OSError):
+        pass  # the same on all ranks: `splits` reports it
 
 
 def communication(launch: Launch, device: torch.device, config: Config | None) -> Iterator[Finding]:

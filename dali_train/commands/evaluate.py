@@ -13,12 +13,13 @@ from dali_train.checkpoint.load import Checkpoint, load_checkpoint
 from dali_train.checkpoint.model import check_registered, first_weights, model_from
 from dali_train.checkpoint.recipe import changes_between, recipe_settings
 from dali_train.checkpoint.state import restore_weights
+from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config, ParallelConfig
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
-from dali_train.runtime.process_group import joined
+from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.evaluation import EvaluationResult, Evaluator
 from dali_train.training.metrics import ClassTables
@@ -48,6 +49,7 @@ def evaluate_checkpoint(config: Config, run_dir: Path | None, checkpoint: str | 
         if run_dir is not None:
             check_registered(config, run_dir)
         path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
+        require_equal_ranks(config, device, host_group(launch, config), path)
         num_threads = configure_torch(config, launch, device)
         split = Split(config.data.root, "validation")
         loaded = load_checkpoint(path)
@@ -87,6 +89,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
     if from_timm:
         config = _with_architecture(config, weights, chosen)
     with _joined(options, config, Path(config.run.dir)) as (launch, device):
+        require_equal_ranks(config, device, host_group(launch, config))
         num_threads = configure_torch(config, launch, device)
         split = Split(config.data.root, "validation")
         tensors = first_weights(config)

@@ -20,6 +20,7 @@ from dali_train.checkpoint.mirror import mirrored
 from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.commands.environment import describe_run, device_name
+from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.commands.run import Run, RunResult
 from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
@@ -100,24 +101,22 @@ def train(
 ) -> RunResult:
     """Train on all ranks together, inside the process group."""
     directory, group = Path(config.run.dir), host_group(launch, config)
-    with (
-        Watchdog(launch, directory, config.parallel.timeout_s) as watchdog,
-        locked(directory, group) as holder,
-        mirrored(config, launch) as mirror,
-    ):
-        run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
-        watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
-        if mirror is not None:
-            mirror.start(run.saver.held)
-        try:
-            loop(run, StepAgreement(stop_requests, group))
-        except BaseException as error:
-            end_failed(run, watchdog, error)
-            raise
-        end(run)
-        run.trainer.clock.enter("checkpoint")  # this phase may take long: all ranks wait for the last upload
-        if mirror is not None:
-            mirror.grace_s = run.stopping.grace_s
+    with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog:
+        require_equal_ranks(config, device, group)
+        with locked(directory, group) as holder, mirrored(config, launch) as mirror:
+            run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
+            watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
+            if mirror is not None:
+                mirror.start(run.saver.held)
+            try:
+                loop(run, StepAgreement(stop_requests, group))
+            except BaseException as error:
+                end_failed(run, watchdog, error)
+                raise
+            end(run)
+            run.trainer.clock.enter("checkpoint")  # this phase may take long: all ranks wait for the last upload
+            if mirror is not None:
+                mirror.grace_s = run.stopping.grace_s
     return run.result()
 
 

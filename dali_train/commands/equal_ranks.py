@@ -1,0 +1,116 @@
+"""What must be equal on all ranks of a run, compared once, before anything that depends on it.
+
+Every rank reads its own config, dataset, weight files and code. A stale copy on one node would train a mixture without
+an error, since gradients of any recipes can be averaged, and collectives that only some ranks call would hang.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.distributed as dist
+from crc32c import crc32c
+from nvidia import dali
+
+import dali_train
+from dali_train.checkpoint.recipe import dataset_content, recipe_settings
+from dali_train.checkpoint.storage import MANIFEST
+from dali_train.config import Config
+from dali_train.data.dataset.manifest import Manifest, index_path, metadata_directory
+from dali_train.errors import UserError
+from dali_train.files import sha256
+from dali_train.runtime.agreement import compare_ranks
+
+_PER_NODE = {
+    *("run.dir", "run.max_seconds"),  # a disk of its own; the first rank that must stop stops all
+    *("data.num_threads", "data.read_ahead_mb", "data.cache_gb", "data.hw_decoder_load"),  # the size of the machine
+}
+"""Settings that may differ, since they only say where files are, or how fast a node is."""
+_DIRECTORIES = ("data.cache", "data.local_copy")
+"""May differ too, but all ranks must have one, or none, because they prepare it together."""
+_CONTENTS = ("model.weights", "loss.teacher", "loss.teacher_weights")
+"""Names of files, whose content is compared, since paths may depend on the node; like that of data.root."""
+
+
+def require_equal_ranks(
+    config: Config, device: torch.device, group: dist.ProcessGroup | None, checkpoint: Path | None = None
+) -> None:
+    """Compare settings, dataset, weight files, config file and package of all ranks in `group`.
+
+    Args:
+        checkpoint: one that all ranks are about to read.
+
+    Raises:
+        ConfigError: on all ranks, if one differs from rank 0; the message names rank, host and what differs.
+        UserError: files could not be read, on all ranks for the same reason.
+    """
+    if group is None:
+        return
+    contents, fault = _settings(config, device) | _code(config), None
+    try:
+        contents |= _files(config, checkpoint)
+    except (UserError, OSError) as error:
+        contents["files"], fault = f"not readable ({error})", error
+    compare_ranks(contents, group)
+    if fault is not None:
+        raise fault
+
+
+def _settings(config: Config, device: torch.device) -> dict[str, Any]:
+    settings = dict(_by_name(json.loads(config.to_json())))
+    for name in (*_PER_NODE, *_CONTENTS, "data.root"):
+        del settings[name]
+    for name in _DIRECTORIES:
+        settings[name] = settings[name] and "a directory"
+    # Only a class or a function has the same name in every process.
+    settings["hooks.user"] = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in config.hooks.user]
+    settings["run.device"] = device.type  # which `auto` chose
+    return settings
+
+
+def _by_name(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a config's JSON by their full names; those of model.kwargs one by one."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _by_name(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:
+    """Return digests of the files that the config names. Raises UserError, OSError: one cannot be read."""
+    manifest = Manifest.read(config.data.root)
+    root = metadata_directory(config.data.root)
+    # Datasets of older versions do not have the index's checksum in dataset.json.
+    indexes = [
+        f"{crc32c(index_path(root, name).read_bytes())}"
+        for name, split in manifest.splits.items()
+        if split.index_crc32c is None
+    ]
+    names = json.dumps(manifest.class_names)
+    recipe = recipe_settings(config)
+    digests = {
+        "the dataset": f"{dataset_content(manifest)} {_digest(names, *indexes)}",
+        **{name: recipe[name] for name in _CONTENTS},
+    }
+    if checkpoint is not None:
+        digests["the checkpoint"] = sha256(checkpoint / MANIFEST)[:16]
+    return digests
+
+
+def _code(config: Config) -> dict[str, str]:
+    package = Path(dali_train.__file__).parent
+    sources = [f"{path.relative_to(package)}\n{path.read_text()}" for path in sorted(package.rglob("*.py"))]
+    return {
+        "the config file": _digest(*(content.decode(errors="replace") for content in config.files.values())),
+        "dali_train": f"{dali_train.__version__}, code {_digest(*sources)}",
+        "the libraries": f"torch {torch.__version__}, timm {timm.__version__}, DALI {dali.__version__}",
+    }
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
