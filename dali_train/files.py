@@ -3,12 +3,19 @@
 import errno
 import fcntl
 import hashlib
+import json
+import math
 import os
+import re
 import stat
 import subprocess
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+from dali_train.errors import UserError
+
+T = TypeVar("T")
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # an OSError's errno when a disk, a quota or a limit is full
 
@@ -65,6 +72,122 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
     if len(content) > max_bytes:
         raise OSError(errno.EINVAL, f"is larger than {max_bytes:,} bytes", str(path))
     return content
+
+
+class ForeignFileError(UserError, ValueError):
+    """A file that is not what it should be. The message names the file and what is wrong; callers add the remedy."""
+
+
+_MAX_DEPTH = 32  # of objects and arrays in each other: whatever walks them later needs no stack beyond that
+_MAX_CONTAINERS = 2_000_000  # of about 100 bytes each; a dataset of 100,000 shards has one for each
+
+
+def read_json(source: Path | bytes, max_bytes: int, *, name: object = None, non_finite: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file, or in bytes, that others may have written.
+
+    Numbers fit in a float, integers in 64 bits. Objects and arrays are nested at most `_MAX_DEPTH` deep. All text can
+    be written as UTF-8.
+
+    Args:
+        name: of the file, in messages, if `source` is not its path.
+        non_finite: allow the NaN and Infinity that Python writes.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ForeignFileError: it cannot be read, is not a regular file or larger than `max_bytes`, or holds anything else.
+    """
+    name = source if isinstance(source, Path) else name
+    if isinstance(source, Path):
+        try:
+            content = read_limited(source, max_bytes)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}" if error.errno != errno.EINVAL else error.strerror
+            raise ForeignFileError(f"{name} {what}") from error
+    else:
+        content = source
+    try:
+        if len(content) > max_bytes:
+            raise ValueError(f"larger than {max_bytes:,} bytes")
+        if content.count(b"[") + content.count(b"{") > _MAX_CONTAINERS:
+            raise ValueError(f"more than {_MAX_CONTAINERS:,} objects and arrays")
+        values = (_ANY_NUMBER if non_finite else _FINITE).decode(content.decode())
+        if not isinstance(values, dict):
+            raise ValueError(f"{_JSON_NAMES[type(values)]} instead of an object")
+        _check_depth(values)
+        if re.search(rb"\\u[dD][89a-fA-F]", content):  # surrogates: a pair is a character, one alone is no text
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise ForeignFileError(f"{name} is not valid JSON: not UTF-8") from None
+    except RecursionError:
+        raise ForeignFileError(f"{name} is not valid JSON: nested more than {_MAX_DEPTH} levels deep") from None
+    except ValueError as error:
+        raise ForeignFileError(f"{name} is not valid JSON: {error}") from None
+    return values
+
+
+def json_field(values: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Return the value `name` of an object from `read_json`.
+
+    Raises:
+        ForeignFileError: it is missing, or of another type than `kind`; an int is a float, but a bool is no number.
+    """
+    if name not in values:
+        raise ForeignFileError(f"{name} is missing")
+    value = values[name]
+    if type(value) is int and kind is float:
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ForeignFileError(f"{name} is {_JSON_NAMES[type(value)]} instead of {_JSON_NAMES[kind]}")
+    return value
+
+
+_JSON_NAMES: dict[type, str] = {
+    **{dict: "an object", list: "an array", str: "text", int: "a whole number", float: "a number"},
+    **{bool: "true or false", type(None): "null"},
+}
+
+
+def _check_depth(values: dict[str, Any]) -> None:
+    level: list[Any] = [values]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # 1e999
+        raise ValueError(f"the number {text[:40]}")
+    return value
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > 20 or not -(1 << 63) <= (value := int(text)) < 1 << 64:
+        raise ValueError(f"the number {text[:40]}{'...' if len(text) > 40 else ''}")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+    return values
+
+
+_ANY_NUMBER = json.JSONDecoder(parse_int=_whole_number, object_pairs_hook=_unique)
+_FINITE = json.JSONDecoder(
+    parse_float=_finite_float, parse_int=_whole_number, parse_constant=_finite_float, object_pairs_hook=_unique
+)
 
 
 def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
