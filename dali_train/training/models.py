@@ -1,15 +1,36 @@
 """Models that timm lacks, registered with it. Only ``training/model.py`` imports this."""
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import lecun_normal_
+import torch.nn.functional as F
+from timm.layers import Attention, DropPath, RmsNorm, apply_rot_embed_cat, lecun_normal_, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, ResNet
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
-__all__ = ["dali_lenet", "dali_resnet34_cifar", "dali_vit_small_patch16"]  # timm lists these
+__all__ = [  # timm lists these
+    "dali_lenet",
+    "dali_resnet34_cifar",
+    "dali_vit5_base_patch16",
+    "dali_vit5_large_patch16",
+    "dali_vit5_small_patch16",
+    "dali_vit_small_patch16",
+]
+
+_VIT5_CFG = {
+    "input_size": (3, 224, 224),
+    "fixed_input_size": True,
+    "crop_pct": 1.0,
+    "interpolation": "bicubic",
+    "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225),
+    "first_conv": "patch_embed.proj",
+    "classifier": "head",
+}
 
 default_cfgs = generate_default_cfgs(
     {
@@ -41,6 +62,9 @@ default_cfgs = generate_default_cfgs(
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         },
+        "dali_vit5_small_patch16.untrained": _VIT5_CFG,
+        "dali_vit5_base_patch16.untrained": _VIT5_CFG,
+        "dali_vit5_large_patch16.untrained": _VIT5_CFG,
     }
 )
 
@@ -139,3 +163,129 @@ def dali_vit_small_patch16(pretrained: bool = False, **kwargs: Any) -> SinCosVis
         SinCosVisionTransformer, "dali_vit_small_patch16", pretrained, **settings
     )
     return model
+
+
+class RotaryAttention(Attention):
+    """timm's attention whose normalised queries and keys are rotated by the position of their token.
+
+    `rotations`, (tokens, 2 * head width), holds the sines and then the cosines of each token's angles.
+    """
+
+    rotations: torch.Tensor
+
+    def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False) -> torch.Tensor:
+        """Return (n, tokens, width) of the same; the masks are None and False in an image's transformer."""
+        num_images, num_tokens, _ = x.shape
+        qkv = self.qkv(x).reshape(num_images, num_tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        queries, keys, values = qkv.unbind(0)
+        # In float32 under autocast, as in the source; attention itself is in the dtype of the values.
+        queries, keys = (
+            apply_rot_embed_cat(norm(tokens), self.rotations).to(values.dtype)
+            for norm, tokens in ((self.q_norm, queries), (self.k_norm, keys))
+        )
+        dropout = self.attn_drop.p if self.training else 0.0
+        x = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=attn_mask, dropout_p=dropout, is_causal=is_causal
+        )
+        projected: torch.Tensor = self.proj_drop(self.proj(x.transpose(1, 2).reshape(num_images, num_tokens, -1)))
+        return projected
+
+
+class ViT5(VisionTransformer):
+    """ViT-5 (arXiv 2602.08071; wangf3014/ViT-5, models_vit5.py at b7b0796), built of timm's vision transformer.
+
+    RMSNorm; queries and keys are normalised and rotated by (row, column), beside learned position embeddings; four
+    registers, which lie on a grid of 2 x 2 of their own; LayerScale; no bias of queries, keys and values. All blocks
+    have the same rate of stochastic depth. Parameters have timm's names: LayerScale's are ls1.gamma, not gamma_1. The
+    registers follow the class token, before the patches; since attention does not depend on the order of tokens, the
+    logits are those of the source, which puts them last.
+
+    Raises:
+        TypeError: arguments for images whose size changes, or dropped patches, for which tokens have no fixed position.
+        ValueError: `reg_tokens` is not a square, or `embed_dim / num_heads` is not divisible by 4.
+    """
+
+    def __init__(self, *, drop_path_rate: float = 0.0, **kwargs: Any) -> None:
+        for name in ("dynamic_img_size", "dynamic_img_pad", "patch_drop_rate"):
+            if kwargs.get(name):
+                raise TypeError(f"{name} {kwargs[name]} is not supported, because each token has a fixed position")
+        settings = {
+            "no_embed_class": True,
+            "reg_tokens": 4,
+            "qkv_bias": False,
+            "qk_norm": True,
+            "init_values": 1e-4,
+            "norm_layer": partial(RmsNorm, eps=1e-6),
+            "attn_layer": RotaryAttention,
+        }
+        super().__init__(**{**settings, **kwargs})
+        # timm's rate of stochastic depth grows from 0 in the first block; the source has one rate in all.
+        for block in self.blocks:
+            for name in ("drop_path1", "drop_path2"):
+                setattr(block, name, DropPath(drop_path_rate) if drop_path_rate > 0 else nn.Identity())
+        for tokens in (self.cls_token, self.reg_token, self.pos_embed):
+            if tokens is not None:
+                trunc_normal_(tokens, std=0.02)
+        self._set_rotations()
+
+    def set_input_size(self, *arguments: Any, **kwargs: Any) -> None:
+        """Change the size of the images and of the patches, as in timm."""
+        super().set_input_size(*arguments, **kwargs)
+        self._set_rotations()
+
+    def _set_rotations(self) -> None:
+        num_registers, heads = self.num_reg_tokens, self.blocks[0].attn
+        side, (height, width) = math.isqrt(num_registers), self.patch_embed.grid_size
+        if side**2 != num_registers:
+            raise ValueError(f"reg_tokens {num_registers} is not a square, such as 4 or 9: registers lie on a grid")
+        if heads.head_dim % 4:
+            raise ValueError(
+                f"embed_dim / num_heads is {heads.head_dim}, which 4 does not divide: sine and cosine of 2 axes"
+            )
+        angles = torch.cat(
+            [
+                torch.zeros(int(self.has_class_token), heads.head_dim, dtype=torch.float64),  # not rotated
+                rotary_angles(side, side, heads.head_dim, theta=100.0),
+                rotary_angles(height, width, heads.head_dim, theta=10_000.0),
+            ]
+        )
+        rotations = torch.cat([angles.sin(), angles.cos()], dim=1).to(self.pos_embed)
+        for block in self.blocks:
+            block.attn.register_buffer("rotations", rotations.clone(), persistent=False)
+
+
+def rotary_angles(height: int, width: int, channels: int, theta: float) -> torch.Tensor:
+    """Return (height * width, channels) in float64: the angle by which each pair of channels is rotated.
+
+    The first half of the channels turns with the row, the second with the column, by 1 to nearly 1 / theta radians a
+    patch.
+    """
+    frequencies = theta ** -(torch.arange(0, channels // 2, 2, dtype=torch.float64) / (channels // 2))
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    halves = [(position.flatten()[:, None] * frequencies).repeat_interleave(2, dim=1) for position in (rows, columns)]
+    return torch.cat(halves, dim=1)
+
+
+def _vit5(name: str, pretrained: bool, **kwargs: Any) -> ViT5:
+    model: ViT5 = build_model_with_cfg(
+        ViT5, name, pretrained, pretrained_filter_fn=partial(checkpoint_filter_fn, adapt_layer_scale=True), **kwargs
+    )
+    return model
+
+
+@register_model
+def dali_vit5_small_patch16(pretrained: bool = False, **kwargs: Any) -> ViT5:
+    settings = {"patch_size": 16, "embed_dim": 384, "depth": 12, "num_heads": 6, **kwargs}
+    return _vit5("dali_vit5_small_patch16", pretrained, **settings)
+
+
+@register_model
+def dali_vit5_base_patch16(pretrained: bool = False, **kwargs: Any) -> ViT5:
+    settings = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12, **kwargs}
+    return _vit5("dali_vit5_base_patch16", pretrained, **settings)
+
+
+@register_model
+def dali_vit5_large_patch16(pretrained: bool = False, **kwargs: Any) -> ViT5:
+    settings = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16, **kwargs}
+    return _vit5("dali_vit5_large_patch16", pretrained, **settings)
