@@ -54,6 +54,12 @@ def test_a_model_comes_back_with_its_weights(finished: Path) -> None:
     assert top1 == events(finished, "eval")[0]["top1"]
 
 
+def test_the_package_lists_what_can_be_imported() -> None:
+    assert {"run", "predict", "load_model", "load_config", "Hook", "RunResult", "register_optimizer"} <= set(
+        dir(dali_train)
+    )
+
+
 def test_timm_prepares_images_for_a_loaded_model(finished: Path, tmp_path: Path) -> None:
     model = dali_train.load_model(finished)
     prepared = timm.data.resolve_data_config({}, model=model, use_test_size=True)
@@ -131,9 +137,12 @@ def test_eval_names_what_differs_from_the_run(
 
 
 def test_another_model_does_not_fit_the_weights(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model.kwargs.embed_dim", "64", "--run.accept_changed_recipe", "true"]
-    assert main(["eval", str(finished), *words]) == 2
-    assert "do not fit the model of this config" in capsys.readouterr().err
+    for words, message in (
+        (["--model.kwargs.embed_dim", "64"], "do not fit the model of this config"),
+        (["--data.eval_size", "16"], "data.eval_size is 16, but model.name vit_tiny_patch16_224 takes images of 32"),
+    ):
+        assert main(["eval", str(finished), *words, "--run.accept_changed_recipe", "true"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_dataset_without_validation_is_mentioned(tmp_path: Path) -> None:

@@ -418,7 +418,9 @@ def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: 
 def test_begins_at_another_runs_checkpoint_only_once(train: Train, plain_run: Path, tmp_path: Path) -> None:
     resume = ("--run.resume", str(plain_run / "checkpoints" / "step-00000002"))
     assert "resuming from step 2" in train("second", *resume, "--run.max_steps", "3")
-    assert "resuming from step 3" in train("second", *resume, "--run.max_steps", "5")
+    again = train("second", *resume, "--run.max_steps", "5")
+    assert "resuming from step 3" in again
+    assert f"run.resume {resume[1]} is not used, because this run has checkpoints: resuming from its newest" in again
     # Its own earlier checkpoint is gone back to, and what came after it is set aside.
     back = tmp_path / "second" / "checkpoints" / "step-00000003"
     assert "resuming from step 3" in train("second", "--run.resume", str(back), "--run.max_steps", "4")

@@ -52,6 +52,22 @@ def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.Cap
     assert "--num-images is 0: use a positive number" in capsys.readouterr().err
 
 
+def test_plan_shows_what_is_in_no_config(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """timm's arguments of the optimizer, the peak of a scaled rate, an epoch's time, and weights that do not exist."""
+    words = ["--optimizer.name", "sgd", "--optimizer.lr", "0.1", "--optimizer.scale_lr", "linear"]
+    weights = ["--model.weights", "runs/tomorrow/model.safetensors"]
+    assert main(["plan", "--config", str(tiny_config), *words, *weights]) == 0
+    printed = capsys.readouterr().out
+    assert "optimizer      sgd: lr 0.1, momentum 0.9," in printed and "nesterov true" in printed
+    assert "peak 0.0125: optimizer.lr 0.1 is for a global batch of 256, scale_lr linear" in printed
+    assert re.search(r"time +at least \d+.* per epoch, .* in all, on", printed)
+    assert "weights        runs/tomorrow/model.safetensors does not exist yet" in printed
+    assert main(["plan", "--config", str(tiny_config), "--data.train_size", "64"]) == 2
+    assert "set data.train_size 32, or build the model for 64 pixels with --model.kwargs.img_size 64" in (
+        capsys.readouterr().err
+    )
+
+
 def test_plan_tells_the_order_and_idle_ranks_in_words(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--config", str(tiny_config), "--num-images", "1000000", "--data.shuffle"]
     assert main([*words, "full", "--world_size", "3"]) == 0

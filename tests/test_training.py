@@ -1,6 +1,7 @@
 """The trainer's own promises: mixed precision, overflow, values that are not finite, resuming, files, exit status."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,10 @@ def test_run_directory_describes_itself(plain_run: Path) -> None:
     assert config["run"]["epochs"] == 4 and config["batch"]["global_batch"] == 32
     environment = json.loads((plain_run / "environment.json").read_text())
     assert environment["torch"] == torch.__version__ and "--run.dir" in environment["command"]
+    arguments = environment["optimizer"]  # those that are in no config, too
+    assert arguments["trust_clip"] is False and arguments["betas"] == [0.9, 0.999]
+    log = (plain_run / "logs" / "rank0.log").read_text()
+    assert re.search(r"step 1/7 took .*: at most .* per epoch", log), log
     steps = events(plain_run, "train")
     assert [line["step"] for line in steps] == list(range(1, 8)) and steps[-1]["epoch"] == 7 * 32 / 50
     wanted = {"step", "epoch", "loss", "lr", "grad_norm", "loss_scale", "images_per_second", "data_wait_s", "step_s"}

@@ -108,7 +108,9 @@ def find_checkpoint(
         remedy = "; set run.resume auto to resume from this run's newest checkpoint" if existing else ""
         raise ConfigError(f"run.resume: {problem}{remedy}")
     if existing and named.resolve().parent != directory.resolve():
-        return load_newest(directory, group)
+        checkpoint, warnings = load_newest(directory, group)
+        ignored = f"run.resume {named} is not used, because this run has checkpoints: resuming from its newest one"
+        return checkpoint, [f"{ignored}. Choose another run.dir to start from {named} again", *warnings]
     checkpoint, fault = _try_to_load(named, group)
     if checkpoint is None:
         raise CheckpointError(fault)

@@ -10,6 +10,7 @@ from typing import Any
 import timm
 import torch
 from nvidia import dali
+from torch.optim import Optimizer
 
 from dali_train.config import Config
 from dali_train.data.loading.decoder import describe_decoder
@@ -17,10 +18,17 @@ from dali_train.data.loading.loader import pixel_format
 from dali_train.files import git_commit, write_atomically
 from dali_train.runtime.launch import Launch
 from dali_train.text import plural, redacted
+from dali_train.training.optim import resolved_arguments
 
 
 def describe_run(
-    directory: Path, config: Config, launch: Launch, device: torch.device, command: Sequence[str], num_threads: int
+    directory: Path,
+    config: Config,
+    launch: Launch,
+    device: torch.device,
+    command: Sequence[str],
+    num_threads: int,
+    optimizer: Optimizer,
 ) -> None:
     """Write both files, and copies of the Python files that define the config."""
     environment: dict[str, Any] = {
@@ -34,6 +42,7 @@ def describe_run(
         "device": device_name(device),
         "host": platform.node(),
         "host_cores": len(os.sched_getaffinity(0)),
+        "optimizer": resolved_arguments(optimizer),
         "decoding_threads": num_threads,
         "decoder": describe_decoder(config.data, pixel_format(config, device, num_threads)),
         "ranks_on_host": launch.local_world_size,

@@ -55,6 +55,7 @@ def evaluate_checkpoint(config: Config, run_dir: Path | None, checkpoint: str | 
         loaded = load_checkpoint(path)
         warnings = differences_from_run(loaded, config, split)
         model = model_from(loaded, config, split.num_classes, device)
+        check_sizes(model, config, trains=False)
         evaluator = _evaluator(split, config, launch, device, num_threads)
         precision = Precision(config.precision, device)
         result, average = evaluator.run(model, precision.autocast()), None

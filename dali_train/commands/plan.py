@@ -30,6 +30,8 @@ from dali_train.parallel.stages import (
 )
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import is_remote
+from dali_train.text import duration
+from dali_train.training.flops import data_sheet_peak, flops_per_image, measured_peak
 from dali_train.training.loss import loss_of
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
@@ -39,8 +41,9 @@ from dali_train.training.model import (
     describe_parameters,
     repeated_blocks,
 )
-from dali_train.training.optim import check_shardwise
-from dali_train.training.schedule import learning_rate, schedule_of
+from dali_train.training.optim import check_shardwise, make_optimizer, resolved_arguments
+from dali_train.training.pretrained import is_missing_file
+from dali_train.training.schedule import describe_peak, learning_rate, schedule_of
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 IMAGENET_IMAGE_BYTES = 110e3
@@ -80,7 +83,9 @@ def print_plan(
     steps = config.steps(config.run.epochs, num_images)
     model = build_model(config, num_classes, torch.device("meta"))
     check_sizes(model, config)
-    check_weights(config, num_classes)
+    weights_exist = not is_missing_file(config.model.weights)
+    if weights_exist:
+        check_weights(config, num_classes)
     memory = estimate_memory(config, num_classes)
     ranks = describe_ranks(model, config, layout, memory)
     fullest = max((rank.memory for rank in ranks), key=lambda memory: memory.state_bytes + memory.step_bytes)
@@ -95,6 +100,11 @@ def print_plan(
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")
+    if not weights_exist:
+        print(f"weights        {config.model.weights} does not exist yet, so nobody knows whether it fits the model")
+    arguments = resolved_arguments(make_optimizer(model, config.optimizer))
+    shown = ", ".join(f"{name} {_as_typed(value)}" for name, value in arguments.items() if value is not None)
+    print(textwrap.fill(f"optimizer      {config.optimizer.name}: {shown}", 120, subsequent_indent=" " * 15))
     idle = layout.describe_idle(batch.num_micro_batches)
     print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}{idle}")
     print(
@@ -106,13 +116,15 @@ def print_plan(
     print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")
     if config.run.max_steps is not None and config.run.max_steps < steps:
         print(f"               stops after run.max_steps {config.run.max_steps:,}")
+    if time_per_epoch := describe_time(config, num_images, num_classes, layout.world_size):
+        print(f"time           {time_per_epoch}")
     print(f"rank's memory  {describe_memory(fullest)}")
     if gpu_memory_gb is not None:
         print(
             f"micro-batch    {describe_largest_micro_batch(config, fullest, gpu_memory_gb * 1e9, layout.data_size)[1]}"
         )
     print(f"checkpoint     {memory.checkpoint_bytes / 1e9:.2f} GB, weights and optimizer")
-    print(f"learning rate  changes every {config.schedule.step_every}")
+    print(f"learning rate  changes every {config.schedule.step_every}; {describe_peak(config)}")
     for quarter in range(5):
         epoch = config.run.epochs * quarter / 4
         step = math.ceil(epoch * num_images / batch.global_batch - 1e-9)
@@ -121,6 +133,26 @@ def print_plan(
     if picture is not None:
         draw_plan(config, num_images, fullest, picture)
         print(f"picture        {picture}")
+
+
+def describe_time(config: Config, num_images: int, num_classes: int, world_size: int) -> str:
+    """Return the least time that an epoch takes on devices like this machine's; empty if nothing is known of them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        operations = flops_per_image(config, num_classes) * num_images
+    except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
+        return ""
+    if device.type == "cpu":
+        speed = measured_peak("fp64" if config.precision.dtype == "fp64" else "fp32", device, seconds=0.1)
+        where = f"this machine's CPU, which multiplies matrices at {speed / 1e9:,.0f} GFLOP/s"
+    else:
+        name = torch.cuda.get_device_name(device)
+        peak = data_sheet_peak(name, config.precision.dtype, tf32=config.precision.tf32)
+        if peak is None:
+            return ""
+        speed, where = peak.flops_per_second * world_size, f"{world_size} x {name} at the peak of its data sheet"
+    seconds = operations / speed
+    return f"at least {duration(seconds)} per epoch, {duration(seconds * config.run.epochs)} in all, on {where}"
 
 
 def print_settings(config: Config) -> None:

@@ -246,7 +246,15 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
     """Write config.json and environment.json, notify the hooks, and log the warnings."""
     setup, trainer = run.setup, run.trainer
     if run.plan.launch.rank == 0:
-        describe_run(run.plan.directory, setup.config, run.plan.launch, setup.device, command, setup.num_threads)
+        describe_run(
+            run.plan.directory,
+            setup.config,
+            run.plan.launch,
+            setup.device,
+            command,
+            setup.num_threads,
+            trainer.optimizer,
+        )
     run.hooks.start(
         RunStart(
             **vars(run.plan),

@@ -66,6 +66,12 @@ class Console(Hook):
         self._finish_epoch()  # the one before, whose evaluation is known by now
         self._step, self._epoch, self._step_time = record.step, record.epoch, time.monotonic()
         self._bar.update(1)
+        if record.step == self._start_step + 1:  # the host has waited for the device
+            seconds = self._step_time - self._begin
+            logger.info(
+                f"step {record.step}/{self._total} took {duration(seconds)}, and the next ones take less: at most "
+                f"{duration(seconds * self._steps_per_epoch)} per epoch"
+            )
         if record.train is not None:
             self._interval = record.train
             self._losses.append((record.train.loss, record.step - self._last_logged))

@@ -18,6 +18,7 @@ from dali_train.report.runs import ReportedRun, by_result, differences, find_run
 from dali_train.runtime.events import best_evaluation, decisive
 from dali_train.runtime.events import goodput as goodput_of
 from dali_train.text import duration, plural, shortened
+from dali_train.training.schedule import describe_peak
 
 _STATIC = files("dali_train.report") / "static"
 _PHASE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
@@ -175,7 +176,8 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         "first step": _first_steps(run),
         "goodput": goodput.describe() if goodput is not None else "not known",
         "model": f"{config.model.name}, {config.precision.dtype}",
-        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
+        "learning rate": describe_peak(config),
+        "optimizer": _optimizer(run),
         "batch": f"{config.batch.global_batch} images, micro-batches of {config.batch.micro_batch}",
         "data": config.data.root,
         "hardware": f"{environment.get('world_size', 1)} x {environment.get('device', '?')}",
@@ -183,6 +185,14 @@ def _facts(run: ReportedRun) -> dict[str, str]:
             f"{name} {environment[name]}" for name in ("python", "torch", "dali", "timm") if name in environment
         ),
     }
+
+
+def _optimizer(run: ReportedRun) -> str:
+    """Describe the optimizer with every argument that timm and its own defaults add; old runs recorded none."""
+    arguments = run.environment.get("optimizer")
+    shown = arguments.items() if isinstance(arguments, dict) else ()
+    parts = [f"{name} {value}" for name, value in shown if value is not None and name != "lr"]
+    return f"{run.config.optimizer.name}{': ' if parts else ''}{', '.join(parts)}"
 
 
 def _epochs(run: ReportedRun) -> str:

@@ -230,7 +230,7 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
         own = input_size(model)
         takes = f"takes images of {own} pixels" if own is not None and own != size else "does not take such images"
         advice = (
-            f"set {setting} {own}, or make the model for {size} pixels"
+            f"set {setting} {own}, or build the model for {size} pixels with --model.kwargs.img_size {size}"
             if own not in (None, size)
             else "choose another size"
         )

@@ -97,6 +97,17 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     return optimizer
 
 
+def resolved_arguments(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the arguments with which `optimizer` was created, timm's and its own defaults included, as JSON values.
+
+    Some of timm's defaults decide the result and are in no config: for sgd momentum 0.9 and nesterov.
+    """
+    return {
+        name: value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
+        for name, value in optimizer.defaults.items()
+    }
+
+
 def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -> None:
     """Check, by a trial step, that the optimizer supports weights of `model` that `layout` shards.
 

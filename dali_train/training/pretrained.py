@@ -34,6 +34,11 @@ def is_path(weights: str) -> bool:
     return "/" in weights or weights.endswith(_SUFFIXES) or (Path(weights).exists() and not timm.is_model(weights))
 
 
+def is_missing_file(weights: str | None) -> bool:
+    """Return whether `weights` is a path at which there is nothing, such as a run that has not been started."""
+    return weights is not None and is_path(weights) and not Path(weights).exists()
+
+
 def create_pretrained(
     name: str,
     weights: str,

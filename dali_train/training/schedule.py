@@ -93,6 +93,16 @@ def peak_learning_rate(config: Config) -> float:
     return optimizer.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.scale_lr]
 
 
+def describe_peak(config: Config) -> str:
+    """Return ``peak 0.025: optimizer.lr 0.1 is for a global batch of 256, scale_lr linear``, or ``peak 0.1``."""
+    optimizer, peak = config.optimizer, f"peak {peak_learning_rate(config):.4g}"
+    if optimizer.scale_lr == "none":
+        return peak
+    return (
+        f"{peak}: optimizer.lr {optimizer.lr:g} is for a global batch of {_SCALED_FROM}, scale_lr {optimizer.scale_lr}"
+    )
+
+
 def _times(config: Config, step: int, num_images: int) -> tuple[float, float, float]:
     """Return (now, warmup, total) in steps, or in epochs if the rate changes once per epoch."""
     schedule = config.schedule
