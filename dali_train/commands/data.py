@@ -9,7 +9,7 @@ The modules that do the work are imported only by the commands that need them, s
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +140,14 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=text, description=text, parents=[shared], allow_abbrev=False)
         for option, details in converter.arguments.items():
             command.add_argument(option, **details)
+        default = "turn them" if converter.applies_orientation else "keep the bytes"
+        command.add_argument(
+            "--apply-orientation",
+            action=argparse.BooleanOptionalAction,
+            default=converter.applies_orientation,
+            help="turn photographs upright whose EXIF orientation is not, which re-encodes them with --quality; "
+            f"training ignores that tag (default: {default})",
+        )
         if converter.download is not None:
             text = "fetch the files that are missing in --source (default: OUT/downloads), and verify checksums"
             command.add_argument("--download", action="store_true", help=text)
@@ -182,14 +190,43 @@ def _convert(options: argparse.Namespace) -> int:
     from dali_train.data.convert.upload import destination
 
     options.out, options.upload = destination(options.out, options.phase)
+    arguments = DATASETS[options.source_kind].arguments
+    _check_destination(
+        options.out, {option: getattr(options, option.strip("-").replace("-", "_"), None) for option in arguments}
+    )
     encoding = EncodingOptions(
         format=options.format,
         max_side=options.max_side,
         short_side=options.short_side,
         quality=options.quality,
         decode_check=options.decode_check,
+        apply_orientation=options.apply_orientation,
     )
     return _write(options.source_kind, load_sources(options), options, encoding)
+
+
+def _check_destination(out: Path, sources: Mapping[str, Any]) -> None:
+    """Raises DatasetError: `out` cannot be written to, or lies in one of the directories `sources`, by the options that
+    name them."""
+    for option, source in sources.items():
+        if (
+            isinstance(source, Path)
+            and os.access(source, os.F_OK)
+            and source.is_dir()
+            and out.resolve().is_relative_to(source.resolve())
+        ):
+            raise DatasetError(f"--out {out}: lies in {option} {source}: name a directory outside of it")
+    if not os.access(out / "dataset.json", os.F_OK):  # nothing is written to a complete one
+        _check_writable(out)
+
+
+def _check_writable(out: Path) -> None:
+    # Path.exists raises PermissionError below a directory that is closed to the user.
+    existing = next(path for path in (out, *out.absolute().parents) if os.access(path, os.F_OK))
+    if not existing.is_dir():
+        raise DatasetError(f"--out {out}: {existing} is a file: name a new directory, or an empty one")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise DatasetError(f"--out {out}: {existing} cannot be written to: name another directory, or allow it")
 
 
 def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding: "EncodingOptions") -> int:
@@ -257,6 +294,8 @@ def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetc
     from dali_train.data.dataset.build_index import Features, build_index, unused_classes
     from dali_train.data.dataset.manifest import read_class_names
 
+    if dataset.is_dir():
+        _check_writable(out)
     num_classes = options.num_classes
     names = read_class_names(options.class_names) if options.class_names is not None else []
     manifest = build_index(
@@ -302,8 +341,10 @@ def _subset(options: argparse.Namespace) -> int:
     from dali_train.data.convert.image import EncodingOptions
     from dali_train.data.convert.subset import subset
     from dali_train.data.convert.upload import destination
+    from dali_train.data.dataset.manifest import Manifest
 
     options.out, options.upload = destination(options.out)
+    _check_destination(options.out, {"DATASET": options.dataset})
     sources = subset(
         options.dataset,
         classes=options.classes,
@@ -311,8 +352,9 @@ def _subset(options: argparse.Namespace) -> int:
         images_per_class=options.images_per_class,
         seed=options.seed,
     )
-    # The large dataset's images were checked when it was made.
-    return _write("subset", sources, options, EncodingOptions(decode_check=False))
+    # The large dataset's images were checked, and perhaps turned, when it was made.
+    turned = Manifest.read(options.dataset).applies_orientation
+    return _write("subset", sources, options, EncodingOptions(decode_check=False, apply_orientation=turned))
 
 
 # data verify
@@ -365,6 +407,7 @@ def _show(options: argparse.Namespace) -> int:
     for line in describe(manifest, splits):
         print(printable(line))
     directory = options.out or (Path() if is_remote(str(options.dataset)) else options.dataset) / "contact_sheets"
+    _check_writable(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for split in splits:
         path = directory / f"{split.name}.png"

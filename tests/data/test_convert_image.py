@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare
 from dali_train.data.dataset.decode import DecodeChecker
@@ -86,15 +86,41 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     assert np.abs(np.asarray(opened(stored), float) - values / 257).max() < 6
 
 
-def test_exif_orientation_stays_and_is_counted() -> None:
+def sideways(orientation: int, kind: str = "JPEG", mode: str = "RGB") -> bytes:
+    """A photograph whose colours tell how it is turned, with this EXIF orientation."""
     exif = Image.Exif()
-    exif[0x0112] = 6
-    kept = prepared(encoded(photograph(1, 40, 60), "JPEG", exif=exif))
-    assert kept.rotated and (kept.height, kept.width) == (40, 60)
-    remade = prepared(encoded(photograph(1, 40, 60).convert("CMYK"), "JPEG", exif=exif))
+    exif[ExifTags.Base.Orientation] = orientation
+    return encoded(photograph(1, 40, 60).resize((6, 4)).resize((60, 40)).convert(mode), kind, exif=exif)
+
+
+def test_exif_orientation_stays_and_is_counted() -> None:
+    kept = prepared(content := sideways(6))
+    assert kept.rotated and (kept.height, kept.width, kept.content) == (40, 60, content)
+    remade = prepared(sideways(6, mode="CMYK"))
     assert remade.rotated and (remade.height, remade.width) == (40, 60)
-    assert opened(remade).getexif()[0x0112] == 6
+    assert opened(remade).getexif()[ExifTags.Base.Orientation] == 6
     assert not prepared(small_photograph(1)).rotated
+    # PIL turns a TIFF whatever one does, so that nothing may say that it still has to be.
+    assert not prepared(sideways(6, "TIFF")).rotated
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "CMYK"])
+def test_exif_orientation_is_applied_as_pil_does(kind: str) -> None:
+    for orientation in range(1, 9):
+        content = sideways(orientation, *(("JPEG", "CMYK") if kind == "CMYK" else (kind,)))
+        upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+        for options in ({}, {"format": "raw"}, {"max_side": 30}):
+            stored = prepared(content, apply_orientation=True, **options)
+            size = upright.size if "max_side" not in options else tuple(side // 2 for side in upright.size)
+            assert (stored.width, stored.height) == size and not stored.rotated
+            assert stored.turned == (orientation != 1 and kind != "TIFF")
+            if "format" in options:
+                image = Image.frombytes("RGB", size, stored.content)
+            else:
+                image = opened(stored)
+                assert image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            assert np.abs(np.asarray(image, float) - np.asarray(upright.resize(size), float)).mean() < 6
+    assert prepared(sideways(1), apply_orientation=True).unchecked, "upright ones keep their bytes"
 
 
 @pytest.mark.parametrize(

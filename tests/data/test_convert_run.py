@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,30 +181,99 @@ def test_a_killed_run_is_not_begun_anew(folder: Path, tmp_path: Path) -> None:
     assert not list(out.rglob(".*"))
 
 
+@pytest.mark.parametrize("complete", [True, False])
 def test_other_options_or_another_source_are_refused(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], complete: bool
 ) -> None:
     out = tmp_path / "out"
-    assert convert_folder(folder, out) == 0
-    capsys.readouterr()
-    assert convert_folder(folder, out) == 0
-    assert "is complete already: nothing to do" in capsys.readouterr().out
-    assert convert_folder(folder, out, "--seed", 1, "--quality", 90) == 2
-    error = capsys.readouterr().err
-    assert "seed was 0, now 1; quality was 95, now 90" in error and "Repeat those, or use another --out" in error
-    assert convert_folder(folder, out, "--workers", 7) == 0
+    options = ["--validation-fraction", "0.2", "--train-shards", "5", "--out", out, "--train"]
+    assert convert("folder", *options, folder, *([] if complete else ["--plan"])) == 0
+
+    def error(*arguments: object) -> str:
+        capsys.readouterr()
+        assert convert("folder", *options, *arguments) == 2
+        text = capsys.readouterr().err
+        assert f"{out} holds a conversion with other options" in text and "Repeat those, or use another --out" in text
+        return text.partition("): ")[2].partition(". Repeat")[0]
+
+    assert error(folder, "--seed", 1, "--quality", 90).endswith("--seed was 0, now 1; --quality was 95, now 90")
+    assert error(folder, "--short-side", 400) == "--short-side was not given, now 400"
+    assert error(folder, "--no-apply-orientation") == "--apply-orientation was True, now False"
+    assert error(folder, "--validation-fraction", 0.3) == "--validation-fraction was 0.2, now 0.3"
+    options = options[2:]
+    assert error(folder) == "--validation-fraction was 0.2, now not given"
+    validation = write_folder(tmp_path / "validation", {"ant": 1})
+    assert error(folder, "--validation", validation) == "--validation-fraction was 0.2, now not given"
+    options = ["--validation-fraction", "0.2", *options]
+    changed = write_folder(tmp_path / "other" / "images", CLASSES, first_seed=1)
+    assert error(changed) == (
+        "the train source has files, sizes or labels that it had not before; "
+        "the validation source has files, sizes or labels that it had not before"
+    )
     (folder / "ant" / "new.jpg").write_bytes(small_photograph(5))
-    assert convert_folder(folder, out) == 2
-    assert "train_source was {'name': 'images', 'num_images': 37" in capsys.readouterr().err
+    assert error(folder).startswith("the train source had this number of images: 37, now 38")
+    (folder / "ant" / "new.jpg").unlink()
+    assert convert("folder", *options, folder, "--workers", 7) == 0
+    assert "is complete already: nothing to do" in capsys.readouterr().out or not complete
 
 
-def test_a_directory_of_other_files_is_left_alone(
+@pytest.mark.parametrize("options", [{}, {"train_source": {"num_chosen": 30, "chosen_crc32c": "00000000"}}])
+def test_a_conversion_of_an_older_version_is_resumed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
+) -> None:
+    """It did not record the fraction and the orientation, of which the latter always stayed."""
+    arguments = [tmp_path / "out", "--validation-fraction", 0.2, "--no-apply-orientation"]
+    assert convert_folder(folder, *arguments) == 0
+    path = tmp_path / "out" / "dataset.json"
+    manifest = json.loads(path.read_text())
+    recorded = manifest["conversion"]["options"]
+    del recorded["apply_orientation"]
+    for split in ("train", "validation"):
+        del recorded[f"{split}_source"]["validation_fraction"]
+        recorded[f"{split}_source"] |= options.get(f"{split}_source", {})
+    path.write_text(json.dumps(manifest))
+    assert convert_folder(folder, *arguments) == (2 if options else 0)
+    if options:
+        assert "the train source has files, sizes or labels that it had not before." in capsys.readouterr().err
+    del recorded["dataset"]
+    path.write_text(json.dumps(manifest))
+    assert convert_folder(folder, *arguments) == 2
+    assert "holds a dataset that was not converted here" in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_nothing_behind(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.tex").write_text("all of it")
-    assert convert_folder(folder, tmp_path / "out") == 2
-    assert "holds thesis.tex but no conversion to resume: use an empty directory for --out" in capsys.readouterr().err
+    thesis = tmp_path / "work" / "thesis.tex"
+    thesis.parent.mkdir()
+    thesis.write_text("all of it")
+    before = files_of(tmp_path)
+    for out, message, *options in (
+        (thesis.parent, "holds thesis.tex but no conversion to resume: use an empty directory for --out"),
+        (folder, f"--out {folder}: lies in --train {folder}: name a directory outside of it"),
+        (folder / "ant" / "new", f"lies in --train {folder}: name a directory outside of it"),
+        (thesis, f"--out {thesis}: {thesis} is a file: name a new directory, or an empty one"),
+        (thesis / "out", f"{thesis} is a file: name a new directory"),
+        (tmp_path / "out", "is not planned yet: start the same command with --plan", "--part", "1/2"),
+        (tmp_path / "out", "--train-shards is 99: use 1 to 37", "--train-shards", 99),
+    ):
+        assert convert_folder(folder, out, *options) == 2
+        assert message in capsys.readouterr().err
+    assert files_of(tmp_path) == before and sorted(path.name for path in tmp_path.iterdir()) == ["images", "work"]
+
+
+@pytest.mark.slow
+def test_a_place_that_is_closed_to_the_user(folder: Path, tmp_path: Path) -> None:
+    closed, log = tmp_path / "closed", tmp_path / "log"
+    closed.mkdir(mode=0o555)
+    arguments = ["folder", "--train", str(folder), "--out", str(closed / "out")]
+    assert end_of(start_convert(arguments, log, drop_privileges)) == 2
+    assert "cannot be written to: name another directory, or allow it" in log.read_text()
+
+
+def drop_privileges() -> None:
+    if os.geteuid() == 0:
+        os.setuid(65534)
 
 
 def test_two_at_a_time_are_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,17 +343,23 @@ def test_what_is_re_encoded_is_counted(folder: Path, tmp_path: Path, capsys: pyt
     (folder / "ant" / "b.jpg").write_bytes(encoded(photograph(2, 40, 60), "PNG"))
     exif = Image.Exif()
     exif[0x0112] = 3
-    (folder / "bee" / "c.jpg").write_bytes(encoded(photograph(3, 40, 60), "JPEG", exif=exif))
+    (rotated := folder / "bee" / "c.jpg").write_bytes(encoded(photograph(3, 40, 60), "JPEG", exif=exif))
     assert convert_folder(folder, tmp_path / "out") == 0
     printed = capsys.readouterr().out
     for line in (
         "1 images: re-encoded: CMYK JPEG",
         "1 images: re-encoded: RGB PNG",
-        "1 images: EXIF orientation not upright",
+        "1 images: turned upright, as their EXIF orientation says",
     ):
         assert f"train: {line}" in printed
-    report = Split(tmp_path / "out", "train").manifest.conversion["report"]["train"]
-    assert report["re-encoded: CMYK JPEG"] == 1
+    manifest = Split(tmp_path / "out", "train").manifest
+    assert manifest.conversion["report"]["train"]["re-encoded: CMYK JPEG"] == 1
+    assert manifest.applies_orientation and manifest.conversion["options"]["apply_orientation"]
+    assert convert_folder(folder, tmp_path / "kept", "--no-apply-orientation") == 0
+    assert "train: 1 images: EXIF orientation not upright" in capsys.readouterr().out
+    assert not Split(tmp_path / "kept", "train").manifest.applies_orientation
+    turned = [root for root in ("out", "kept") if rotated.read_bytes() not in images_of(tmp_path / root)]
+    assert turned == ["out"]
 
 
 def fill_disk() -> None:
@@ -373,4 +449,4 @@ def test_options_that_make_no_sense(
         options = ["--validation", str(write_folder(tmp_path / "validation", {"elk": 1}))]
     assert convert_folder(folder, tmp_path / "out", *options) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "out" / "train").exists()
+    assert not (tmp_path / "out").exists()

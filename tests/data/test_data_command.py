@@ -234,8 +234,8 @@ def test_a_converter_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
             data("convert", "--help")
         assert "Handwritten letters." in capsys.readouterr().out
         command = ["convert", "letters", "--out", tmp_path / "out", "--source"]
-        assert data(*command, tmp_path) == 2
-        assert f"dali-train data convert letters: {tmp_path}: has no letters.npz" in capsys.readouterr().err
+        assert data(*command, tmp_path / "none") == 2
+        assert f"dali-train data convert letters: {tmp_path}/none: has no letters.npz" in capsys.readouterr().err
         assert data(*command, tmp_path / "letters", "--shift") == 2
         assert "letters: KeyError('b'): what the source should hold is not there" in capsys.readouterr().err
         with pytest.raises(

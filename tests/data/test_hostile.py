@@ -7,6 +7,7 @@ Each is refused with one sentence that names the file; nothing is read or writte
 import io
 import json
 import os
+import re
 import struct
 import tarfile
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from PIL import Image
 
 from dali_train.data.convert.archive import SourceError
+from dali_train.data.convert.sources import Sources
 from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import MappedShards, Split
@@ -319,6 +321,45 @@ def test_classes_whose_names_differ_in_a_byte_that_is_not_utf8(tmp_path: Path) -
         assert sorted(split.rows["label"]) == [0, 1]
 
 
+@pytest.mark.parametrize("in_tar", [False, True])
+def test_classes_without_images_are_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_tar: bool
+) -> None:
+    """As a telephone makes them, and as `mkdir` does: a class must not vanish."""
+
+    def error(train: Path, validation: Path | None = None) -> str:
+        with pytest.raises(SourceError) as error:
+            sources(train, validation)
+        return str(error.value)
+
+    def sources(train: Path, validation: Path | None = None) -> Sources:
+        paths = [path and packed(path) if in_tar else path for path in (train, validation)]
+        return folders(*paths, validation_fraction=None, seed=0)
+
+    def packed(path: Path) -> Path:
+        with tarfile.open(tar := path.with_suffix(".tar"), "w") as archive:
+            archive.add(path, arcname=".")
+        return tar
+
+    train = write_folder(tmp_path / "train", {"ant": 2, "bee": 1})
+    (train / "ant" / "NOTES").touch()
+    (train / "owl" / "deep").mkdir(parents=True)
+    assert re.search("1 class folder without images: owl .empty.: convert what are images to JPEG", error(train))
+    for number, suffix in enumerate((".heic", ".HEIC", ".mov", "." + "x" * 200)):
+        (train / "owl" / "deep" / f"{number}{suffix}").touch()
+    assert "without images: owl (2 .heic, 1 .mov, 1 .xxxxxxxxxxxxxxxxxx…): convert" in error(train)
+    (train / "owl" / "1.jpg").write_bytes(small_photograph(9))
+    assert sources(train)[1] == ["ant", "bee", "owl"]
+    assert "5 files skipped, whose suffix is not an image's: ant (1 without suffix), owl (2 .heic" in caplog.text
+    validation = write_folder(tmp_path / "validation", {"ant": 1})
+    (validation / "bee").mkdir()
+    assert sources(train, validation)[0]["validation"].labels.tolist() == [0]
+    assert "0 files skipped, whose suffix is not an image's: bee (empty)" in caplog.text
+    (validation / "ant" / "000.jpg").rename(validation / "ant" / "000.avif")
+    assert "the validation split has no images: expected files such as CLASS/name.jpg" in error(train, validation)
+    assert "but ant (1 .avif), bee (empty)" in error(train, validation)
+
+
 def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
     write_folder(tmp_path / "root" / "train", {"ant": 2, "bee": 2})
     write_folder(tmp_path / "root" / "val", {"bee": 1}, first_seed=50)
@@ -330,6 +371,9 @@ def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
         match=r"holds train, val, which are splits and not classes: give --train .*/train and --valid",
     ):
         folders(tmp_path / "root", None, validation_fraction=0.5, seed=0)
+    (tmp_path / "root" / "train" / "cat").mkdir()
+    with pytest.raises(SourceError, match=r"1 class folder without images: cat \(empty\): convert"):
+        folders(tmp_path / "root", None, validation_fraction=None, seed=0)
     write_folder(tmp_path / "root" / "test", {"0": 1})
     with pytest.raises(SourceError, match="holds test, train, val, which are splits and not classes"):
         folders(tmp_path / "root", None, validation_fraction=None, seed=0)

@@ -73,7 +73,7 @@ def table(numbers: list[int], names: list[str] | None = NAMES, labels: list[Any]
 
 
 def write_parquet(root: Path) -> Options:
-    """The hub's names, several row groups, and a test split without labels, which is to be passed over."""
+    """The hub's names, several row groups, and a test split without labels, which is to be left out."""
     (root / "data").mkdir(parents=True)
     for name, content in (
         ("train-00000-of-00002", table([*range(4)])),
@@ -120,7 +120,7 @@ def test_images_labels_and_names(kind: str, tmp_path: Path) -> None:
 
     out = tmp_path / "out"
     assert convert(out, "--workers", 1, "--train-shards", 3) == 0
-    assert Manifest.read(out).class_names == tuple(NAMES)
+    assert Manifest.read(out).class_names == tuple(NAMES) and not Manifest.read(out).applies_orientation
     number_of = {image_size(small_photograph(n)): n for n in range(TRAIN)}
     # libjpeg's version decides what tests/data/mds has, so those images are compared with what is in its shards.
     shards = b"".join(path.read_bytes() for path in (tmp_path / "source").rglob("*.mds"))

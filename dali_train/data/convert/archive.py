@@ -41,7 +41,13 @@ class Readable(Protocol):
 
 
 class Container(Readable, Protocol):
-    def members(self) -> Iterator[Member]: ...
+    def entries(self) -> Iterator[Member]:
+        """Yield files and folders; the names of folders, and only they, end in "/"."""
+        ...
+
+    def members(self) -> Iterator[Member]:
+        """Yield files."""
+        ...
 
 
 class MembersByName(dict[str, Member]):
@@ -62,7 +68,7 @@ def printable(name: str) -> str:
 
 def open_container(path: Path) -> Container:
     """Open a directory or an archive. Raises SourceError: there is nothing that can be read."""
-    return Directory(path) if path.is_dir() else Archive(path)
+    return Directory(path) if os.access(path, os.F_OK) and path.is_dir() else Archive(path)
 
 
 class Directory:
@@ -72,12 +78,20 @@ class Directory:
         self.path = path
 
     def members(self) -> Iterator[Member]:
-        """Raises SourceError: a directory within itself, a dead link, or what is not a file."""
+        return (entry for entry in self.entries() if not entry.name.endswith("/"))
+
+    def entries(self) -> Iterator[Member]:
+        """Raises SourceError: a directory within itself or that cannot be read, a dead link, or what is not a file."""
         yield from self._below(str(self.path), "", ())
 
     def _below(self, directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Member]:
-        with os.scandir(directory) as entries:
-            ordered = sorted(entries, key=lambda entry: entry.name)
+        try:
+            with os.scandir(directory) as entries:
+                ordered = sorted(entries, key=lambda entry: entry.name)
+        except PermissionError:
+            raise SourceError(
+                f"{printable(directory)}: cannot be read (Permission denied): allow it, or move it"
+            ) from None
         for entry in ordered:
             if entry.name.startswith("."):
                 continue
@@ -90,6 +104,7 @@ class Directory:
                 identity = status.st_dev, status.st_ino
                 if identity in above:
                     raise SourceError(f"{place}: a link to a directory that it lies in: remove it")
+                yield Member(f"{prefix}{entry.name}/", 0, 0)
                 yield from self._below(entry.path, f"{prefix}{entry.name}/", (*above, identity))
             elif stat.S_ISREG(status.st_mode):
                 yield Member(prefix + entry.name, 0, status.st_size)
@@ -101,6 +116,8 @@ class Directory:
             content = (self.path / member.name).read_bytes()
         except FileNotFoundError:
             raise SourceError(f"{self.place(member.name)}: vanished while converting") from None
+        except PermissionError:
+            raise SourceError(f"{self.place(member.name)}: cannot be read (Permission denied): allow it") from None
         _check_length(content, member, self.place(member.name))
         return content
 
@@ -132,7 +149,10 @@ class Archive:
         return printable(f"{self.path}:{name}")
 
     def members(self, within: Member | None = None) -> Iterator[Member]:
-        """Yield the files of the archive, or of the archive that is its member `within`, in their order there.
+        return (entry for entry in self.entries(within) if not entry.name.endswith("/"))
+
+    def entries(self, within: Member | None = None) -> Iterator[Member]:
+        """Yield what is in the archive, or in the archive that is its member `within`, in the order there.
 
         Raises:
             SourceError: not a tar, cut off, or a member that is neither file nor directory, with its name and place.
@@ -156,8 +176,10 @@ class Archive:
                         f"member {printable(entry.name)!r} has {entry.size} bytes, {there} are there: cut off"
                     )
                 position = tar.offset
-                if entry.isreg() and not entry.name.endswith("/"):
-                    yield Member(entry.name.removeprefix("./"), entry.offset_data, entry.size)
+                name = entry.name.removeprefix("./")
+                if entry.isdir():  # tarfile has removed the slash
+                    name = f"{name.rstrip('/')}/"
+                yield Member(name, entry.offset_data, entry.size)
             self._check_end(position, end)
         except (SourceError, tarfile.TarError, ValueError, OverflowError) as error:
             inner = f" ({printable(within.name)} in it)" if within else ""

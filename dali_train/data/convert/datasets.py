@@ -72,6 +72,9 @@ class Converter:
     download: Download | None = None
     files: str | None = None
     """A regular expression for the beginning of the published files' names, by which a directory is recognised."""
+    applies_orientation: bool = False
+    """Whether photographs are turned upright by their EXIF orientation where the user does not say: right for one's
+    own, while published results were trained on the bytes as published."""
     command: str = "--source ROOT"
     """The options that convert the directory ROOT that holds such `files`."""
 
@@ -150,6 +153,7 @@ DATASETS: dict[str, Converter] = {
             "--validation": {"type": Path, "metavar": "DIR", "help": "the same classes"},
             **_HELD_OUT,
         },
+        applies_orientation=True,
     ),
     "webdataset": Converter(
         help="WebDataset: tars of KEY.jpg (or png, webp, ...) and KEY.cls, which are read in place.",

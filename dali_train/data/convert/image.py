@@ -1,7 +1,8 @@
 """From the images of a source to the bytes that are stored: unchanged after a check, re-encoded, or refused.
 
 A JPEG that is RGB or grey is stored unchanged, bit for bit. Everything else becomes an RGB (or grey) JPEG, or raw
-pixels. Each unchanged JPEG is decoded here by DALI itself, so that training cannot fail on it in the middle of an
+pixels; so does, if asked for, a photograph that its EXIF orientation turns: training ignores that tag. Each unchanged
+JPEG is decoded here by DALI itself, so that training cannot fail on it in the middle of an
 epoch: of 3,000 JPEGs damaged at random, DALI and PIL disagreed on 13.
 """
 
@@ -10,12 +11,12 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import ExifTags, Image
 
 from dali_train.data.dataset.image_file import (
     IMAGE_FORMATS,
@@ -30,7 +31,15 @@ from dali_train.errors import DatasetError
 
 MAX_ENCODED_BYTES = 100_000_000
 _FORMATS = (*IMAGE_FORMATS, "GIF")  # which becomes another format here
-_EXIF_ORIENTATION = 0x0112
+_TURNED = {  # EXIF orientation -> what makes the picture upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 Format = Literal["jpeg", "raw"]
 
@@ -44,6 +53,7 @@ class EncodingOptions:
     short_side: int | None = None  # shrink images whose shorter side exceeds this, in pixels
     quality: int = 95  # JPEG quality of what is re-encoded
     decode_check: bool = True
+    apply_orientation: bool = False  # turn upright what is not by its EXIF orientation, which re-encodes it
 
     def __post_init__(self) -> None:
         for option, value in (("--max-side", self.max_side), ("--short-side", self.short_side)):
@@ -62,7 +72,8 @@ class StoredImage:
     width: int
     is_raw: bool = False
     reencoded: str | None = None  # what it was that could not stay, e.g. "CMYK JPEG"
-    rotated: bool = False  # its EXIF orientation is not upright
+    rotated: bool = False  # not upright by its EXIF orientation, which training ignores
+    turned: bool = False  # was not upright, and is now
     unchecked: bool = False  # stored as it stands, and nothing has decoded it yet
 
     @property
@@ -105,13 +116,14 @@ def prepare(image: RawImage, encoding: EncodingOptions, budget: MemoryBudget) ->
         return image
     if isinstance(image, np.ndarray):
         # Pixels that were never a JPEG lose no colour resolution on becoming one.
-        return _store(Image.fromarray(image), encoding, reencoded=None, orientation=1, chroma_subsampling=False)
+        return _store(Image.fromarray(image), encoding, orientation=1, chroma_subsampling=False)
     if len(image) > MAX_ENCODED_BYTES:
         raise BadImageError(f"{len(image):,} bytes: an image may have {MAX_ENCODED_BYTES:,}")
     if encoding.format == "jpeg" and is_jpeg(image):
         header = parse_jpeg_header(image)
         check_size(header.height, header.width)
-        if header.is_plain and _target_size(header.width, header.height, encoding) is None:
+        turns = encoding.apply_orientation and header.orientation != 1
+        if header.is_plain and not turns and _target_size(header.width, header.height, encoding) is None:
             return StoredImage(image, header.height, header.width, rotated=header.orientation != 1, unchecked=True)
     return reencode(image, encoding, budget)
 
@@ -121,41 +133,57 @@ def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) ->
     with open_image(content, _FORMATS) as image:
         check_size(image.height, image.width)
         resized = _target_size(image.width, image.height, encoding) is not None
-        # Raw pixels are decoded whatever they were: there is nothing to report.
-        kind = None if encoding.format == "raw" else "resized" if resized else f"{image.mode} {image.format}"
+        kind = "resized" if resized else f"{image.mode} {image.format}"
         was_jpeg = image.format in ("JPEG", "MPO")
-        # PIL takes 4 bytes per pixel, and again for a converted or smaller copy.
-        with budget.held(8 * image.width * image.height):
+        was_plain = was_jpeg and image.mode in ("RGB", "L") and not resized
+        # PIL takes 4 bytes per pixel, and again for a smaller or turned copy, and for one of another mode.
+        num_copies = 3 if encoding.apply_orientation and image.mode not in ("RGB", "L") else 2
+        with budget.held(4 * num_copies * image.width * image.height):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # PIL's doubts about metadata
-                    orientation = int(image.getexif().get(_EXIF_ORIENTATION, 1))
                     pixels = _to_rgb_or_grey(image)
+                    orientation = _orientation(image)
             except BadImageError:
                 raise
             except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
                 raise BadImageError(f"cannot be decoded: {error}") from error
-            return _store(pixels, encoding, reencoded=kind, orientation=orientation, chroma_subsampling=was_jpeg)
+            stored = _store(pixels, encoding, orientation=orientation, chroma_subsampling=was_jpeg)
+    # Raw pixels are decoded whatever they were, and turned ones are counted as such: there is nothing else to report.
+    return stored if encoding.format == "raw" or (stored.turned and was_plain) else replace(stored, reencoded=kind)
 
 
 def _store(
-    pixels: Image.Image, encoding: EncodingOptions, *, reencoded: str | None, orientation: int, chroma_subsampling: bool
+    pixels: Image.Image, encoding: EncodingOptions, *, orientation: int, chroma_subsampling: bool
 ) -> StoredImage:
     target = _target_size(pixels.width, pixels.height, encoding)
     if target is not None:
         pixels = pixels.resize(target, Image.Resampling.LANCZOS)
-    rotated = orientation in range(2, 9)
+    rotated = orientation in _TURNED
+    if turned := rotated and encoding.apply_orientation:
+        pixels, rotated = pixels.transpose(_TURNED[orientation]), False
     if encoding.format == "raw":
         content = pixels.convert("RGB").tobytes()
     else:
         buffer = io.BytesIO()
         exif = Image.Exif()
         if rotated:
-            exif[_EXIF_ORIENTATION] = orientation
+            exif[ExifTags.Base.Orientation] = orientation
         subsampling = "4:2:0" if chroma_subsampling else "4:4:4"
         pixels.save(buffer, "JPEG", quality=encoding.quality, subsampling=subsampling, exif=exif)
         content = buffer.getvalue()
-    return StoredImage(content, pixels.height, pixels.width, encoding.format == "raw", reencoded, rotated)
+    is_raw = encoding.format == "raw"
+    return StoredImage(content, pixels.height, pixels.width, is_raw, rotated=rotated, turned=turned)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of a decoded image; PIL turns a TIFF by itself when it decodes it, and removes the
+    tag. A damaged EXIF block counts as upright, as it does for decoders."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # of nearly any kind
+        return 1
+    return orientation if orientation in _TURNED else 1
 
 
 def _to_rgb_or_grey(image: Image.Image) -> Image.Image:

@@ -1,6 +1,7 @@
 """The common part of converters from many files with numeric labels: splits, labels and class names."""
 
 import logging
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +54,7 @@ def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[
     Raises:
         SourceError: no files, no images in them, or files of no split beside others.
     """
-    if not source.exists():
+    if not os.access(source, os.F_OK):
         raise SourceError(f"--source {source}: does not exist: name a directory of *{ending}, or one such file")
     files: dict[str, list[Path]] = {}
     names = [member.name for member in Directory(source).members()] if source.is_dir() else [""]

@@ -28,7 +28,7 @@ from dali_train.data.convert.sources import Source
 from dali_train.data.convert.upload import Upload
 from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
-from dali_train.data.dataset.manifest import Manifest, SplitName
+from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.verify import verify
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, RunError
@@ -111,17 +111,20 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     """
     out = conversion.out
     part = Part.parse(phase) if phase not in ("all", "plan", "finish") else None
-    out.mkdir(parents=True, exist_ok=True)
     state, finished = out / ".conversion", out / ".conversion.finished"
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
     if _is_complete(conversion, state):
         place = conversion.place
         return [f"{place} is complete already: nothing to do. `dali-train data verify {place}` checks it"]
-    if phase == "plan" and _is_claimed(conversion, state):  # parts may be writing, and hold the lock
+    plans = phase in ("all", "plan")
+    if not _is_claimed(conversion, state):
+        _refuse_foreign(out, state, plans=plans)  # now, so that a refused conversion leaves nothing behind
+    elif phase == "plan":  # parts may be writing, and hold the lock
         return _plan(conversion)
-    _return_large_blocks()
-    with _locked(state, shared=part is not None), _clear_when_full(out):
-        _claim(conversion, state, plans=phase in ("all", "plan"), part=part)
+    _return_freed_memory()
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(state, shared=part is not None), _explain_full_disk(out):
+        _claim(conversion, state, plans=plans, part=part)
         if phase == "plan":
             return _plan(conversion)
         if conversion.upload is not None:
@@ -294,7 +297,7 @@ def _finished(conversion: Conversion, path: Path, note: Path) -> WrittenShard | 
         return None
 
 
-def _return_large_blocks() -> None:
+def _return_freed_memory() -> None:
     """Have the C library give every block of over 1 MB back to the system when it is freed.
 
     By itself glibc learns to keep blocks of up to 32 MB, for each thread apart: 32 threads that shrank photographs of
@@ -316,7 +319,7 @@ def _locked(state: Path, *, shared: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _clear_when_full(out: Path) -> Iterator[None]:
+def _explain_full_disk(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -329,30 +332,44 @@ def _clear_when_full(out: Path) -> Iterator[None]:
 
 
 def _is_claimed(conversion: Conversion, state: Path) -> bool:
-    """Return whether `out` is this conversion's. Raises DatasetError: it is another's, or nobody can tell whose."""
+    """Return whether `out` is this conversion's.
+
+    Raises:
+        DatasetError: it belongs to another conversion, or its options cannot be read.
+    """
     options = state / "options.json"
     if not options.exists():
         return False
     try:
-        theirs = json.loads(options.read_text())
+        recorded = json.loads(options.read_text())
     except ValueError as error:
         raise DatasetError(f"{options} cannot be read ({error}): delete {conversion.out} and start again") from error
-    _refuse_other(conversion, theirs, options)
+    _refuse_other(conversion, recorded, options)
     return True
 
 
+def _refuse_foreign(out: Path, state: Path, *, plans: bool) -> None:
+    """Raises DatasetError: an unclaimed `out` holds files, or only a plan may claim it and this is none."""
+    foreign = (
+        sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
+        if out.exists()
+        else []
+    )
+    if foreign:
+        raise DatasetError(
+            f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion to "
+            "resume: use an empty directory for --out"
+        )
+    if not plans:
+        raise DatasetError(f"{out} is not planned yet: start the same command with --plan once before any part")
+
+
 def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | None) -> None:
-    """Make `out` ours, or see that it is; then sweep up what a killed run left half done, unless others are writing."""
+    """Claim `out` for this conversion, then remove what a killed run left unfinished (unless other parts are being
+    written)."""
     out = conversion.out
-    if not _is_claimed(conversion, state):
-        foreign = sorted(path.name for path in out.iterdir() if path not in (state, out / DOWNLOAD_DIRECTORY))
-        if foreign:
-            raise DatasetError(
-                f"{out} holds {', '.join(foreign[:5])}{', ...' if len(foreign) > 5 else ''} but no conversion to "
-                "resume: use an empty directory for --out"
-            )
-        if not plans:
-            raise DatasetError(f"{out} is not planned yet: start the same command with --plan once before any part")
+    if not _is_claimed(conversion, state):  # again, now that no other process can claim it
+        _refuse_foreign(out, state, plans=plans)
         write_atomically(state / "options.json", (json.dumps(conversion.identity(), indent=1) + "\n").encode())
     if part is not None:
         (state / f"{_PARTS}{part.total}").touch()
@@ -361,15 +378,51 @@ def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | Non
         partial.unlink()
 
 
-def _refuse_other(conversion: Conversion, theirs: Mapping[str, Any], path: Path | str) -> None:
-    ours = json.loads(json.dumps(conversion.identity()))  # as JSON gives it back
-    differences = [
-        f"{name} was {theirs.get(name)!r}, now {ours.get(name)!r}"
-        for name in {**theirs, **ours}
-        if theirs.get(name) != ours.get(name)
-    ]
+def _refuse_other(conversion: Conversion, recorded: Mapping[str, Any], path: Path | str) -> None:
+    """Raises DatasetError: `recorded`, as in the file `path`, are not the options of this conversion."""
+    current = json.loads(json.dumps(conversion.identity()))  # as JSON gives it back
+    if "dataset" not in recorded:
+        raise DatasetError(
+            f"{conversion.place} holds a dataset that was not converted here ({path}): use another --out"
+        )
+    # A version without this option kept every image's bytes.
+    differences = _differences({"apply_orientation": False, **recorded}, current)
     if differences:
         raise DatasetError(
             f"{conversion.place} holds a conversion with other options or another source ({path}): "
             f"{'; '.join(differences)}. Repeat those, or use another --out, or delete the directory"
         )
+
+
+def _differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Return what has changed between two `Conversion.identity`, in the words of the command."""
+    sources = (
+        _source_difference(split, *(side.get(f"{split}_source") for side in (recorded, current))) for split in SPLITS
+    )
+    texts = dict.fromkeys(text for text in sources if text)  # once, if both splits have it
+    derived = ["num_classes", *(f"{split}_shards" for split in SPLITS)] if texts else []
+    for name in {**recorded, **current}:
+        was, now = ("not given" if value is None else value for value in (recorded.get(name), current.get(name)))
+        if was != now and not name.endswith("_source") and name not in derived:
+            option = name if name in ("dataset", "decode_check", "num_classes") else f"--{name.replace('_', '-')}"
+            texts[f"{option} was {was}, now {now}"] = None
+    return list(texts)
+
+
+def _source_difference(split: SplitName, was: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
+    was_fraction, now_fraction = ((side or {}).get("validation_fraction") for side in (was, now))
+    if was and now and "num_chosen" in was and "validation_fraction" not in was:  # by an older version
+        now = {name: value for name, value in now.items() if name != "validation_fraction"}
+    elif was_fraction != now_fraction:
+        shown = ("not given" if fraction is None else fraction for fraction in (was_fraction, now_fraction))
+        return "--validation-fraction was {}, now {}".format(*shown)
+    if was == now:
+        return ""
+    if was is None or now is None:
+        return (
+            f"there was {'no' if was is None else 'a'} {split} split, now there is {'one' if was is None else 'none'}"
+        )
+    for field, text in (("name", "was called"), ("num_images", "had this number of images:")):
+        if was.get(field) != now.get(field):
+            return f"the {split} source {text} {was.get(field)}, now {now.get(field)}"
+    return f"the {split} source has files, sizes or labels that it had not before"

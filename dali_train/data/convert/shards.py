@@ -140,6 +140,8 @@ class ShardWriter:
                         counts[f"re-encoded: {stored.reencoded}"] += 1
                     if stored.rotated:
                         counts["EXIF orientation not upright"] += 1
+                    if stored.turned:
+                        counts["turned upright, as their EXIF orientation says"] += 1
                     pieces += record
                 for piece in pieces:
                     crc = crc32c(piece, crc)

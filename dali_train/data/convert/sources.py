@@ -62,8 +62,8 @@ def hold_out(sources: Mapping[SplitName, Source], fraction: float | None, *, see
     source = sources["train"]
     chosen = held_out(source.labels, fraction, seed=seed)
     return {
-        "train": SourcePart(source, np.flatnonzero(~chosen)),
-        "validation": SourcePart(source, np.flatnonzero(chosen)),
+        "train": SourcePart(source, np.flatnonzero(~chosen), fraction),
+        "validation": SourcePart(source, np.flatnonzero(chosen), fraction),
     }
 
 
@@ -121,9 +121,11 @@ class ImageFiles:
 class SourcePart:
     """Some images of another source, (N,) numbers."""
 
-    def __init__(self, source: Source, images: NDArray[np.int64]) -> None:
+    def __init__(self, source: Source, images: NDArray[np.int64], fraction: float | None = None) -> None:
+        """`fraction` is the one that `hold_out` was called with."""
         self._source = source
         self._images = images
+        self._fraction = fraction
         self.labels = source.labels[images]
         # Enough to choose a number of shards.
         self.num_bytes = source.num_bytes * len(images) // max(1, len(source.labels))
@@ -140,6 +142,7 @@ class SourcePart:
     def identity(self) -> dict[str, Any]:
         return {
             **self._source.identity(),
+            "validation_fraction": self._fraction,
             "num_chosen": len(self._images),
             "chosen_crc32c": f"{crc32c(self._images.data):08x}",
         }

@@ -1,7 +1,9 @@
 """Image files in one folder per class, in a directory or a tar archive."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -11,6 +13,7 @@ from dali_train.data.convert.archive import Container, Member, SourceError, open
 from dali_train.data.convert.sources import ImageFiles, Sources, hold_out
 from dali_train.data.dataset.found import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SPLITS, SplitName
+from dali_train.text import plural, shortened
 
 _SPLIT_FOLDERS: dict[str, SplitName] = {
     "train": "train",
@@ -18,6 +21,8 @@ _SPLIT_FOLDERS: dict[str, SplitName] = {
     "val": "validation",
     "validation": "validation",
 }
+_MOST_NAMED = 5  # classes in a message
+_MOST_LETTERS = 100  # of a name in a message
 _log = logging.getLogger(__name__)
 
 
@@ -36,9 +41,13 @@ def folders(train: Path | None, validation: Path | None, *, validation_fraction:
     listed = {
         split: _list_images(open_container(path), _top_folder) for split, path in paths.items() if path is not None
     }
-    splits_within = _splits_among(listed["train"][1]) if "train" in listed else []
+    splits_within = _splits_among(listed["train"].classes) if "train" in listed else []
     if train is not None and splits_within:
-        if validation is None and validation_fraction is None and len(splits_within) == len(listed["train"][1]) == 2:
+        if (
+            validation is None
+            and validation_fraction is None
+            and len(splits_within) == len(listed["train"].classes) == 2
+        ):
             return split_folders(train)
         raise SourceError(
             f"{train} holds {', '.join(splits_within)}, which are splits and not classes: give --train {train}/train "
@@ -51,47 +60,70 @@ def folders(train: Path | None, validation: Path | None, *, validation_fraction:
 def split_folders(path: Path) -> Sources:
     """As `folders`, for one tree with the class folders in ``train`` and in ``test``, ``val`` or ``validation``."""
     container = open_container(path)
-    listed: dict[SplitName, tuple[ImageFiles, list[str]]] = {}
+    listed: dict[SplitName, _Listing] = {}
     for split in SPLITS:
-        files, names = _list_images(container, partial(_class_in_split, split=split))
-        if len(files.labels):
-            listed[split] = files, names
-    if not listed:
+        listing = _list_images(container, partial(_class_in_split, split=split))
+        if listing.classes or listing.skipped:
+            listed[split] = listing
+    if not any(listing.classes for listing in listed.values()):
         raise SourceError(f"{path}: expected image files in train/CLASS/ or test/CLASS/")
     return _with_common_labels(listed)
 
 
-def _list_images(
-    container: Container, class_of: Callable[[tuple[str, ...]], str | None]
-) -> tuple[ImageFiles, list[str]]:
-    """Return the images for which `class_of` (the parts of a name) gives a class, and the classes as they appear."""
+@dataclass(frozen=True)
+class _Listing:
+    """The images of a split, and what else is in its class folders."""
+
+    path: Path
+    files: ImageFiles
+    classes: list[str]  # that have images, as they appear: labels are places in this list
+    skipped: dict[str, Counter[str]]  # class -> suffix -> files that are no images; of an empty folder none
+
+    @property
+    def empty(self) -> dict[str, Counter[str]]:
+        """The class folders without images."""
+        return {name: suffixes for name, suffixes in self.skipped.items() if name not in set(self.classes)}
+
+
+def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str | None]) -> _Listing:
+    """List the files in the class folders; `class_of` returns the class of a name by its parts, None if it has none."""
     numbers: dict[str, int] = {}
-    passed_over: list[str] = []
+    skipped: dict[str, Counter[str]] = {}
 
     def images() -> Iterator[tuple[Member, int]]:
-        for member in container.members():
-            path = PurePosixPath(member.name)
-            if path.suffix.lower() not in IMAGE_SUFFIXES:
-                passed_over.append(member.name)
-                continue
-            name = class_of(path.parts)
-            if name is not None:
-                yield member, numbers.setdefault(name, len(numbers))
+        for entry in container.entries():
+            path = PurePosixPath(entry.name)
+            is_folder, suffix = entry.name.endswith("/"), path.suffix.lower()
+            if suffix in IMAGE_SUFFIXES and not is_folder:
+                name = class_of(path.parts)
+                if name is not None:
+                    yield entry, numbers.setdefault(name, len(numbers))
+            elif len(path.parts) > (not is_folder):
+                # A folder is where a file of its own would be.
+                name = class_of((*path.parts, "")) if is_folder else class_of(path.parts)
+                if name is not None:
+                    skipped.setdefault(name, Counter()).update([] if is_folder else [suffix])
 
-    files = ImageFiles(container, images())
-    if passed_over:
-        _log.warning(
-            "%s: %d files without an image's suffix are passed over, e.g. %s",
-            container.path,
-            len(passed_over),
-            printable(passed_over[0]),
-        )
-    return files, list(numbers)
+    return _Listing(container.path, ImageFiles(container, images()), list(numbers), skipped)
+
+
+def _described(skipped: Mapping[str, Counter[str]]) -> str:
+    """Return ``owl (12 .heic, 1 .txt), wren (empty)``."""
+    texts = []
+    for name, suffixes in list(skipped.items())[:_MOST_NAMED]:
+        counts = [
+            f"{count:,} {shortened(printable(suffix), 20) or 'without suffix'}"
+            for suffix, count in suffixes.most_common(3)
+        ]
+        others = sum(suffixes.values()) - sum(count for _, count in suffixes.most_common(3))
+        counts += [f"{others:,} other"] if others else []
+        texts.append(f"{shortened(printable(name), _MOST_LETTERS)} ({', '.join(counts) or 'empty'})")
+    return ", ".join([*texts, *([f"and {len(skipped) - _MOST_NAMED} more"] if len(skipped) > _MOST_NAMED else [])])
 
 
 def _top_folder(parts: tuple[str, ...]) -> str:
     if len(parts) < 2:
-        name = printable(parts[0])
+        name = shortened(printable(parts[0]), _MOST_LETTERS)
         raise SourceError(f"{name}: an image outside of a class folder: expected CLASS/{name}")
     return parts[0]
 
@@ -110,21 +142,38 @@ def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:
     return None
 
 
-def _with_common_labels(listed: dict[SplitName, tuple[ImageFiles, list[str]]]) -> Sources:
+def _with_common_labels(listed: Mapping[SplitName, _Listing]) -> Sources:
     """Number the classes of all splits by their sorted names."""
     first = next(iter(listed))
-    names = sorted(listed[first][1])
-    for split, (files, classes) in listed.items():
-        if not classes:
-            raise SourceError(f"the {split} split has no images: expected files such as CLASS/name.jpg")
-        unknown = sorted(set(classes) - set(names))
+    names = sorted(listed[first].classes)
+    for split, listing in listed.items():
+        if split == first and names and listing.empty:
+            raise SourceError(
+                f"{listing.path}: {plural(len(listing.empty), 'class folder')} without images: "
+                f"{_described(listing.empty)}: convert what are images to JPEG or PNG, or move the folder away"
+            )
+        if not listing.classes:
+            there = f", but {_described(listing.skipped)}" if listing.skipped else ""
+            raise SourceError(
+                f"the {split} split has no images: expected files such as CLASS/name.jpg in {listing.path}{there}"
+            )
+        skipped = {name: suffixes for name, suffixes in listing.skipped.items() if suffixes or name in listing.empty}
+        if skipped:
+            _log.warning(
+                "%s: %s skipped, whose suffix is not an image's: %s",
+                listing.path,
+                plural(sum(map(Counter.total, skipped.values())), "file"),
+                _described(skipped),
+            )
+        unknown = sorted(set(listing.classes) - set(names))
         if unknown:
             raise SourceError(
-                f"{split} has the class {printable(unknown[0])!r}, {first} has not ({len(unknown)} such classes): "
-                "the class folders must agree"
+                f"{split} has the class {shortened(printable(unknown[0]), _MOST_LETTERS)!r}, {first} has not "
+                f"({len(unknown)} such classes): the class folders must agree"
             )
-        files.labels = np.array([names.index(name) for name in classes], dtype=np.int32)[files.labels]
+        number_of = {name: number for number, name in enumerate(names)}
+        listing.files.labels = np.array([number_of[name] for name in listing.classes], np.int32)[listing.files.labels]
     texts = [printable(name) for name in names]
     if len(set(texts)) < len(texts):
         raise SourceError("two class folders have names that differ only in bytes that are not UTF-8: rename one")
-    return {split: files for split, (files, _) in listed.items()}, texts
+    return {split: listing.files for split, listing in listed.items()}, texts

@@ -83,6 +83,12 @@ class Manifest:
         require(found == self.num_classes, f"class_names are {found} values for {self.num_classes} classes")
         require(len(self.splits) > 0, "splits are none")
 
+    @property
+    def applies_orientation(self) -> bool:
+        """Whether photographs were turned upright by their EXIF orientation, and others should be before predicting."""
+        options = self.conversion.get("options")
+        return isinstance(options, dict) and options.get("apply_orientation") is True
+
     @classmethod
     def read(cls, root: Path | str) -> "Manifest":
         """Read the manifest of `root`, see `metadata_directory`.
