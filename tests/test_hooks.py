@@ -64,7 +64,7 @@ class BiasNorm(Hook):
         self.file = (record.directory / f"own.rank{self.rank}.txt").open("w")
 
     def measure(self):
-        return {"head_bias_norm": self.bias.norm()}
+        return {"head_bias_norm": self.bias.norm()}  # requires a gradient
 
     def step(self, record):
         self.file.write(f"{record.step} {[batch.k for batch in record.micro_batches]}\\n")
@@ -88,6 +88,10 @@ class TakenNames(Hook):
 class Vector(Hook):
     def measure(self):
         return {"both": [1.0, 2.0]}
+
+class Nothing(Hook):
+    def measure(self):
+        pass
 
 class Warning(Hook):
     def step(self, record):
@@ -179,7 +183,8 @@ def test_a_hook_in_the_users_config(users: Shared) -> None:
     assert len(set(norms)) == 7
     assert norms[-1] == pytest.approx(final_weights(users.directory)["head.bias"].norm().item())
     names = json.loads((users.directory / "config.json").read_text())["hooks"]["user"]
-    assert names == ["BiasNorm", "Broken", "TakenNames", "Vector", "Warning"]
+    assert names == ["BiasNorm", "Broken", "TakenNames", "Vector", "Nothing", "Warning"]
+    assert "requires_grad" not in users.printed
 
 
 def test_a_broken_hook_does_not_end_the_run(users: Shared) -> None:
@@ -194,6 +199,7 @@ def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
     assert re.search(
         r"hook Vector failed at measure: .* returns both = \[1\.0, 2\.0\]: return one number", users.printed
     )
+    assert "hook Nothing failed at measure: ValueError: measure() returns None: return numbers by name" in users.printed
     assert all(line["loss"] > 0 and line["epoch"] < 9 and "own" not in line for line in users.events("train"))
 
 
@@ -261,6 +267,8 @@ def test_console_and_logs_of_two_ranks(users: Shared) -> None:
     printed = users.printed
     assert not {"\r", "\x1b"} & set(printed), "control characters have no place in a log"
     assert printed.count("step 4/7  epoch 2.56  loss ") == 1, "rank 0 alone has the terminal"
+    assert len(re.findall(r"^step 1/7 took [\d.]+ m?s, .* at most [\d.]+ m?s per epoch", printed, re.MULTILINE)) == 1
+    assert re.findall(r"^step (\d).*  an epoch in [\d.]+ m?s  left", printed, re.MULTILINE) == ["2"]
     for epoch in range(1, 5):
         assert printed.count(f"epoch {epoch}: train loss ") == 1
     assert printed.count("  top-1 ") == 4 and printed.count("evaluation loss ") == 4

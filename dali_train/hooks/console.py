@@ -1,4 +1,5 @@
-"""Console output: the plan at the start, a line per logging interval, a line per epoch, the result at the end."""
+"""Console output: the plan at the start, the time of the first step, a line per logging interval, a line per epoch, the
+result at the end."""
 
 import logging
 import os
@@ -70,14 +71,17 @@ class Console(Hook):
             seconds = self._step_time - self._begin
             logger.info(
                 f"step {record.step}/{self._total} took {duration(seconds)}, and the next ones take less: at most "
-                f"{duration(seconds * self._steps_per_epoch)} per epoch"
+                f"{self._epoch_time(seconds)} per epoch"
             )
         if record.train is not None:
+            is_first = self._interval is None or self._last_logged == self._start_step + 1
             self._interval = record.train
             self._losses.append((record.train.loss, record.step - self._last_logged))
             self._last_logged = record.step
             parts = self._parts()
             self._draw(parts)
+            if is_first and record.step > self._start_step + 1:  # without the first step, which is the slowest
+                parts.append(f"an epoch in {self._epoch_time(record.train.step_s)}")
             logger.info("  ".join([*parts[1:], parts[0]]), extra={"file_only": not self._bar.disable})
         if (
             int(record.epoch + 1e-9) > int(record.epoch - 1 / self._steps_per_epoch + 1e-9)
@@ -102,9 +106,9 @@ class Console(Hook):
         best = best_evaluation(read_events(self._directory / METRICS)) if self._rank == 0 else None
         if best is not None:
             checkpoint = self._directory / "checkpoints" / f"step-{best['step']:08d}"
-            place = checkpoint if checkpoint.is_dir() else "its checkpoint was not kept"
+            kept = checkpoint if checkpoint.is_dir() else "its checkpoint was not kept"
             average = " of the EMA" if "ema_top1" in best else ""
-            logger.info(f"best top-1{average} {decisive(best, 'top1'):.2%} at step {best['step']}: {place}")
+            logger.info(f"best top-1{average} {decisive(best, 'top1'):.2%} at step {best['step']}: {kept}")
 
     def _show_plan(self, record: RunPlan) -> None:
         config, batch = record.config, record.config.batch
@@ -160,6 +164,9 @@ class Console(Hook):
             f"data wait {waiting:.0%}",
         ]
         return parts + ([f"skipped {train.skipped_steps}"] if train.skipped_steps else [])
+
+    def _epoch_time(self, step_s: float) -> str:
+        return duration(step_s * self._steps_per_epoch)
 
     def _finish_epoch(self) -> None:
         if self._finished_epoch is None:

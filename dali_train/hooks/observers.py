@@ -2,15 +2,17 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import torch
+
 from dali_train.files import NO_SPACE
 from dali_train.hooks.base import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
-from dali_train.text import plural
+from dali_train.text import plural, shortened
 
 logger = logging.getLogger("dali_train")
 
@@ -92,7 +94,10 @@ class Observers:
 
 
 def _measure(hook: Hook, measured: dict[str, float]) -> None:
-    values = {name: _number(name, value) for name, value in hook.measure().items()}
+    returned = hook.measure()
+    if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
+        raise ValueError(f"measure() returns {shortened(repr(returned), 200)}: return numbers by name")
+    values = {name: _number(name, value) for name, value in returned.items()}
     names = {"event", "step", "epoch", "time", *(field.name for field in fields(TrainRecord))}
     taken = sorted(values.keys() & (measured.keys() | names))
     if taken:
@@ -102,7 +107,10 @@ def _measure(hook: Hook, measured: dict[str, float]) -> None:
 
 def _number(name: str, value: Any) -> float:
     """Convert a number of any library to one that every file and tracker accepts."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()  # float() warns of a tensor that requires a gradient
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last one is torch's, for a tensor of several numbers
-        raise ValueError(f"measure() returns {name} = {value!r}: return one number for each name") from None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, for a tensor of several numbers
+        shown = shortened(repr(value), 200)
+        raise ValueError(f"measure() returns {name} = {shown}: return one number for each name") from None

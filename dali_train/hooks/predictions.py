@@ -62,6 +62,11 @@ def thumbnails(split: Split, data: DataConfig, numbers: NDArray[np.int64]) -> li
     return images
 
 
+def thumbnail_path(run_directory: Path, number: int) -> Path:
+    """Return where `PredictionFiles` keeps image `number` of the validation split, which trackers and the report show."""
+    return run_directory / "predictions" / "images" / f"{number}.png"
+
+
 class PredictionFiles(Hook):
     """Writes the files, on one rank."""
 

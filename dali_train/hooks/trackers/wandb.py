@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.data.dataset.index import Split
 from dali_train.hooks.observers import logger
-from dali_train.hooks.predictions import prediction_table, thumbnails
+from dali_train.hooks.predictions import prediction_table, thumbnail_path
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
 from dali_train.training.metrics import ClassTables
@@ -37,12 +36,12 @@ class WandB(Tracker):
         if details is None:
             return
         names = self.class_names
-        data = self.run.config.data
-        shown = thumbnails(Split(data.root, "validation"), data, details.shown)
         columns, rows = prediction_table(details, names)
         table = self._wandb.Table(columns=["id", "image", "prediction", "truth", *columns[3:]])
-        for image, (number, truth, predicted, *scores) in zip(shown, rows, strict=True):
-            table.add_data(number, self._wandb.Image(image), predicted, truth, *scores)
+        for number, truth, predicted, *scores in rows:
+            path = thumbnail_path(self.run.directory, number)
+            image = self._wandb.Image(str(path)) if path.is_file() else None  # none if the disk was full, for example
+            table.add_data(number, image, predicted, truth, *scores)
         pairs = self._wandb.Table(columns=["truth", "prediction", "images"])
         for truth, predicted, images in ClassTables(details.labels, details.predictions, len(names)).most_confused():
             pairs.add_data(names[truth], names[predicted], images)
