@@ -62,12 +62,14 @@ bench-gpu:
 check-ratios: $(VENV)/.installed
 	$(RUN) -m tools.bench.check_ratios
 
+EXAMPLES := $(wildcard examples/*/requirements.txt)
+
 # Nearly all of the download is torch with CUDA; it runs without a GPU as well.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(EXAMPLES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dali_train needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12")'
 	@echo "setting up $(VENV): about 6 GB, a few minutes on a fast connection"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(addprefix --requirement ,$(EXAMPLES))
 	@touch $@
 
 clean:

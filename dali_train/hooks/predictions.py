@@ -63,7 +63,7 @@ def thumbnails(split: Split, data: DataConfig, numbers: NDArray[np.int64]) -> li
 
 
 def thumbnail_path(run_directory: Path, number: int) -> Path:
-    """Return where `PredictionFiles` keeps image `number` of the validation split, which trackers and the report show."""
+    """Return where `PredictionFiles` keeps image `number` of the validation split, for trackers and reports."""
     return run_directory / "predictions" / "images" / f"{number}.png"
 
 

@@ -1,13 +1,10 @@
 """The hooks of each rank."""
 
-import os
-
 from dali_train.config import Config
 from dali_train.hooks.base import Hook
 from dali_train.hooks.console import Console
 from dali_train.hooks.health import Health
 from dali_train.hooks.jsonl import MetricsFile, SampleTrace
-from dali_train.hooks.kubeflow import SERVER, KubeflowProgress
 from dali_train.hooks.lamb import LambView
 from dali_train.hooks.logs import RunLogs
 from dali_train.hooks.observers import Observers
@@ -38,8 +35,6 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
             hooks.append(PredictionFiles())
         if chosen.profile is not None:
             hooks.append(Profile(*chosen.profile))
-        if SERVER in os.environ:
-            hooks.append(KubeflowProgress())
         hooks += trackers
     if chosen.trace_samples:
         hooks.append(SampleTrace(writes=layout.pipeline_rank == 0 and layout.tensor_rank == 0))  # once per micro-batch
