@@ -1,4 +1,5 @@
-"""Atomic writes that survive a kill or a power failure, reading untrusted files, locks, and the checked-out commit."""
+"""Atomic writes that survive a kill or a power failure, reading untrusted files, locks, directories of one user, and
+the checked-out commit."""
 
 import errno
 import fcntl
@@ -6,14 +7,16 @@ import hashlib
 import json
 import math
 import os
+import platform
 import re
 import stat
 import subprocess
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
-from dali_train.errors import UserError
+from dali_train.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
@@ -190,6 +193,15 @@ _FINITE = json.JSONDecoder(
 )
 
 
+def open_lock(path: Path) -> BinaryIO:
+    """Open a lock file, made if it is missing. Raises OSError: it cannot be, or is not a regular file."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644), "r+b", buffering=0)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return file
+
+
 def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
     """Lock an open file until it is closed or the process ends in any way; `shared` locks can be held together.
 
@@ -199,6 +211,52 @@ def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def private_directory(setting: str, parent: Path) -> Path:
+    """Return the directory ``user-UID`` below `parent`, which nobody else can open, and make it if it is missing.
+
+    Args:
+        setting: the name of the setting whose value `parent` is.
+
+    Raises:
+        ConfigError: it cannot be made, is a link, or belongs to another user.
+    """
+    directory = parent / f"user-{os.getuid()}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise ConfigError(
+                f"{directory} is a link or belongs to another user, so it is not trusted: set {setting} to another "
+                "directory"
+            )
+        directory.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} {parent} is not writable on {platform.node()} ({error.strerror}): use a directory of your own, "
+            "or one that every user may write to, like /tmp"
+        ) from error
+    return directory
+
+
+def remove_written(root: Path, names: str) -> None:
+    """Remove the regular files below `root` whose relative paths match the pattern `names`, and the directories that
+    match with a ``/`` at the end and are empty then. Everything else stays; no link is followed."""
+    with suppress(OSError):  # it is gone, or is not to be removed: the caller can do without
+        for directory, folders, files, descriptor in os.fwalk(root, topdown=False):
+            relative = os.path.relpath(directory, root)
+            prefix = "" if relative == "." else f"{relative}/"
+            for name in files:
+                status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and re.fullmatch(names, prefix + name):
+                    os.unlink(name, dir_fd=descriptor)
+            for name in folders:
+                if re.fullmatch(names, f"{prefix}{name}/"):
+                    with suppress(OSError):  # a link, or not empty
+                        os.rmdir(name, dir_fd=descriptor)
+        root.rmdir()
 
 
 def git_commit(source: Path) -> str | None:

@@ -67,6 +67,7 @@ WRONG = [
     ("data.window_blocks", 0, "from 1 to 16,777,216"),
     ("data.read_ahead_mb", -1, "from 0 to 1,048,576"),
     ("data.local_copy", "", "the name of a directory"),
+    ("data.cache_gb", 1e300, "up to 1,000,000"),
     ("data.num_threads", 0, "a number of threads from 1"),
     ("data.progressive", ((6.0, 16), (3.0, 24)), "increasing epochs"),
     ("data.crop_padding", 4, "set data.crop_side, such as 224"),

@@ -296,6 +296,60 @@ def test_a_full_disk_is_a_smaller_cache(server: ObjectServer, dataset: Path, tmp
     assert max(path.stat().st_size for path in (tmp_path / "cache").glob("train-*/*/*") if path.is_file()) <= 1000
 
 
+def test_a_cache_that_fails_ends_nothing(
+    server: ObjectServer, dataset: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "cache" / "user"
+    images = open_images(server, directory)
+    cache = images._cache
+    assert cache is not None
+    folder = cache.path(0).parent
+
+    def num_hits() -> int:
+        assert cache is not None
+        before = cache.num_hits
+        assert_all_images(images, dataset)
+        return cache.num_hits - before
+
+    assert (num_hits(), num_hits()) == (0, 50)
+    shutil.rmtree(tmp_path / "cache")
+    assert (num_hits(), num_hits()) == (0, 50) and not caplog.records
+    # As on a disk that has become read-only: removals and new files fail, what is there is read.
+    folder.rename(tmp_path / "images")
+    folder.symlink_to(folder)
+    assert (num_hits(), num_hits()) == (0, 0)
+    folder.unlink()
+    (tmp_path / "images").rename(folder)
+    cache.remove(0)
+    assert (num_hits(), num_hits()) == (49, 49)
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no directory")
+    assert (num_hits(), num_hits()) == (0, 0)
+    assert [text.replace(str(directory), "CACHE") for text in caplog.messages] == [
+        "data.cache CACHE cannot be written (Too many levels of symbolic links): training continues without it, and "
+        "fetches these images again; repair that disk, or use another directory at the next start"
+    ]
+    assert (num_hits(), open_images(server, directory)._cache is not None) == (0, True)
+
+
+def test_only_files_of_its_own_are_in_a_cache(server: ObjectServer, dataset: Path, tmp_path: Path) -> None:
+    """A FIFO without a writer, a link to a device that never ends and a directory where images would be."""
+    images = open_images(server, tmp_path / "cache")
+    cache = images._cache
+    assert cache is not None
+    cache.path(0).parent.mkdir()
+    os.mkfifo(cache.path(0))
+    cache.path(1).symlink_to("/dev/zero")
+    cache.path(2).mkdir()
+    for _ in range(2):
+        assert_all_images(images, dataset)
+    assert cache.num_hits == 47 and cache.path(1).is_symlink() and cache.path(0).is_fifo()
+    assert cache.present().sum() == 47
+    (cache.directory / "7").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=f"{cache.directory}/7 is a link, but data.cache .*: remove the link, or use"):
+        open_images(server, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("shuffle", ["full", "block", "balanced"])
 def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle: str) -> None:
     config = load_config(tiny_config).replace(
@@ -381,10 +435,23 @@ def test_a_run_from_a_bucket_is_the_run_from_a_disk(
     cache damaged in between: the bits of the weights. The disk stays within the limit, other datasets' images go."""
     options = (*OFTEN, "--data.cache", str(tmp_path / "cache"), "--data.cache_gb", "6e-5", "--data.root", server.url)
     server.fault = some_times(unavailable, 10)
-    other = tmp_path / "cache" / f"user-{os.getuid()}" / "validation-9-00000000"
-    other.mkdir(parents=True)
+    caches, foreign = tmp_path / "cache" / f"user-{os.getuid()}", tmp_path / "foreign"
+    removed, kept = caches / "validation-9-00000000", caches / "validation-8-00000000"
+    for directory in (removed, kept, foreign):  # caches of other datasets
+        (directory / "0").mkdir(parents=True)
+        (directory / "0" / "17").write_text("")
+        (directory / ".dali-train-cache").touch()
+    (kept / "notes").write_text("")
+    (kept / "1").symlink_to(foreign / "0")
+    (caches / "validation-7-00000000").symlink_to(foreign)
+    (caches / "thesis").mkdir()
+    (caches / "thesis" / "17").write_text("")
     train("bucket", *options, *FOUR_STEPS)
-    assert not other.exists()
+    assert not removed.exists() and not (kept / "0").exists() and (kept / "notes").exists()
+    assert (foreign / "0" / "17").exists() and (foreign / ".dali-train-cache").exists()
+    assert (caches / "thesis" / "17").exists()
+    for path in (kept, caches / "thesis"):
+        shutil.rmtree(path)
     files = [path for path in (tmp_path / "cache").glob("user-*/*/*/*") if path.is_file()]
     assert 5 <= len(files) <= 60e3 / 4096 + 40
     for path in files[::2]:

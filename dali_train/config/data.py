@@ -61,7 +61,9 @@ class DataConfig:
     cache: NotInRecipe[Directory | None] = None
     """Directory on a local disk of each host that caches images from an object store, shared by the host's ranks. The
     image needed furthest in the future is evicted first. None: every epoch fetches every image."""
-    cache_gb: NotInRecipe[Annotated[float, Rule("a number of gigabytes over 0", OVER_0)] | None] = None
+    cache_gb: NotInRecipe[
+        Annotated[float, Rule("a number of gigabytes up to 1,000,000 (1 PB)", OVER_0, 1e6)] | None
+    ] = None
     """Largest size of data.cache, per host. None: the free space of its disk, less a twentieth."""
     reader: Literal["index", "dali", "synthetic"] = "index"
     """index: images are slices of memory-mapped shards. synthetic: noise, to measure the cost of loading data. dali:

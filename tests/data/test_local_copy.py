@@ -12,7 +12,7 @@ import pytest
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import MappedShards, Split
 from dali_train.data.loading.local_copy import make_copy
-from dali_train.errors import DatasetError
+from dali_train.errors import ConfigError, DatasetError
 
 from ..conftest import Train
 from ..ranks import FORK
@@ -79,16 +79,14 @@ def test_copies_belong_to_one_user(source: Path, tmp_path: Path, monkeypatch: py
     foreign = tmp_path / "disk" / "user-12345"
     foreign.mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 12345)  # whose directory somebody else has made
-    with pytest.raises(
-        DatasetError, match=r"user-12345 belongs to another user, so it is not trusted: set data.local_copy"
-    ):
+    with pytest.raises(ConfigError, match=r"user-12345 is a link or belongs to another user, .*: set data.local_copy"):
         make_copy(source, tmp_path / "disk", verbose=True)
 
 
 def test_directory_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        DatasetError, match=r"data.local_copy .*file/disk is not writable \(Not a directory\): use a directory"
+        ConfigError, match=r"data.local_copy .*file/disk is not writable .*\(Not a dir.*: use a directory"
     ):
         make_copy(source, tmp_path / "file" / "disk", verbose=True)
 
@@ -104,8 +102,19 @@ def test_changed_source_is_copied_again_and_a_version_in_use_stays(source: Path,
     assert first.in_use is not None
     first.in_use.close()
     build_index(source)
+    # Files that are not the copy's, and folders that are not copies but are named like some.
+    (first.path / "train" / "sub").mkdir()
+    for path in (
+        first.path / "notes",
+        first.path / "train" / "sub" / "x",
+        first.path.with_name(f"{first.path.name}-old") / "x",
+    ):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    named = shutil.copytree(second.path, first.path.with_name(first.path.name[:-12] + "0" * 12))
     third = make_copy(source, tmp_path / "disk", verbose=True)
-    assert not first.path.exists()
+    assert {str(path) for path in files(first.path)} == {"notes", "train/sub/x"} and same_images(named, second.path)
+    assert (first.path.with_name(f"{first.path.name}-old") / "x").exists()
     assert second.path.exists() and third.path.exists()
 
 

@@ -1,23 +1,29 @@
 """A cache of images from an object store on a disk of this node, shared by its ranks.
 
 Each image is one file, verified by its checksum in the index. There is no other state, so a process may be killed at
-any moment, and damaged files are fetched again. One process of the node, which holds the lock, evicts the images needed
-furthest in the future (`NextUse`). It needs no messages from the other ranks: what they have fetched follows from the
-order.
+any moment, and damaged files are fetched again. A disk that fails ends nothing: training goes on without the cache.
+Nothing is removed but regular files in directories that carry the cache's mark, and links are not followed.
+
+One process of the node, which holds the lock, evicts the images needed furthest in the future (`NextUse`). It needs no
+messages from the other ranks: what they have fetched follows from the order.
 """
 
+import errno
 import gc
 import logging
 import os
 import platform
+import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -30,7 +36,7 @@ from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.data.sampling.next_use import NextUse
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.files import NO_SPACE, try_lock
+from dali_train.files import NO_SPACE, open_lock, private_directory, remove_written, try_lock
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process_group import first_fault, host_group
@@ -38,6 +44,8 @@ from dali_train.runtime.process_group import first_fault, host_group
 logger = logging.getLogger("dali_train")
 
 _FILES_PER_DIRECTORY = 1 << 12
+_MARK = ".dali-train-cache"  # a file in each directory that a cache has made
+_OWN_FILES = rf"\d+/\d*|{re.escape(_MARK)}"  # in such a directory, for `remove_written`
 _BLOCK_BYTES = 1 << 12  # a file takes whole blocks of the disk
 _RESERVE = 0.05  # fraction of the disk that stays free
 _LEAST_FILLED = 0.98  # a round of eviction leaves at least this fraction of the capacity
@@ -61,7 +69,12 @@ class Node:
         order every time, so each rank keeps its first images and evicts nothing."""
         if split.name == "train":
             return ImageCache(self.directory, split)
-        limit = shutil.disk_usage(self.directory).free if self.limit is None else self.limit
+        limit = self.limit
+        if limit is None:
+            try:
+                limit = shutil.disk_usage(self.directory).free
+            except OSError:  # `ImageCache` says so
+                limit = 0
         return ImageCache(self.directory, split, budget=int(limit * _share(split)) // len(self.coordinates))
 
     def eviction(self, split: Split, config: Config, *, start_step: int, num_ahead: int) -> "Eviction | None":
@@ -76,11 +89,16 @@ class Node:
             config, split.rows["label"], dp_size=self.dp_size, coordinates=self.coordinates, start_step=start_step
         )
         limit = None if self.limit is None else int(self.limit * _share(split))
-        kept = {"lock", *(_directory_name(split.manifest, name) for name in split.manifest.splits)}
-        for other in self.directory.iterdir():  # of another dataset: nothing else would remove it
-            if other.name not in kept:
-                shutil.rmtree(other, ignore_errors=True)
-        return Eviction(self.cache(split), next_use, limit=limit, start_step=start_step, num_ahead=num_ahead)
+        used = {_directory_name(split.manifest, name) for name in split.manifest.splits}
+        cache = self.cache(split)
+        try:
+            for mark in self.directory.glob(f"*/{_MARK}"):
+                if mark.parent.name not in used:  # of another dataset: nothing else would remove it
+                    remove_written(mark.parent, _OWN_FILES)
+            return Eviction(cache, next_use, limit=limit, start_step=start_step, num_ahead=num_ahead)
+        except OSError as error:
+            cache.give_up("read", error)
+            return None
 
 
 class ImageCache:
@@ -88,6 +106,10 @@ class ImageCache:
 
     Args:
         budget: store at most this many bytes and evict nothing; None: store everything, and `Eviction` removes.
+
+    Raises:
+        ConfigError: its directory has a link where it would have a directory of its own.
+        DatasetError: the index has no checksums.
     """
 
     def __init__(self, directory: Path, split: Split, *, budget: int | None = None) -> None:
@@ -101,7 +123,19 @@ class ImageCache:
         self._budget = budget
         self._counted: set[int] = set()
         self.num_hits = self.num_damaged = 0
+        self._reads = self._writes = True  # until the disk fails
         self._warned = False
+        try:
+            self._make_directory()
+            links = [entry.path for entry in os.scandir(self.directory) if entry.is_symlink()]
+        except OSError as error:
+            self.give_up("written", error)
+            return
+        if links or self.directory.is_symlink():
+            raise ConfigError(
+                f"{links[0] if links else self.directory} is a link, but data.cache keeps only files of its own there: "
+                "remove the link, or use another directory"
+            )
 
     @cached_property
     def file_sizes(self) -> NDArray[np.int64]:
@@ -110,17 +144,21 @@ class ImageCache:
 
     def load(self, image: int) -> NDArray[np.uint8] | None:
         """Return an image's bytes, (size,), or None if they are missing or damaged."""
-        path = self.path(image)
+        if not self._reads:
+            return None
         try:
-            content = path.read_bytes()
+            content = _read_regular(self.path(image), int(self._sizes[image]))
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._warn("cannot be read", error)
+            self.give_up("read", error)
             return None
-        if crc32c(content) != self._checksums[image]:
+        if content is None or crc32c(content) != self._checksums[image]:
             self.num_damaged += 1
-            path.unlink(missing_ok=True)
+            try:
+                self.remove(image)
+            except OSError as error:
+                self.give_up("written", error)
             return None
         self.num_hits += 1
         self._count(image)
@@ -128,31 +166,58 @@ class ImageCache:
 
     def store(self, image: int, content: NDArray[np.uint8]) -> None:
         """Store an image, if there is room."""
-        if not self._count(image):
+        if not self._writes or not self._count(image):
             return
         path = self.path(image)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             # No temporary name: the checksum detects partial files, and a rename would cost as much as the write.
-            with path.open("xb", buffering=0) as file:
-                file.write(content.data)
+            try:
+                file = path.open("xb", buffering=0)
+            except FileNotFoundError:
+                self._make_directory()  # again, if somebody has removed it
+                path.parent.mkdir(exist_ok=True)
+                file = path.open("xb", buffering=0)
+            with file:
+                try:
+                    file.write(content.data)
+                except OSError:
+                    path.unlink(missing_ok=True)
+                    raise
         except FileExistsError:  # another rank, perhaps of another run, is writing the same bytes
             pass
         except OSError as error:
-            path.unlink(missing_ok=True)
-            self._warn("is full" if error.errno in NO_SPACE else "cannot be written", error)
+            if error.errno in NO_SPACE:  # until there is room again
+                self._warn(f"is full ({error.strerror}): images without room are fetched again; free some space")
+            else:
+                self.give_up("written", error)
 
     def remove(self, image: int) -> None:
-        self.path(image).unlink(missing_ok=True)
+        """Remove an image's file. Raises OSError."""
+        path = self.path(image)
+        try:
+            if stat.S_ISREG(path.lstat().st_mode):
+                path.unlink()
+        except FileNotFoundError:
+            pass
+
+    def give_up(self, what: Literal["read", "written"], error: OSError) -> None:
+        """Use the cache no more: only for reading, if it cannot be written."""
+        self._writes, self._reads = False, self._reads and what == "written"
+        self._warn(
+            f"cannot be {what} ({error.strerror}): training continues without it, and fetches these images again; "
+            "repair that disk, or use another directory at the next start"
+        )
 
     def present(self) -> NDArray[np.bool_]:
         """Return which images have a file, (N,)."""
         present = np.zeros(len(self._checksums), dtype=np.bool_)
-        for directory in self.directory.glob("*"):
-            for entry in os.scandir(directory):
-                image = int(entry.name) if entry.name.isdecimal() else -1
-                if 0 <= image < len(present):
-                    present[image] = True
+        with suppress(FileNotFoundError):  # somebody is removing it
+            for directory in os.scandir(self.directory):
+                if directory.name.isdecimal() and directory.is_dir(follow_symlinks=False):
+                    for entry in os.scandir(directory):
+                        image = int(entry.name) if entry.name.isdecimal() else -1
+                        if 0 <= image < len(present) and entry.is_file(follow_symlinks=False):
+                            present[image] = True
         return present
 
     def path(self, image: int) -> Path:
@@ -168,12 +233,31 @@ class ImageCache:
         self._counted.add(image)
         return True
 
-    def _warn(self, what: str, error: OSError) -> None:
+    def _make_directory(self) -> None:
+        self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.mkdir(exist_ok=True)
+        if not (self.directory / _MARK).exists():
+            (self.directory / _MARK).touch()
+
+    def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "data.cache %s %s (%s): images are fetched again instead", self.directory.parent, what, error.strerror
-            )
+            logger.warning("data.cache %s %s", self.directory.parent, what)
+
+
+def _read_regular(path: Path, size: int) -> bytes | None:
+    """Return the content of a regular file of `size` bytes; None if there is something else. Raises OSError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            return None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        return os.read(descriptor, size) if stat.S_ISREG(status.st_mode) and status.st_size == size else None
+    finally:
+        os.close(descriptor)
 
 
 def _directory_name(manifest: Manifest, split: str) -> str:
@@ -205,11 +289,10 @@ def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
         dist.all_gather_object(everybody, mine, group=group)
     here = [(rank, coordinate) for host, rank, coordinate in everybody if host == mine[0] and coordinate is not None]
     lock, failure = None, ""
-    directory = Path(data.cache) / f"user-{os.getuid()}"
+    directory = Path(data.cache) / f"user-{os.getuid()}"  # every rank of this node finds it by this
     if reads and launch.rank == min(rank for rank, _ in here):
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = (directory / "lock").open("ab")
+            lock = open_lock(private_directory("data.cache", Path(data.cache)) / "lock")
             end = time.monotonic() + _WAIT_S
             while not (locked := try_lock(lock)) and time.monotonic() < end:
                 gc.collect()  # an earlier run in this process may not have been collected yet
@@ -219,8 +302,10 @@ def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
                     f"data.cache {data.cache} is in use by another run on {mine[0]}: use another directory, or wait "
                     "until that run has ended"
                 )
+        except ConfigError as error:
+            failure = str(error)
         except OSError as error:
-            failure = f"data.cache {data.cache} is not writable on {mine[0]} ({error.strerror}): use another directory"
+            failure = f"data.cache {data.cache}: {error.filename}: {error.strerror}: use another directory"
     failure, _ = first_fault(failure, group)
     if group is not None:
         dist.destroy_process_group(group)
@@ -247,7 +332,6 @@ class Eviction:
         self, cache: ImageCache, next_use: NextUse, *, limit: int | None, start_step: int, num_ahead: int
     ) -> None:
         self._cache, self._next_use, self._limit, self._num_ahead = cache, next_use, limit, num_ahead
-        cache.directory.mkdir(parents=True, exist_ok=True)
         self._present = cache.present()
         self._seen = self._now = next_use.time(start_step, 0)
         self._total = int(cache.file_sizes[self._present].sum())  # bytes after the last round
@@ -294,13 +378,11 @@ class Eviction:
             self._total -= int(sizes[image])
 
     def _work(self) -> None:
-        warned = False
         while not self._stopped.wait(max(_LEAST_WAIT_S, _WAIT_RATIO * self._choosing_s)):
             try:
                 self.remove_latest()
+            except FileNotFoundError:  # somebody has removed it: the next image that is stored makes it again
+                continue
             except OSError as error:
-                if not warned:
-                    logger.warning(
-                        "data.cache %s: eviction failed, the limit is exceeded: %s", self._cache.directory, error
-                    )
-                warned = True
+                self._cache.give_up("written", error)
+                return

@@ -34,14 +34,17 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, index_path, text_index_path
 from dali_train.data.loading.storage import storage_of
 from dali_train.data.progress import Progress
-from dali_train.errors import DatasetError
-from dali_train.files import NO_SPACE, try_lock
+from dali_train.errors import DatasetError, UserError
+from dali_train.files import NO_SPACE, open_lock, private_directory, remove_written, try_lock
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process_group import first_fault, host_group
 
 WAITING_LINE_S = 30.0
 _NUM_STREAMS = 4  # a parallel file system gives one reader only part of its speed
 _CHUNK_BYTES = 4 << 20
+_DIGEST_LENGTH = 12
+# In a copy, for `remove_written`.
+_COPIED = r"dataset\.json|(train|validation|index|idx_files)/[^/]*|idx_files/(train|validation)/[^/]*"
 _NO_LIMIT = timedelta(days=30)  # no timeout: other hosts wait however long a copy takes
 
 
@@ -67,7 +70,7 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
     copy, failure = None, ""
     try:
         copy = make_copy(Path(config.data.root), Path(config.data.local_copy), verbose=launch.local_rank == 0)
-    except (DatasetError, OSError) as error:
+    except (UserError, OSError) as error:
         failure = f"{error} (on {platform.node()})"
     failure, _ = first_fault(failure, group)
     if group is not None:
@@ -84,42 +87,23 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
         verbose: report on stderr when this process waits.
 
     Raises:
-        DatasetError: `source` is not a complete dataset or changes while it is copied, the disk is too small, or
-            `directory` is not writable.
+        ConfigError: as `private_directory`.
+        DatasetError: `source` is not a complete dataset or changes while it is copied, or the disk is too small.
     """
-    directory, source = _own_directory(directory), source.resolve()
+    directory, source = private_directory("data.local_copy", directory), source.resolve()
     manifest = Manifest.read(source)
     family = f"{source.name}-{_digest(str(source).encode())}"
     indexes = [path for name in manifest.splits if (path := index_path(source, name)).exists()]
     content = [(source / "dataset.json").read_bytes(), *(repr(_size_and_time(path)).encode() for path in indexes)]
     root = directory / f"{family}-{_digest(*content)}"
-    in_use = _beside(root, "in-use").open("ab")
+    in_use = open_lock(_beside(root, "in-use"))
     fcntl.flock(in_use, fcntl.LOCK_SH)
     with _alone(root, f"the copy of {source} to {root}" if verbose else None):
-        for other in directory.glob(f"{family}-*"):
+        for other in directory.glob(f"{family}-{'[0-9a-f]' * _DIGEST_LENGTH}"):
             if other != root:
                 _remove_unused(other)
         _copy(source, root, manifest)
     return DatasetRoot(root, in_use)
-
-
-def _own_directory(directory: Path) -> Path:
-    """Return the directory of this user's copies below `directory`, which nobody else can open."""
-    own = directory / f"user-{os.getuid()}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        own.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise DatasetError(
-            f"data.local_copy {directory} is not writable ({error.strerror}): use a directory of your own, or one that "
-            "every user may write to, like /tmp"
-        ) from error
-    if own.is_symlink() or own.stat().st_uid != os.getuid():
-        raise DatasetError(
-            f"{own} belongs to another user, so it is not trusted: set data.local_copy to another directory"
-        )
-    own.chmod(0o700)
-    return own
 
 
 def _copy(source: Path, root: Path, manifest: Manifest) -> None:
@@ -138,8 +122,6 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
     for name in SPLITS:
         if name in manifest.splits:
             Split(source, name)  # complete, and no shard newer than the index
-    for leftover in root.rglob(".*.partial"):
-        leftover.unlink()
     num_bytes = sum(path.stat().st_size for path in needed)
     _check_space(source, root.parent.parent, num_bytes)
     with Progress(f"copying {source} to {root}", total=num_bytes, unit="B") as progress:
@@ -203,17 +185,18 @@ def _check_space(source: Path, directory: Path, needed: int) -> None:
 
 
 def _remove_unused(root: Path) -> None:
-    """Remove a version, unless a run is reading it."""
-    with _beside(root, "in-use").open("ab") as lock:
-        if try_lock(lock):
-            shutil.rmtree(root, ignore_errors=True)
+    """Remove a version, unless a run is reading it. What has no such lock beside it is not a copy."""
+    if _beside(root, "in-use").exists():
+        with open_lock(_beside(root, "in-use")) as lock:
+            if try_lock(lock):
+                remove_written(root, _COPIED)
 
 
 @contextmanager
 def _alone(root: Path, what: str | None) -> Iterator[None]:
     """Hold the lock for making `root`; while waiting, say now and then that this process waits for `what`."""
     said = time.monotonic()
-    with _beside(root, "copying").open("ab") as lock:
+    with open_lock(_beside(root, "copying")) as lock:
         while not try_lock(lock):
             time.sleep(0.2)
             if what is not None and time.monotonic() - said > WAITING_LINE_S:
@@ -228,4 +211,4 @@ def _beside(root: Path, kind: str) -> Path:
 
 
 def _digest(*parts: bytes) -> str:
-    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:12]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:_DIGEST_LENGTH]
