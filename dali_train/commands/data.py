@@ -19,7 +19,7 @@ from dali_train.commands.boundary import run_command
 from dali_train.data.convert.datasets import DATASETS, load_sources
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
-from dali_train.text import printable
+from dali_train.text import printable, shortened
 
 if TYPE_CHECKING:
     from dali_train.data.convert.image import EncodingOptions
@@ -221,6 +221,12 @@ def _check_destination(out: Path, sources: Mapping[str, Any]) -> None:
 
 
 def _check_writable(out: Path) -> None:
+    try:
+        out.stat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # what is there already tells more
+    except OSError as error:  # a name that is too long, a loop of links
+        raise DatasetError(f"--out {shortened(str(out), 200)}: {error.strerror}: name another directory") from error
     # Path.exists raises PermissionError below a directory that is closed to the user.
     existing = next(path for path in (out, *out.absolute().parents) if os.access(path, os.F_OK))
     if not existing.is_dir():

@@ -254,6 +254,7 @@ def test_what_is_refused_leaves_nothing_behind(
         (folder / "ant" / "new", f"lies in --train {folder}: name a directory outside of it"),
         (thesis, f"--out {thesis}: {thesis} is a file: name a new directory, or an empty one"),
         (thesis / "out", f"{thesis} is a file: name a new directory"),
+        (tmp_path / ("x" * 5000), "…: File name too long: name another directory"),
         (tmp_path / "out", "is not planned yet: start the same command with --plan", "--part", "1/2"),
         (tmp_path / "out", "--train-shards is 99: use 1 to 37", "--train-shards", 99),
     ):

@@ -311,6 +311,7 @@ def with_bytes(offset: int, content: bytes) -> Spoil:
         (with_shard(format="json"), INDEX, "format is 'json': use mds"),
         (with_shard(version=3), INDEX, "version is 3: use 2"),
         (with_shard(raw_data={"basename": "../x"}), INDEX, "basename is '../x': use a path below index.json"),
+        (with_shard(raw_data={"basename": "x" * 5000}), INDEX, "...: use a path below index.json"),
         (with_shard(raw_data={"basename": "y.mds"}), "y.mds", "is missing, and"),
         (with_shard(raw_data={"bytes": 1 << 40}), INDEX, "bytes is 1099511627776: use a number of bytes up to 2**32"),
         (with_bytes(4, b"\0"), SHARD, "damaged, or not the shard"),

@@ -34,7 +34,9 @@ _CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}  # 
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    basename: Annotated[str, Rule("a path below index.json", pattern=r"(?:[^./\0][^/\0]*/)*[^./\0][^/\0]*")]
+    basename: Annotated[
+        str, Rule("a path below index.json", pattern=r"(?:[^./\0][^/\0]{0,254}/){0,15}[^./\0][^/\0]{0,254}")
+    ]
     bytes: Annotated[int, Rule("a number of bytes up to 2**32", 0, 1 << 32)]
 
 
