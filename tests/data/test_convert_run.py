@@ -22,6 +22,7 @@ from PIL import Image
 
 from dali_train.data.convert import run, shards
 from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.errors import RunError
 from tests.conftest import REPOSITORY, encoded, photograph
 from tests.data.files import EPS, convert, files_of, small_photograph, write_folder, write_training_archive
 from tests.ranks import FORK
@@ -235,10 +236,14 @@ def test_a_conversion_of_an_older_version_is_resumed(
     assert convert_folder(folder, *arguments) == (2 if options else 0)
     if options:
         assert "the train source has files, sizes or labels that it had not before." in capsys.readouterr().err
-    del recorded["dataset"]
-    path.write_text(json.dumps(manifest))
-    assert convert_folder(folder, *arguments) == 2
-    assert "holds a dataset that was not converted here" in capsys.readouterr().err
+    for wrong in ({"train_source": 3}, {"train_source": {"name": [1]}}):
+        path.write_text(json.dumps(manifest | {"conversion": {"options": recorded | wrong}}))
+        assert convert_folder(folder, *arguments) == 2
+        assert "holds a conversion with other options or another source" in capsys.readouterr().err
+    for options in ({}, 3, {"seed": 0}):
+        path.write_text(json.dumps(manifest | {"conversion": {"options": options}}))
+        assert convert_folder(folder, *arguments) == 2
+        assert "holds a dataset that was not converted here" in capsys.readouterr().err
 
 
 def test_what_is_refused_leaves_nothing_behind(
@@ -410,7 +415,7 @@ def test_a_spoilt_note_costs_only_its_shard(folder: Path, tmp_path: Path, monkey
     out = tmp_path / "out"
 
     def stop(*_: object, **__: object) -> None:
-        raise OSError(5, "power failure")
+        raise RunError("power failure")
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "write_index", stop)

@@ -4,7 +4,6 @@ https://docs.mosaicml.com/projects/streaming, "MDS": a shard begins with uint32s
 begins and where the last one ends; a sample with a uint32 for each column of no fixed size, then the columns' values.
 """
 
-import json
 import mmap
 import struct
 from argparse import Namespace
@@ -23,7 +22,7 @@ from dali_train.data.convert.listing import checked_label, find_column, sources_
 from dali_train.data.convert.packed import PackedImages, Unpacked, import_pyarrow
 from dali_train.data.convert.sources import ImageFiles, Source, Sources
 from dali_train.errors import ConfigError
-from dali_train.files import read_limited
+from dali_train.files import ForeignFileError, read_json
 
 _MAX_INDEX_BYTES = 1 << 28
 _IMAGES = ("jpeg", "png", "bytes")
@@ -95,11 +94,11 @@ def mds(options: Namespace) -> Sources:
 
 def _read_index(path: Path) -> _Index:
     try:
-        return from_json(_Index, json.loads(read_limited(path, _MAX_INDEX_BYTES)))
+        return from_json(_Index, read_json(path, _MAX_INDEX_BYTES))
     except ConfigError as error:
         raise SourceError(f"{path}: {error}: use the index.json of MDS version 2 that belongs to the shards") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: is no JSON that can be read ({error}): fetch it again") from error
+    except (FileNotFoundError, ForeignFileError) as error:
+        raise SourceError(f"{error}: fetch it again") from error
 
 
 def _find_columns(path: Path, shard: _Shard, options: Namespace) -> _Columns:

@@ -4,7 +4,6 @@ A column ``image`` of structs with the bytes of an image file, a column ``label`
 classes in the schema's metadata.
 """
 
-import json
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +17,11 @@ from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.listing import checked_label, find_column, sources_of
 from dali_train.data.convert.packed import PackedImages, Unpacked, import_pyarrow
 from dali_train.data.convert.sources import Sources
+from dali_train.files import ForeignFileError, read_json
 
 _ROWS = 16  # copied from pyarrow at one time; itself it holds a page, which may be a row group, packed and unpacked
 _BUFFER_BYTES = 1 << 20
+_MAX_METADATA_BYTES = 1 << 28
 
 
 def parquet(options: Namespace) -> Sources:
@@ -100,6 +101,7 @@ def _images(path: Path, image: str, leaf: str, group: int) -> Iterator[bytes]:
 def _names(schema: Any, label: str) -> list[str]:
     """Return the class names that the package ``datasets`` puts into a file's metadata, where there are any."""
     try:
-        return [*map(str, json.loads(schema.metadata[b"huggingface"])["info"]["features"][label]["names"] or ())]
-    except (KeyError, TypeError, ValueError, RecursionError):
+        metadata = read_json(schema.metadata[b"huggingface"], _MAX_METADATA_BYTES, name="huggingface")
+        return [*map(str, metadata["info"]["features"][label]["names"] or ())]
+    except (KeyError, TypeError, ForeignFileError):
         return []

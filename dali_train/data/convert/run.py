@@ -25,14 +25,14 @@ from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.plan import Part, default_num_shards, shuffled_layout
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Source
-from dali_train.data.convert.upload import Upload
+from dali_train.data.convert.upload import MAX_OPTIONS_BYTES, Upload
 from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.verify import verify
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, RunError
-from dali_train.files import NO_SPACE, sync_directory, try_lock, write_atomically
+from dali_train.files import NO_SPACE, ForeignFileError, read_json, sync_directory, try_lock, write_atomically
 from dali_train.text import plural
 
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
@@ -338,12 +338,12 @@ def _is_claimed(conversion: Conversion, state: Path) -> bool:
         DatasetError: it belongs to another conversion, or its options cannot be read.
     """
     options = state / "options.json"
-    if not options.exists():
-        return False
     try:
-        recorded = json.loads(options.read_text())
-    except ValueError as error:
-        raise DatasetError(f"{options} cannot be read ({error}): delete {conversion.out} and start again") from error
+        recorded = read_json(options, MAX_OPTIONS_BYTES)
+    except FileNotFoundError:
+        return False
+    except ForeignFileError as error:
+        raise DatasetError(f"{error}: delete {conversion.out} and start again") from error
     _refuse_other(conversion, recorded, options)
     return True
 
@@ -378,10 +378,10 @@ def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | Non
         partial.unlink()
 
 
-def _refuse_other(conversion: Conversion, recorded: Mapping[str, Any], path: Path | str) -> None:
+def _refuse_other(conversion: Conversion, recorded: Any, path: Path | str) -> None:
     """Raises DatasetError: `recorded`, as in the file `path`, are not the options of this conversion."""
     current = json.loads(json.dumps(conversion.identity()))  # as JSON gives it back
-    if "dataset" not in recorded:
+    if not isinstance(recorded, dict) or "dataset" not in recorded:
         raise DatasetError(
             f"{conversion.place} holds a dataset that was not converted here ({path}): use another --out"
         )
@@ -396,9 +396,10 @@ def _refuse_other(conversion: Conversion, recorded: Mapping[str, Any], path: Pat
 
 def _differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return what has changed between two `Conversion.identity`, in the words of the command."""
-    sources = (
-        _source_difference(split, *(side.get(f"{split}_source") for side in (recorded, current))) for split in SPLITS
-    )
+    pairs = [(split, [side.get(f"{split}_source") for side in (recorded, current)]) for split in SPLITS]
+    sources = [
+        _source_difference(split, *(side if isinstance(side, dict) else None for side in pair)) for split, pair in pairs
+    ]
     texts = dict.fromkeys(text for text in sources if text)  # once, if both splits have it
     derived = ["num_classes", *(f"{split}_shards" for split in SPLITS)] if texts else []
     for name in {**recorded, **current}:

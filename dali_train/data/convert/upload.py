@@ -9,8 +9,10 @@ from typing import Any
 
 from dali_train.data.dataset.remote import cache_directory
 from dali_train.errors import DatasetError
+from dali_train.files import ForeignFileError, read_json
 from dali_train.runtime.object_store import Bucket, MissingObjectError
 
+MAX_OPTIONS_BYTES = 1 << 28  # of a file with a conversion's options: dataset.json may have a million class names
 _CLAIM = ".conversion.json"  # what is being converted there
 
 
@@ -35,14 +37,14 @@ class Upload:
         """Return the options of the conversion that is complete or under way there, and the file that has them."""
         for name, keys in (("dataset.json", ("conversion", "options")), (_CLAIM, ())):
             try:
-                found = json.loads(self._bucket.read_all(name))
+                options: Any = read_json(self._bucket.read_all(name), MAX_OPTIONS_BYTES, name=f"{self.url}/{name}")
                 for key in keys:
-                    found = found[key]
+                    options = options[key]
             except MissingObjectError:
                 continue
-            except (ValueError, TypeError, KeyError):  # another program's, or indexed from another's records
-                found = {}
-            return f"{self.url}/{name}", found if isinstance(found, dict) else {}
+            except (ForeignFileError, TypeError, KeyError):  # another program's, or indexed from another's records
+                options = {}
+            return f"{self.url}/{name}", options if isinstance(options, dict) else {}
         return None
 
     @property

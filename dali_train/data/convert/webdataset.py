@@ -3,7 +3,6 @@
 https://github.com/webdataset/webdataset describes it: KEY ends at the first dot of the file's name.
 """
 
-import json
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +12,7 @@ from dali_train.data.convert.archive import Archive, Member, SourceError
 from dali_train.data.convert.listing import checked_label, list_archive, sources_of
 from dali_train.data.convert.sources import Sources
 from dali_train.data.dataset.found import IMAGE_SUFFIXES
+from dali_train.files import read_json
 from dali_train.text import plural
 
 _MAX_LABEL_BYTES = 1 << 20  # of a JSON file
@@ -57,8 +57,8 @@ def _label(archive: Archive, member: Member, label_key: str | None) -> int:
     text = archive.read(member).decode(errors="backslashreplace").strip()
     label: object = text
     try:
-        label = int(text) if label_key is None else json.loads(text)[label_key]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        label = int(text) if label_key is None else read_json(text.encode(), _MAX_LABEL_BYTES, name=place)[label_key]
+    except (ValueError, LookupError):
         if label_key is not None:
             raise SourceError(f"{place}: has no field {label_key}: name another with --label-key") from None
     return checked_label(label, place)
