@@ -68,14 +68,16 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
-    stop_requests = StopRequests(config.run.max_seconds)  # before torch: a signal during its import would kill
-    with importing(f"dali-train {options.command}"):
-        from dali_train.commands.train import run, run_rank
-
     if options.num_processes is not None:
-        stop_requests.close()  # the new processes have their own
+        with importing(f"dali-train {options.command}"):
+            from dali_train.commands.train import run
+
         result = run(config, num_processes=_num_processes(options.num_processes))
     else:
+        stop_requests = StopRequests(config.run.max_seconds)  # before torch: a signal during its import would kill
+        with importing(f"dali-train {options.command}"):
+            from dali_train.commands.train import run_rank
+
         try:
             result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
         except KeyboardInterrupt:

@@ -54,21 +54,48 @@ def test_results_come_by_rank_whatever_port_is_taken(monkeypatch: pytest.MonkeyP
         launch_locally(place, "here", num_processes=0)
 
 
-def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
+def start_sleeper(
+    directory: Path, *, ranks: int = 1, guard: str = "if __name__ == '__main__': "
+) -> subprocess.Popen[str]:
+    """A script that starts ranks which sleep, in a process group of its own, like a terminal's."""
     script = "import sys; from pathlib import Path; from tests.test_local_launch import sleep, launch_locally\n"
-    script += "if __name__ == '__main__': launch_locally(sleep, Path(sys.argv[1]), num_processes=1)"
-    (tmp_path / "script.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    parent = subprocess.Popen(
-        [sys.executable, tmp_path / "script.py", tmp_path], env=environment, stdout=subprocess.PIPE
+    script += f"{guard}launch_locally(sleep, Path(sys.argv[1]), num_processes={ranks})"
+    (directory / "script.py").write_text(script)
+    words, environment = (
+        [sys.executable, directory / "script.py", directory],
+        {**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, env=environment, **pipes, text=True, start_new_session=True)
+
+
+def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
+    parent = start_sleeper(tmp_path)
     while not (tmp_path / "0").exists():
         assert parent.poll() is None
         time.sleep(0.1)
     parent.send_signal(signal.SIGKILL)
-    assert parent.stdout is not None
-    parent.stdout.read()  # until the last process that has it is gone
-    parent.wait()
+    parent.communicate()  # until the last process that has its output is gone
+
+
+def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
+    """A terminal sends it to them too, in the middle of their imports."""
+    parent = start_sleeper(tmp_path, ranks=2)
+    children = Path(f"/proc/{parent.pid}/task")
+    while sum(len(path.read_text().split()) for path in children.glob("*/children")) < 3:  # and multiprocessing's own
+        assert parent.poll() is None
+        time.sleep(0.01)
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.communicate() == ("", "stopped before training began: Ctrl-C\n")
+    assert parent.returncode == 75
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    parent = start_sleeper(tmp_path, guard="")
+    errors = parent.communicate()[1]
+    assert parent.returncode == 1
+    assert errors.splitlines()[-1].endswith('put the call under `if __name__ == "__main__":`')
+    assert errors.count("Traceback") == 1, "that of the script"
 
 
 @pytest.mark.usefixtures("forked_launch")

@@ -6,7 +6,7 @@ an error, since gradients of any recipes can be averaged, and collectives that o
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,14 @@ def _settings(config: Config, device: torch.device) -> dict[str, Any]:
         del settings[name]
     for name in _DIRECTORIES:
         settings[name] = settings[name] and "a directory"
-    # Only a class or a function has the same name in every process.
-    settings["hooks.user"] = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in config.hooks.user]
+    settings["hooks.user"] = hook_names(config.hooks.user)
     settings["run.device"] = device.type  # which `auto` chose
     return settings
+
+
+def hook_names(hooks: Sequence[Callable[[], Any]]) -> list[str]:
+    """Return the names of hooks, which are the same in every process: a functools.partial has only an address."""
+    return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
 
 
 def _by_name(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

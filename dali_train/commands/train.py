@@ -20,15 +20,17 @@ from dali_train.checkpoint.mirror import mirrored
 from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.commands.environment import describe_run, device_name
-from dali_train.commands.equal_ranks import require_equal_ranks
+from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.commands.run import Run, RunResult
 from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.standard import make_hooks
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.agreement import StepAgreement
 from dali_train.runtime.launch import Launch, LaunchOptions
-from dali_train.runtime.local_launch import launch_locally
+from dali_train.runtime.local_launch import count_processes, launch_locally
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.stop import StopRequests
 from dali_train.runtime.watchdog import Watchdog
@@ -61,12 +63,16 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
         RunError: the run failed; the message says why.
     """
     if num_processes is not None:
-        if isinstance(config, Config) and config.hooks.user:
+        config = load_config(config) if isinstance(config, Path | str) else config
+        if config.hooks.user and not config.files:
             raise ConfigError(
-                "hooks.user cannot be passed to other processes: pass the path of the config file to `run`, or use "
-                "torchrun"
+                "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
+                "or use torchrun"
             )
-        results = launch_locally(_run_or_mistake, config, num_processes=num_processes)
+        layout = Layout.from_config(Launch(world_size=count_processes(num_processes), port=1), config.parallel)
+        check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
+        hooks, config = hook_names(config.hooks.user), config.replace({"hooks.user": ()})  # which may not pickle
+        results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
         result = next((result for result in results.values() if isinstance(result, Exception)), results[0])
         if isinstance(result, Exception):
             result.is_said = False  # no rank has printed it
@@ -80,11 +86,22 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
         stop_requests.close()
 
 
-def _run_or_mistake(config: Config | Path | str) -> RunResult | ConfigError | DatasetError:
-    """Run in a separate process, and return an error for the parent to raise, instead of printing a traceback."""
+def _run_or_mistake(config: Config, hooks: list[str]) -> RunResult | ConfigError | DatasetError:
+    """Run in a separate process, and return an error for the parent to raise, instead of printing a traceback.
+
+    Args:
+        hooks: names of the hooks.user that the config's file defines.
+    """
     try:
-        if isinstance(config, Config) and config.files:
-            load_config(next(iter(config.files)))  # registers the user's own models and losses in this process too
+        if config.files:
+            path = next(iter(config.files))
+            user = load_config(path).hooks.user  # also registers the user's models and losses in this process
+            if hooks and hook_names(user) != hooks:
+                raise ConfigError(
+                    f"hooks.user is {', '.join(hooks)}, but {path} has {', '.join(hook_names(user)) or 'none'}: the "
+                    "processes of num_processes have only those of the file; set hooks.user there, or use torchrun"
+                )
+            config = config.replace({"hooks.user": user if hooks else ()})
         return run(config)
     except (ConfigError, DatasetError) as error:
         return error

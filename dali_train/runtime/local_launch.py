@@ -11,11 +11,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -25,13 +26,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import LOCAL
 from dali_train.runtime.orphan import exit_if_launcher_dies
+from dali_train.runtime.status import START_AGAIN
+from dali_train.runtime.stop import StopReason
 
 Result = TypeVar("Result")
 
 _POLL_S = 0.2
 _FIRST_POLL_S = 0.01  # until all processes are known: one may die at once
 _LATER_S = 2.0  # the agent takes the failure with the earliest time, in seconds, as the cause
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_FORWARDED = {signal.SIGINT: StopReason.INTERRUPT, signal.SIGTERM: StopReason.TERM, signal.SIGUSR1: StopReason.USR1}
+_UNGUARDED = 87  # exit status of a new process that would start processes itself
 
 
 def launch_locally(
@@ -42,7 +46,8 @@ def launch_locally(
     The processes are spawned, not forked, so this may be called when CUDA is already in use; `function`, `arguments`
     and results must be picklable. No process outlives this one. Their output appears in this process's output, for
     example in the cell of a notebook. If called in the main thread, SIGINT (Ctrl-C, a notebook's interrupt), SIGTERM
-    and SIGUSR1 are forwarded to one rank, and `function` must then end on all ranks; a second SIGINT kills them.
+    and SIGUSR1 are forwarded to one rank once it handles SIGUSR1, and `function` must then end on all ranks; before
+    that, and at a second SIGINT, all processes are killed.
 
     Args:
         num_processes: auto: one per GPU, or one without GPUs.
@@ -51,13 +56,14 @@ def launch_locally(
         The result of each rank, by rank.
 
     Raises:
-        ConfigError: `num_processes` is less than 1.
+        ConfigError: `num_processes` is less than 1, or this process is one of those that another call has started.
         RunError: a rank failed, and the others were ended.
         KeyboardInterrupt: a second SIGINT, or one that `function` does not handle.
+        SystemExit: with status 75, after a signal before `function` handled it, or if it ended with that status.
     """
-    count = max(1, torch.cuda.device_count()) if num_processes == "auto" else num_processes
-    if count < 1:
-        raise ConfigError(f"num_processes is {count}: use at least 1, or auto for one per GPU")
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # while it imports the script that called this
+        os._exit(_UNGUARDED)
+    count = count_processes(num_processes)
     with TemporaryDirectory(prefix="dali-train-") as logs, ThreadPoolExecutor(1, "agent") as thread, _quiet_agent():
         config = LaunchConfig(
             min_nodes=1,
@@ -75,20 +81,37 @@ def launch_locally(
         with _Ranks(count) as ranks:
             # In the main thread the agent would install signal handlers that end all ranks at the first signal, and
             # never restore the old ones.
-            launched = thread.submit(elastic_launch(config, _work), function, *arguments)
+            launched = thread.submit(_start, elastic_launch(config, _work), function, *arguments)
             ranks.supervise(launched)
-        try:
-            results: dict[int, Result] = launched.result()
-        except ChildFailedError as error:
-            if ranks.num_interrupts:
-                raise KeyboardInterrupt from None
-            raise RunError(ranks.explain(*error.get_first_failure())) from None
+    error = launched.exception()
+    if isinstance(error, ChildFailedError):
+        ranks.raise_for(*error.get_first_failure())
+    results: dict[int, Result] = launched.result()
     return results
+
+
+def count_processes(num_processes: int | Literal["auto"]) -> int:
+    """Return how many processes to start. Raises ConfigError: less than 1."""
+    count = max(1, torch.cuda.device_count()) if num_processes == "auto" else num_processes
+    if count < 1:
+        raise ConfigError(f"num_processes is {count}: use at least 1, or auto for one per GPU")
+    return count
+
+
+def _start(launch: Callable[..., dict[int, Result]], *arguments: Any) -> dict[int, Result]:
+    """Start the processes with signals blocked, which they inherit from this thread: a terminal sends Ctrl-C to them
+    too, and in the seconds in which they import torch it would be a traceback."""
+    resource_tracker.ensure_running()  # its start unblocks signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    return launch(*arguments)
 
 
 def _work(function: Callable[..., Result], *arguments: Any) -> Result:
     # a terminal and a notebook send SIGINT to the process group: only the parent handles it, and forwards it
     os.setsid()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which drops one that is pending
+    signal.signal(signal.SIGINT, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     exit_if_launcher_dies()
     try:
         return function(*arguments)
@@ -109,6 +132,8 @@ class _Ranks:
         self._processes: list[BaseProcess] = []  # by rank
         self._first_ended: set[int] = set()  # ranks; the agent ends the others then
         self._pending: list[int] = []  # signals to forward
+        self._has_begun = False  # rank 0 handles signals
+        self._stopped = StopReason.NONE  # before that
 
     def __enter__(self) -> "_Ranks":
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -133,11 +158,29 @@ class _Ranks:
             if not self._first_ended:  # by what does not reap them: that is the agent's part
                 ended = connection.wait([process.sentinel for process in self._processes], timeout=0)
                 self._first_ended = {rank for rank, process in enumerate(self._processes) if process.sentinel in ended}
-            if self.num_interrupts > 1:
+            self._has_begun = self._has_begun or _handles_signals(self._processes[0])
+            if self._pending and not self._has_begun:
+                self._stopped = _FORWARDED[signal.Signals(self._pending[0])]
+            if self.num_interrupts > 1 or self._stopped:
                 for process in self._processes:
                     process.kill()
             elif self._pending:
                 os.kill(self._processes[0].pid or 0, self._pending.pop(0))
+
+    def raise_for(self, rank: int, failure: ProcessFailure) -> NoReturn:
+        """Raise what `launch_locally` says, when `rank` was the first to fail."""
+        if self._stopped and self.num_interrupts < 2:
+            print(f"stopped before training began: {self._stopped.describe()}", file=sys.stderr, flush=True)
+        if self._stopped or failure.exitcode == START_AGAIN:
+            raise SystemExit(START_AGAIN)
+        if self.num_interrupts:
+            raise KeyboardInterrupt("ended without saving")
+        if failure.exitcode == _UNGUARDED:
+            raise ConfigError(
+                "num_processes starts processes that import this script, whose call would start more: put the call "
+                'under `if __name__ == "__main__":`'
+            )
+        raise RunError(self.explain(rank, failure))
 
     def explain(self, rank: int, failure: ProcessFailure) -> str:
         """Describe why the first rank failed; or which rank was killed, since the others then fail in collectives."""
@@ -157,6 +200,16 @@ class _Ranks:
         said, trace = str(message["message"]), str(message["extraInfo"]["py_callstack"])
         text = said.removeprefix("RunError: ") if said.startswith("RunError: ") else trace.strip()
         return f"rank {rank} of {self._count} failed: {text}"
+
+
+def _handles_signals(process: BaseProcess) -> bool:
+    """Return whether a process has a handler for SIGUSR1, as its StopRequests install."""
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except OSError:  # it has ended
+        return False
+    caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(caught >> signal.SIGUSR1 - 1 & 1)
 
 
 def _inherit_output() -> bool:
