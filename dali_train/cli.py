@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, settings = _split_settings(argv)
     options, unknown = command_parser().parse_known_args(words)
     options.launch = vars(launch)
+    if getattr(options, "config", "") is None and unknown and unknown[0].endswith((".py", ".json")):
+        options.config = unknown.pop(0)  # `train photos.py` can only mean --config
     run = options.run if options.command == "data" else _COMMANDS[options.command]
     return run_command(f"dali-train {options.command}", lambda: run(options, [*unknown, *settings]))
 
@@ -96,6 +98,10 @@ def _num_processes(text: str) -> int | Literal["auto"]:
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    if options.directory is not None and options.directory.suffix == ".py":
+        raise ConfigError(
+            f"{options.directory}: eval takes a run directory; for a config write --config {options.directory}"
+        )
     if options.directory is not None:
         _run_own_parts(options)
         options.config = RunDirectory(options.directory).directory / "config.json"
@@ -120,9 +126,11 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 def _status(options: argparse.Namespace, overrides: list[str]) -> int:
     directories = options.directories or [Path(_config(options, overrides).run.dir)]
     for directory in options.directories:
-        if not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory; use a run directory")
-    # A pattern such as runs/* also matches other folders, such as a comparison's.
+        if not directory.exists() or (directory.is_file() and len(directories) == 1):
+            reason = "a file" if directory.exists() else "no such directory"
+            raise ConfigError(f"{directory}: {reason}; use a run directory")
+    # A pattern such as runs/* also matches files, and other folders such as a comparison's.
+    directories = [path for path in directories if not path.is_file()] or directories
     signs = ("config.json", "status.json", "run.lock")
     runs = [path for path in directories if any((path / sign).exists() for sign in signs)]
     if len(runs) > 1:
@@ -155,6 +163,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.plan import print_plan
 
+    _refuse_numbers(options, "num_images", "gpu_memory", "ranks_per_node", "price_per_gb", "price_per_1000_requests")
     print_plan(
         config,
         world_size=options.launch["world_size"],
@@ -173,8 +182,8 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"{' '.join(overrides)}: init takes no settings; edit the file that it writes")
     from dali_train.commands.init import write_config
 
-    output = options.output or Path(f"{Path(options.root).resolve().name}.py")
-    write_config(options.root, output, options.gpu_memory)
+    _refuse_numbers(options, "gpu_memory")
+    write_config(options.root, options.output, options.gpu_memory)
     return FINISHED
 
 
@@ -241,6 +250,14 @@ def _run_own_parts(options: argparse.Namespace) -> None:
             "that registers the run's own model"
         )
     load_config(options.config)
+
+
+def _refuse_numbers(options: argparse.Namespace, *names: str) -> None:
+    """Refuse options that are not positive numbers of a sensible size."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= 1e15:  # nan is neither
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: use a number over 0, at most 1e15")
 
 
 def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:

@@ -3,6 +3,7 @@ remedy. `explain` is the boundary between these, which end a command with one li
 
 import errno
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,10 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     for cause in _chain(error):  # libraries wrap it in errors of their own
         if isinstance(cause, KeyboardInterrupt):
             return str(cause) or "stopped with Ctrl-C", 130
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):  # torch's, GPU and CPU
+        tried = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
+        remedy = "reduce batch.micro_batch; `dali-train plan --gpu-memory GB` finds the largest that fits"
+        return f"out of memory{f' for {tried[1]} more' if tried else ''}: {remedy}", 1
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if any(map(_is_users, files)):
         return None
@@ -43,7 +48,10 @@ def explain(error: BaseException) -> tuple[str, int] | None:
         reason = error.strerror or str(error) or type(error).__name__
         return (reason if error.filename is None else f"{error.filename}: {reason}"), 1
     if isinstance(error, MemoryError):
-        return f"out of memory{f': {error}' if str(error) else ''}; use smaller batches, or a machine with more", 1
+        return (
+            f"out of memory{f': {error}' if str(error) else ''}; reduce batch.micro_batch, or use a machine with more",
+            1,
+        )
     if isinstance(error, RecursionError) and not _is_ours(files[-1]):  # a parser's: json, ast, pickle
         return "a file or value is nested too deeply: write it anew", 1
     if isinstance(error, UnicodeError):

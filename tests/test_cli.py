@@ -49,7 +49,7 @@ def test_plan_of_a_dataset_and_of_a_number(tiny_config: Path, capsys: pytest.Cap
     assert main(["plan", "--config", str(tiny_config), "--num-images", "320"]) == 0
     assert "steps          40 in 4 epochs, 10.00 per epoch" in capsys.readouterr().out
     assert main(["plan", "--config", str(tiny_config), "--num-images", "0"]) == 2
-    assert "--num-images is 0: use a positive number" in capsys.readouterr().err
+    assert "--num-images is 0: use a number over 0" in capsys.readouterr().err
 
 
 def test_plan_shows_what_is_in_no_config(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +101,13 @@ def test_plan_tells_the_order_and_idle_ranks_in_words(tiny_config: Path, capsys:
             f"eval --config {B16}",
             "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights",
         ),
+        ("train photos.py", "--config photos.py: this file does not exist"),
+        ("eval photos.py", "photos.py: eval takes a run directory; for a config write --config photos.py"),
+        ("status photos.py", "photos.py: no such directory; use a run directory"),
+        (f"status {B16}", "vit-b16.py: a file; use a run directory"),
+        (f"plan --config {B16} --gpu-memory nan", "--gpu-memory is nan: use a number over 0"),
+        (f"plan {B16} --ranks-per-node -1", "--ranks-per-node is -1: use a number over 0"),
+        ("init nowhere --gpu-memory inf", "--gpu-memory is inf: use a number over 0"),
         ("diff a b c", "a b c: diff compares two runs, but 3 are given"),
         ("doctor frobnicate", "frobnicate: without --config FILE doctor takes no further arguments"),
         (f"doctor --config {B16} frobnicate", "'frobnicate' belongs to no setting"),
@@ -145,6 +152,7 @@ FAULTS: list[tuple[BaseException, int, str]] = [
     (OSError(28, "No space left on device"), 1, "No space left on device"),
     (ConnectionError("the store answers 503"), 1, "the store answers 503"),
     (MemoryError(), 1, "out of memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), 1, "for 4 bytes more"),
     (RecursionError("maximum recursion depth exceeded"), 1, "nested too deeply"),
     (UnicodeDecodeError("utf-8", b"caf\xe9", 3, 4, "invalid"), 1, r"b'caf\xe9'"),
     (UnicodeEncodeError("utf-8", "caf\udce9", 3, 4, "surrogates"), 1, r"'caf\udce9'"),
@@ -193,6 +201,13 @@ def test_signals_while_torch_is_imported(number: signal.Signals, status: int, pl
     _, printed = process.communicate(timeout=60)
     assert process.returncode == status
     assert printed.startswith("dali-train export: stopped with ") and printed.count("\n") == 1
+
+
+def test_status_of_a_pattern_with_files(plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("which run is which")
+    assert main(["status", str(plain_run), str(plain_run), str(tmp_path / "notes.txt")]) == 0
+    assert capsys.readouterr().out.count("finished") == 2
+    assert main(["status", str(plain_run), str(tmp_path / "notes.txt")]) == 0
 
 
 def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

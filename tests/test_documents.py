@@ -12,6 +12,7 @@ from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 
 from .conftest import REPOSITORY, Train, jpeg, photograph, write_shard
+from .s3_server import S3Server
 
 SMALL = ("--model.name", "test_resnet", "--batch.global_batch", "4", "--batch.micro_batch", "4", "--run.max_steps", "1")
 
@@ -70,8 +71,8 @@ def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run
     [
         (28, 0, "train_size=28 eval_size=28 crop_side=28 crop_padding=3 eval_resize_to=28 dali_resnet34_cifar"),
         (28, 9, "train_size=28 eval_size=28 crop_area=(0.35, dali_resnet34_cifar"),
-        (150, 0, "train_size=128 eval_size=128 resnet50"),
-        (300, 5, "train_size=224 eval_size=224 resnet50"),
+        (150, 0, "train_size=128 eval_size=128 resnet18"),
+        (300, 5, "train_size=128 eval_size=128 resnet18"),
     ],
 )
 def test_init_fits_what_lies_there(
@@ -82,11 +83,20 @@ def test_init_fits_what_lies_there(
     write_shard(root / "train" / "train-00000-of-00001", records)
     build_index(root)
     assert main(["init", str(root), "--output", str(path)]) == 0
-    assert "4 images to train on in 2 classes, none to validate" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "4 images to train on in 2 classes, none to validate" in printed
+    assert re.search(r"about \d.* per epoch on this machine's CPU, \d.* for \d+ epochs, with a small", printed)
     assert all(part in path.read_text() for part in lines.split())
     assert load_config(path).data.root == str(root) and load_config(path).batch.micro_batch == 32
     assert main(["init", str(root), "--output", str(path)]) == 2
     assert f"--output {path}: this file exists" in capsys.readouterr().err
+
+
+def test_init_of_a_bucket(dataset: Path, s3_server: S3Server, tmp_path: Path) -> None:
+    url, path = "s3://bucket/photos", tmp_path / "config.py"
+    assert main(["data", "subset", str(dataset), "--classes", "3", "--out", url]) == 0
+    assert main(["init", url, "--output", str(path)]) == 0
+    assert load_config(path).data.root == url
 
 
 def test_init_knows_the_gpu(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +105,6 @@ def test_init_knows_the_gpu(dataset: Path, tmp_path: Path, capsys: pytest.Captur
     assert "--gpu-memory is 2 GB, which does not fit one image" in capsys.readouterr().err
     assert main([*words, "16"]) == 0
     config = load_config(tmp_path / "new" / "config.py")
-    assert (config.batch.global_batch, config.batch.micro_batch) == (64, 64)
+    assert (config.batch.global_batch, config.batch.micro_batch, config.model.name) == (64, 64, "dali_resnet34_cifar")
     assert main(["init", str(dataset), "--output", str(tmp_path / "config.txt")]) == 2
     assert "not a Python file" in capsys.readouterr().err

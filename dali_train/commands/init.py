@@ -1,52 +1,120 @@
-"""``dali-train init``: write a config file that suits a dataset, with comments that explain the numbers."""
+"""``dali-train init``: write a config file that suits a dataset and the machine, with comments that explain it."""
 
 import json
-from pathlib import Path
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
 
-from dali_train.config import load_config
+from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.text import plural, printable
+from dali_train.runtime.object_store import is_remote
+from dali_train.text import duration, plural, printable
 from dali_train.training.memory import estimate_memory
+from dali_train.training.model import build_model
 
 _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
 _ON_CPU = 32
 """Images per micro-batch without a GPU, whose memory would be the limit."""
+_HOURS_ON_CPU = 1.0
+"""A run without a GPU gets as many epochs as fit into about this time, at least `_FEWEST_EPOCHS`."""
+_FEWEST_EPOCHS = 10
 
 
-def write_config(root: str, output: Path, gpu_memory_gb: float | None) -> None:
+@dataclass(frozen=True)
+class _Choice:
+    """What depends on the machine."""
+
+    on_cpu: bool
+    micro_batch: int
+    reason: str  # for the micro-batch
+    epochs: int
+    epochs_reason: str
+
+
+def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) -> None:
     """Write a config file for the dataset in `root`, and print a description of the dataset.
 
     Args:
-        output: a file that does not exist yet.
+        output: a file that does not exist yet; None: the dataset's name, in the current directory.
         gpu_memory_gb: memory of the GPU to train on; None: of this machine's GPU.
 
     Raises:
         ConfigError: the file exists, or not even one image fits into the memory.
         DatasetError: the dataset does not exist, or is damaged.
     """
+    if not is_remote(root):
+        root = str(Path(root))
+    if output is None:
+        name = PurePosixPath(root.partition("://")[2]).name if is_remote(root) else Path(root).resolve().name
+        output = Path(f"{name or 'config'}.py")
     if output.suffix != ".py" or output.exists():
         reason = "this file exists" if output.exists() else "not a Python file, whose name ends in .py"
         raise ConfigError(f"--output {output}: {reason}; use another name")
     split = Split(root, "train")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(_config_file(split, root, output, _ON_CPU, "enough to keep a CPU busy"))
-    if gpu_memory_gb is None and torch.cuda.is_available():
+    is_here = gpu_memory_gb is None  # the machine to train on is this one
+    if is_here and torch.cuda.is_available():
         gpu_memory_gb = torch.cuda.get_device_properties(0).total_memory / 1e9
+    most = 90 if len(split) >= 200_000 else 200
+    on_cpu = gpu_memory_gb is None
+    enough = "enough steps for a network with random initial weights"
+    choice = _Choice(on_cpu, _ON_CPU, "enough to keep a CPU busy", most, enough)
+    config = _loaded(_config_file(split, root, output, choice))
     if gpu_memory_gb is not None:
-        config = load_config(output)
-        memory = estimate_memory(config, split.num_classes)
-        largest = memory.largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
+        largest = estimate_memory(config, split.num_classes).largest_micro_batch(
+            gpu_memory_gb * 1e9, config.batch.global_batch
+        )
         if largest is None:
-            output.unlink()
             raise ConfigError(f"--gpu-memory is {gpu_memory_gb:g} GB, which does not fit one image: use a larger GPU")
         reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
-        output.write_text(_config_file(split, root, output, largest, reason))
-    print(f"{output}: {_describe(split)}")
+        choice = _Choice(on_cpu, largest, reason, most, enough)
+    message = f"{output}: {_describe(split)}"
+    if is_here:
+        batch = dict(
+            global_batch=config.batch.global_batch, micro_batch=min(config.batch.global_batch, choice.micro_batch)
+        )
+        device = torch.device("cpu" if on_cpu else "cuda")
+        epoch_s = len(split) * _seconds_per_image(config.replace(batch=batch), split.num_classes, device)
+        if on_cpu:
+            fitting = max(_FEWEST_EPOCHS, min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
+            reason = enough if fitting == most else f"about {duration(fitting * epoch_s)} here; {most} are better"
+            choice = _Choice(on_cpu, _ON_CPU, reason=choice.reason, epochs=fitting, epochs_reason=reason)
+        message += (
+            f"\nabout {duration(epoch_s)} per epoch on this machine's {'CPU' if on_cpu else 'GPU'}, "
+            f"{duration(choice.epochs * epoch_s)} for {choice.epochs} epochs"
+        )
+        if on_cpu:
+            message += ", with a small network; for a larger one and a GPU, add --gpu-memory GB"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(_config_file(split, root, output, choice))
+    print(message)
+
+
+def _loaded(text: str) -> Config:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.py"
+        path.write_text(text)
+        return load_config(path)
+
+
+def _seconds_per_image(config: Config, num_classes: int, device: torch.device) -> float:
+    """Measure a forward and backward pass of one micro-batch, the second of two."""
+    model = build_model(config, num_classes, device).train()
+    size, count = config.data.train_size, max(2, config.batch.micro_batch)  # batch statistics need two images
+    images = torch.randn(count, 3, size, size, device=device)
+    seconds = float("inf")
+    for _ in range(2):
+        start = time.perf_counter()
+        model(images).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds / count
 
 
 def _describe(split: Split) -> str:
@@ -59,12 +127,12 @@ def _describe(split: Split) -> str:
     )
 
 
-def _images(split: Split) -> tuple[list[str], bool]:
+def _images(split: Split, on_cpu: bool) -> tuple[list[str], bool]:
     """Return the lines of the section data on sizes and crops, and whether the images are small."""
     heights, widths = split.rows["height"], split.rows["width"]
     side = int(np.median(np.minimum(heights, widths)))
     if side >= _SMALL:
-        size = min(224, side // 32 * 32)
+        size = min(128 if on_cpu else 224, side // 32 * 32)
         return [
             f"train_size={size},  # pixels; the shorter side of the images is {side}",
             f"eval_size={size},",
@@ -78,16 +146,25 @@ def _images(split: Split) -> tuple[list[str], bool]:
     return [*lines, "crop_area=(0.35, 1.0),  # the usual minimum of 0.08 is too small a part of a small image"], True
 
 
-def _config_file(split: Split, root: str, output: Path, micro_batch: int, reason: str) -> str:
-    images, small = _images(split)
-    network = (
-        'name="dali_resnet34_cifar",  # ResNet-34 that keeps the resolution of small images; or any timm model'
-        if small
-        else 'name="resnet50",  # or any timm model\n'
-        '        # weights="resnet50.a1_in1k",  # pretrained weights: use a tenth of rate and epochs'
-    )
+_NETWORKS = {
+    (False, False): 'name="resnet50",  # or any timm model\n'
+    '        # weights="resnet50.a1_in1k",  # pretrained weights: use a tenth of rate and epochs',
+    (False, True): 'name="resnet18",  # small, for a CPU; or any timm model\n'
+    '        # weights="resnet18.a1_in1k",  # pretrained weights: use a tenth of rate and epochs',
+    (
+        True,
+        False,
+    ): 'name="dali_resnet34_cifar",  # ResNet-34 that keeps the resolution of small images; or any timm model',
+    (True, True): 'name="dali_resnet34_cifar",  # keeps the resolution of small images; or any timm model\n'
+    "        kwargs=dict(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256)),  # ResNet-10 of half the width, for a CPU",
+}
+"""(small images, on a CPU) -> lines of the section model."""
+
+
+def _config_file(split: Split, root: str, output: Path, choice: _Choice) -> str:
+    images, small = _images(split, choice.on_cpu)
+    network = _NETWORKS[small, choice.on_cpu]
     batch = 256 if len(split) >= 50_000 else 128 if len(split) >= 5_000 else 64
-    epochs = 90 if len(split) >= 200_000 else 200
     data = "\n        ".join(images)
     file, run = printable(str(output)), f"runs/{output.stem}"
     return f"""# {_describe(split)}.
@@ -102,7 +179,7 @@ from dali_train.config import *
 
 config = Config(
     data=DataConfig(
-        root={json.dumps(str(Path(root)))},
+        root={json.dumps(root)},
         {data}
         normalise="imagenet",
     ),
@@ -112,14 +189,14 @@ config = Config(
     ),
     # The usual learning rate of ResNets for a batch of 256 images; it is scaled to the batch below.
     optimizer=OptimizerConfig(name="sgd", lr=0.1, scale_lr="linear", weight_decay=5e-4, clip_grad_norm=None),
-    schedule=ScheduleConfig(name="cosine", warmup_epochs=5),
+    schedule=ScheduleConfig(name="cosine", warmup_epochs={min(5, choice.epochs // 5)}),
     loss=LossConfig(label_smoothing=0.1),
-    # Images per step on all GPUs together, and per pass on one GPU: {reason}.
-    batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, micro_batch)}),
+    # Images per step on all GPUs together, and per pass on one GPU: {choice.reason}.
+    batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, choice.micro_batch)}),
     # precision=PrecisionConfig(dtype="bf16"),  # faster on GPUs since Ampere
     run=RunConfig(
         dir={json.dumps(run)},
-        epochs={epochs},  # enough steps for a network with random initial weights
+        epochs={choice.epochs},  # {choice.epochs_reason}
     ),
 )
 """

@@ -1,17 +1,18 @@
 """The global batch and its micro-batches."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from dali_train.config.check import Count, require, section
+from dali_train.config.check import Rule, require, section
 from dali_train.errors import ConfigError
 
 
 @section("batch")
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    global_batch: Count
+    global_batch: Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
     """Images per optimizer step, over all ranks and all accumulated micro-batches."""
-    micro_batch: Count
+    micro_batch: Annotated[int, Rule("a whole number from 1 to 65,536", 1, 1 << 16)]
     """Images per forward and backward pass on one rank."""
 
     def __post_init__(self) -> None:

@@ -50,8 +50,8 @@ UNDER_1 = math.nextafter(1.0, 0.0)
 Count = Annotated[int, Rule("a whole number from 1 to 10**15", 1, 10**15)]
 CountOr0 = Annotated[int, Rule("a whole number from 0 to 10**15", 0, 10**15)]
 Pixels = Annotated[int, Rule("a number of pixels from 1 to 65,500", 1, 65_500)]  # the largest side of a JPEG
-Positive = Annotated[float, Rule("a finite number over 0", OVER_0)]
-NotNegative = Annotated[float, Rule("a finite number from 0 on", 0)]
+Positive = Annotated[float, Rule("a number over 0, at most 1e30", OVER_0, 1e30)]  # times a rate it fits into float32
+NotNegative = Annotated[float, Rule("a number from 0 on, at most 1e30", 0, 1e30)]
 Fraction = Annotated[float, Rule("a fraction from 0 to 1", 0, 1)]
 Directory = Annotated[str, Rule("the name of a directory")]
 
@@ -227,7 +227,7 @@ _IS_VALID: dict[Any, Callable[[Any], bool]] = {
     float: lambda value: (
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     ),
-    str: lambda value: isinstance(value, str | os.PathLike) and value != "",
+    str: lambda value: isinstance(value, str | os.PathLike) and value != "" and "\0" not in str(value),
     type(None): lambda value: value is None,
 }
 _WORDS: dict[Any, str] = {

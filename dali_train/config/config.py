@@ -38,8 +38,8 @@ NEED_INDEX: dict[str, Any] = {
 }
 """Settings that data.reader dali does not support, with the value that turns them off."""
 
-KWARGS = "model.kwargs."
-"""The prefix of a model argument's name, as in ``model.kwargs.drop_path_rate``."""
+KWARGS = ("model.kwargs.", "optimizer.kwargs.")
+"""The prefixes of arguments' names, as in ``model.kwargs.drop_path_rate``: each argument is a setting of its own."""
 
 
 @section("")
@@ -191,7 +191,8 @@ class Config:
         """Return this config with some values changed: ``config.replace(batch=dict(global_batch=64, micro_batch=8))``.
 
         The result is checked once, after all changes, so that dependent fields can change together. ``model.kwargs``
-        are changed one by one, None removing one; the name ``model.kwargs`` replaces all of them.
+        are changed one by one, None removing one; the name ``model.kwargs`` replaces all of them. ``optimizer.kwargs``
+        are changed one by one only by full name, since another optimizer has others.
 
         Args:
             changes: values by full name: ``{"batch.global_batch": 64, "model.kwargs.drop_path_rate": 0.1}``.
@@ -202,10 +203,12 @@ class Config:
         """
         changes = {**dict(_by_full_name(sections)), **(changes or {})}
         groups: dict[str, dict[str, Any]] = defaultdict(dict)
-        kwargs = {name.removeprefix(KWARGS): value for name, value in changes.items() if name.startswith(KWARGS)}
-        if kwargs:
-            arguments = {**changes.get("model.kwargs", self.model.kwargs), **kwargs}
-            groups["model"]["kwargs"] = {name: value for name, value in arguments.items() if value is not None}
+        for prefix in KWARGS:
+            kwargs = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
+            if kwargs:
+                whole, group = prefix.removesuffix("."), prefix.partition(".")[0]
+                arguments = {**changes.get(whole, getattr(self, group).kwargs), **kwargs}
+                groups[group]["kwargs"] = {name: value for name, value in arguments.items() if value is not None}
         for name, value in changes.items():
             if name.startswith(KWARGS):
                 continue
@@ -252,7 +255,7 @@ SETTINGS = dict(_settings(Config))
 def _by_full_name(sections: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in sections.items():
         inside = f"{prefix}{name}."
-        is_section = not prefix or inside == KWARGS or any(setting.startswith(inside) for setting in SETTINGS)
+        is_section = not prefix or inside == KWARGS[0] or any(setting.startswith(inside) for setting in SETTINGS)
         if isinstance(value, Mapping) and is_section:
             yield from _by_full_name(value, inside)
         else:

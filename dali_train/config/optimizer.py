@@ -20,8 +20,8 @@ class OptimizerConfig:
     name: str = "lamb"
     """An optimizer that timm knows (timm.optim.list_optimizers()): lamb, adamw, sgd, lars, muon, ..."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the optimizer's constructor, such as momentum or nesterov for sgd, bias_correction for lamb.
-    They replace all of those that the config had."""
+    """More arguments of the optimizer's constructor, such as momentum or nesterov for sgd, bias_correction for lamb. On
+    the command line each is a setting: --optimizer.kwargs.momentum 0.8 sets it, and none instead of 0.8 removes it."""
     weight_decay: NotNegative = 0.0
     """Weight decay, which LAMB adds to its update before the trust ratio."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)

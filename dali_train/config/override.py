@@ -60,8 +60,9 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
 
 def _name(written: str) -> str:
     name = written.replace("-", "_")
-    if name.startswith(KWARGS) and name != KWARGS:
-        return KWARGS + written[len(KWARGS) :]  # kept as typed
+    for prefix in KWARGS:
+        if name.startswith(prefix) and name != prefix:
+            return prefix + written[len(prefix) :]  # kept as typed
     if name not in SETTINGS:
         raise ConfigError(unknown_setting(written, SETTINGS, prefix="--"))
     return name
