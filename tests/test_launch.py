@@ -4,6 +4,7 @@ The environments are those of torchrun 2.15 and Slurm 22.05; test_slurm.py check
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from dali_train.cli import main
 from dali_train.config import ParallelConfig, TensorConfig
 from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
@@ -84,7 +83,9 @@ def test_colossalai_options() -> None:
 
 
 def test_ports_of_two_steps_differ() -> None:
-    assert discover(NOTHING, SRUN).port != discover(NOTHING, {**SRUN, "SLURM_STEP_ID": "1"}).port
+    """Of one job, and of jobs with adjacent numbers, such as an array's."""
+    jobs = [{**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(7, 10) for step in range(9)]
+    assert len({discover(NOTHING, variables).port for variables in jobs}) == len(jobs)
     exported = {**SRUN, "MASTER_ADDR": "n2", "MASTER_PORT": "4242"}
     assert (discover(NOTHING, exported).host, discover(NOTHING, exported).port) == ("n2", 4242)
 
@@ -92,10 +93,25 @@ def test_ports_of_two_steps_differ() -> None:
 @pytest.mark.parametrize(
     ("options", "environ", "message"),
     [
-        (NOTHING, {"WORLD_SIZE": "2"}, "RANK and WORLD_SIZE, but the environment variable RANK is missing"),
+        (NOTHING, {"RANK": "0"}, "RANK and WORLD_SIZE, but the environment variable WORLD_SIZE is missing: set it"),
         (NOTHING, {**TORCHRUN, "LOCAL_RANK": "first"}, "torchrun.*LOCAL_RANK is 'first'"),
-        (NOTHING, {**TORCHRUN, "RANK": "4"}, "rank 4 of world size 4"),
-        (NOTHING, {**TORCHRUN, "MASTER_PORT": "99999"}, "port 99999, expected one from 1 to 65535"),
+        (NOTHING, {**TORCHRUN, "RANK": "4"}, "RANK is '4', .*less than WORLD_SIZE, which is 4: start all ranks with"),
+        (NOTHING, {**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT is '99999', .*from 1 to 65535"),
+        (NOTHING, {**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is '', no name: start all ranks with torchrun"),
+        (NOTHING, {**TORCHRUN, "MASTER_ADDR": "a b\n"}, r"MASTER_ADDR is 'a b\\n', no name"),
+        (NOTHING, {**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0', .*from 1 to"),
+        (NOTHING, {**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK is '2', .*less than LOCAL_WORLD_SIZE, which is 2"),
+        (NOTHING, {**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9{40,80}…', not a whole number"),
+        (NOTHING, {**TORCHRUN, "RANK": "-1"}, "RANK is '-1', not a whole number"),
+        (
+            NOTHING,
+            {**SRUN, "SLURM_NTASKS": "0"},
+            "SLURM_NTASKS is '0', .*start all ranks with srun",
+        ),
+        (NOTHING, {**SRUN, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is ''"),
+        (NOTHING, {**SRUN, "MASTER_PORT": "0"}, "MASTER_PORT is '0'"),
+        (LaunchOptions(world_size=2, rank=2, host="n1", port=1), {}, "--rank is 2 with --world_size 2"),
+        (LaunchOptions(world_size=2, rank=0, host="n1", port=0), {}, "--port is 0: use 1 to 65535"),
         (NOTHING, {**SRUN, "SLURM_PROCID": ""}, "srun.*SLURM_PROCID is ''"),
         (NOTHING, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_STEP_TASKS_PER_NODE is 4.* no node 1"),
         (NOTHING, {**SRUN, "WORLD_SIZE": "8"}, "two launchers at once: WORLD_SIZE is 8.* 4"),
@@ -112,20 +128,17 @@ def test_wrong_environments_are_explained(options: LaunchOptions, environ: dict[
         discover(options, environ)
 
 
-def test_one_mistake_is_said_by_one_rank_and_ends_torchruns_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failures = {}
-    for rank in (1, 0):
-        file = tmp_path / f"{rank}.json"
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert main(["train", "--config", "nowhere.py"]) == 2
-        failures[rank] = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=2, error_file=str(file))
+@pytest.mark.slow
+def test_one_rank_reports_a_mistake_and_torchruns_table_has_it() -> None:
+    """The other one waits to be ended, so that nothing in the table has a time to come."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dali_train", "train"]
+    ended = subprocess.run([*words, "--config", "nowhere.py"], capture_output=True, text=True, cwd=REPOSITORY)
     mistake = "dali-train train: --config nowhere.py: this file does not exist"
-    assert capsys.readouterr().err.count(mistake) == 1
-    table, root_cause = str(ChildFailedError("dali_train", failures)).split("Root Cause")
-    assert mistake not in table and "as another rank says" in table and mistake in root_cause
+    said, table = ended.stderr.split("Root Cause")
+    assert ended.returncode == 1
+    assert said.count(mistake) == 1 and table.count(mistake) == 1, ended.stderr
+    times = re.findall(r"time +: ([\d:_-]+)", table)
+    assert times and max(times) <= time.strftime("%Y-%m-%d_%H:%M:%S"), ended.stderr
 
 
 def test_slurm_notation() -> None:
@@ -134,6 +147,7 @@ def test_slurm_notation() -> None:
     assert first_host("rack1-[10-12]-gpu,x") == "rack1-10-gpu"
     assert first_host("login") == "login"
     assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
+    assert tasks_on_node("2(x999999999)", 7) == 2
 
 
 def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch) -> None:

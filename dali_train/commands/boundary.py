@@ -8,14 +8,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from dali_train.errors import UserError, explain
 from dali_train.runtime.imports import importing_torch
-from dali_train.runtime.launch import tell_torchrun
+from dali_train.runtime.launch import leave_to_torchrun, tell_torchrun
 from dali_train.text import printable
 
 
@@ -37,11 +36,11 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         is_said = isinstance(error, UserError) and error.is_said
     message, status = explained
     line = printable(f"{name}: {message}", keep="\n")
-    tell_torchrun(line, is_said=is_said)
-    if not is_said:  # in one write, including the line break, because several ranks may print at once
+    if is_said:
+        leave_to_torchrun()
+    else:  # in one write, including the line break, because several ranks may print at once
+        tell_torchrun(line)
         sys.stderr.write(line + "\n")
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(1)  # torchrun ends all ranks as soon as one has ended, also the one that prints the error
     if status == 128 + signal.SIGINT and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C while Python ends is no error of its own
     return status

@@ -7,6 +7,7 @@ A launcher's environment variables override ColossalAI's options (``--local_rank
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dali_train.errors import ConfigError
+from dali_train.text import shortened
 
+_PATIENCE_S = 10.0  # ranks start up to some seconds apart
+_LARGEST_PORT = (1 << 16) - 1
+_REMEDIES = {
+    "torchrun": "start all ranks with torchrun, or unset TORCHELASTIC_RUN_ID for a single process",
+    "RANK and WORLD_SIZE": "set it for every rank as torchrun does, or unset RANK and WORLD_SIZE for a single process",
+    "srun": "start all ranks with srun, or unset SLURM_STEP_ID for a single process",
+}
 LOCAL = "dali-train-"  # how the run id of `local_launch` begins, which sets torchrun's variables
 
 
@@ -40,15 +49,6 @@ class Launch:
     host: str = "localhost"  # where rank 0 listens
     port: int = 0
     launcher: str = "none"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"{self.launcher}: found rank {self.rank} of world size {self.world_size}, expected a rank from 0 to "
-                "the world size - 1"
-            )
-        if not 0 < self.port < 1 << 16 and self.world_size > 1:
-            raise ConfigError(f"{self.launcher}: found port {self.port}, expected one from 1 to 65535")
 
 
 def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) -> Launch:
@@ -78,6 +78,10 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
         raise ConfigError(f"--world_size is {options.world_size}: use at least 1, or leave it out")
     if options.world_size is not None and options.world_size > 1:
         rank = options.rank if options.rank is not None else options.local_rank
+        if rank is not None and not 0 <= rank < options.world_size:
+            raise ConfigError(f"--rank is {rank} with --world_size {options.world_size}: use 0 to world_size - 1")
+        if options.port is not None and not 0 < options.port <= _LARGEST_PORT:
+            raise ConfigError(f"--port is {options.port}: use 1 to {_LARGEST_PORT}")
         if rank is None or not options.host or options.port is None:
             raise ConfigError(
                 f"--world_size {options.world_size} without a launcher needs --rank, --host and --port too; "
@@ -106,29 +110,35 @@ def is_first_on_host(local_rank: int | None = None, environ: Mapping[str, str] =
     return next(str(number) for number in numbers if number is not None) == "0"
 
 
-def tell_torchrun(message: str, *, is_said: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Make torchrun show `message` in its table of failed ranks, at the end of the output.
-
-    Args:
-        is_said: another rank prints the same. Torchrun takes the earliest failure as the root cause, so this one is
-            dated later than that rank's, even if it happens some seconds before.
-    """
+def tell_torchrun(message: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Make torchrun show `message` in its table of failed ranks, at the end of the output."""
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        text = "as another rank says" if is_said else message
-        details = {"py_callstack": text, "timestamp": str(int(time.time()) + 60 * is_said)}
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+
+
+def leave_to_torchrun(environ: Mapping[str, str] = os.environ) -> None:
+    """Wait, when another rank reports the error, for torchrun to end this one: it ends all ranks as soon as one has
+    ended, also the one that is about to report, and takes the earliest failure as the root cause."""
+    if environ.get("TORCHELASTIC_ERROR_FILE"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_PATIENCE_S)
+        tell_torchrun("another rank reports the error", environ)
 
 
 def _from_variables(launcher: str, environ: Mapping[str, str]) -> Launch:
+    variables = _Variables(environ, launcher)
+    world_size = variables.number("WORLD_SIZE", least=1)
+    local_world_size = variables.number("LOCAL_WORLD_SIZE", least=1)
     return Launch(
-        rank=_number(environ, "RANK", launcher),
-        world_size=_number(environ, "WORLD_SIZE", launcher),
-        local_rank=_number(environ, "LOCAL_RANK", launcher),
-        local_world_size=_number(environ, "LOCAL_WORLD_SIZE", launcher),
-        host=_text(environ, "MASTER_ADDR", launcher),
-        port=_number(environ, "MASTER_PORT", launcher),
+        rank=variables.number("RANK", below=("WORLD_SIZE", world_size)),
+        world_size=world_size,
+        local_rank=variables.number("LOCAL_RANK", below=("LOCAL_WORLD_SIZE", local_world_size)),
+        local_world_size=local_world_size,
+        host=variables.text("MASTER_ADDR"),
+        port=variables.number("MASTER_PORT", least=1, most=_LARGEST_PORT),
         launcher=launcher,
     )
 
@@ -139,39 +149,44 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
     Only address and port may come from elsewhere. ColossalAI's --local_rank is the global rank, or 0 for all tasks if
     the batch shell expanded it, so global and local rank are Slurm's.
     """
-    launcher = "srun"
-    rank, world_size = _number(environ, "SLURM_PROCID", launcher), _number(environ, "SLURM_NTASKS", launcher)
+    variables = _Variables(environ, "srun")
+    world_size = variables.number("SLURM_NTASKS", least=1)
+    rank = variables.number("SLURM_PROCID", below=("SLURM_NTASKS", world_size))
     if options.world_size is not None and options.world_size != world_size:
         raise ConfigError(
             f"--world_size is {options.world_size}, but the Slurm step has SLURM_NTASKS {world_size} tasks: leave "
             "the option out"
         )
     for name, expected in (("RANK", rank), ("WORLD_SIZE", world_size)):
-        if name in environ and _number(environ, name, launcher) != expected:
+        if name in environ and variables.number(name) != expected:
             raise ConfigError(
                 f"two launchers at once: {name} is {environ[name]}, but in the Slurm step it would be {expected} "
                 f"(SLURM_PROCID {rank} of SLURM_NTASKS {world_size}); unset {name}, or start torchrun itself with srun"
             )
-    job, step = _number(environ, "SLURM_JOB_ID", launcher), _number(environ, "SLURM_STEP_ID", launcher)
     # Batch scripts often export these two, which is better than a guess.
-    port = _number(environ, "MASTER_PORT", launcher) if "MASTER_PORT" in environ else None
+    host = options.host or (variables.text("MASTER_ADDR") if environ.get("MASTER_ADDR") else None)
+    port = variables.number("MASTER_PORT", least=1, most=_LARGEST_PORT) if "MASTER_PORT" in environ else None
     return Launch(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environ, "SLURM_LOCALID", launcher),
-        local_world_size=tasks_on_node(
-            _text(environ, "SLURM_STEP_TASKS_PER_NODE", launcher), _number(environ, "SLURM_NODEID", launcher)
-        ),
-        host=options.host or environ.get("MASTER_ADDR") or first_host(_text(environ, "SLURM_STEP_NODELIST", launcher)),
-        # Steps of one job run side by side, so the step counts too. Below the ports that Linux hands out itself.
-        port=options.port or port or 20000 + (job * 37 + step) % 12000,
-        launcher=launcher,
+        local_rank=variables.number("SLURM_LOCALID"),
+        local_world_size=tasks_on_node(variables.text("SLURM_STEP_TASKS_PER_NODE"), variables.number("SLURM_NODEID")),
+        host=host or first_host(variables.text("SLURM_STEP_NODELIST")),
+        port=options.port or port or step_port(variables.number("SLURM_JOB_ID"), variables.number("SLURM_STEP_ID")),
+        launcher="srun",
     )
+
+
+def step_port(job: int, step: int) -> int:
+    """Return the port of a Slurm step, below those that Linux hands out itself. Steps of one job run side by side, and
+    so do jobs with adjacent numbers: each job has 37 ports of its own before the next one's begin."""
+    return 20000 + (job * 37 + step) % 12000
 
 
 def _check_torchrun_within_slurm(environ: Mapping[str, str]) -> None:
     """Refuse several independent torchruns, each of which would train the same run."""
-    tasks, agents = _number(environ, "SLURM_NTASKS", "srun"), _number(environ, "GROUP_WORLD_SIZE", "torchrun")
+    tasks = _Variables(environ, "srun").number("SLURM_NTASKS", least=1)
+    agents = _Variables(environ, "torchrun").number("GROUP_WORLD_SIZE", least=1)
     if tasks > 1 and agents == 1:
         raise ConfigError(
             f"two launchers at once: srun started {tasks} tasks (SLURM_NTASKS), each with its own torchrun "
@@ -191,26 +206,48 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
     Raises:
         ConfigError: the node does not exist.
     """
-    counts: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
-        counts += [int(count)] * int(repeat or 1)
-    if not 0 <= node < len(counts):
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks_per_node}, which has no node {node} (SLURM_NODEID)")
-    return counts[node]
+    first = 0
+    for count, repeat in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", tasks_per_node):
+        first += int(repeat or 1)
+        if node < first and int(count) > 0:
+            return int(count)
+    raise ConfigError(
+        f"SLURM_STEP_TASKS_PER_NODE is {shortened(tasks_per_node, 80)}, which has no node {node} (SLURM_NODEID): "
+        f"{_REMEDIES['srun']}"
+    )
 
 
-def _text(environ: Mapping[str, str], name: str, launcher: str) -> str:
-    try:
-        return environ[name]
-    except KeyError:
-        raise ConfigError(f"started by {launcher}, but the environment variable {name} is missing") from None
+class _Variables:
+    """A launcher's environment variables, whose values are checked as they are read.
 
+    Raises:
+        ConfigError: a variable is missing, or not what a launcher sets; the message names it, its value and the remedy.
+    """
 
-def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
-    text = _text(environ, name, launcher)
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(
-            f"started by {launcher}, but the environment variable {name} is {text!r}, not a number"
-        ) from None
+    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
+        self._environ, self._launcher = environ, launcher
+
+    def text(self, name: str) -> str:
+        text = self._environ.get(name)
+        if text is None:
+            raise self._error(name, "missing")
+        if not text.isprintable() or not text or " " in text:
+            raise self._error(name, f"{shortened(text, 80)!r}, no name")
+        return text
+
+    def number(self, name: str, *, least: int = 0, most: int = 1 << 31, below: tuple[str, int] | None = None) -> int:
+        """Return a whole number from `least` to `most`, or less than another variable, by its name and value."""
+        text = self._environ.get(name)
+        if text is None:
+            raise self._error(name, "missing")
+        most = most if below is None else below[1] - 1
+        if text.isascii() and text.isdecimal() and len(text) < 12 and least <= int(text) <= most:
+            return int(text)
+        expected = f"less than {below[0]}, which is {below[1]}" if below is not None else f"from {least} to {most}"
+        raise self._error(name, f"{shortened(text, 80)!r}, not a whole number {expected}")
+
+    def _error(self, name: str, problem: str) -> ConfigError:
+        return ConfigError(
+            f"started by {self._launcher}, but the environment variable {name} is {problem}: "
+            f"{_REMEDIES.get(self._launcher, _REMEDIES['torchrun'])}"
+        )
