@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from safetensors.torch import load_file
 
 import dali_train
@@ -20,6 +21,7 @@ from dali_train.checkpoint.model import load_trained
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.cli import main
 from dali_train.commands.doctor_run import model_and_batch
+from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.training.model import build_model
@@ -233,11 +235,57 @@ def test_both_decoders_are_compared_on_the_validation_split(
     assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
 
 
+def test_predict_goes_on_past_files_that_are_none(
+    finished: Path, photographs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a directory, and below it; the API has names, and says which files it left out."""
+    folder = photographs[0].parent
+    (tmp_path / "more" / "inner").mkdir(parents=True)
+    truncated, text = tmp_path / "more" / "inner" / "truncated.jpg", tmp_path / "text.jpg"
+    truncated.write_bytes(photographs[0].read_bytes()[:-200])
+    (tmp_path / "more" / "notes.txt").write_text("ignored")
+    text.write_text("no image")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    broken = [text, tmp_path / "pipe.jpg", tmp_path / "nowhere.jpg", tmp_path / "more"]
+    for decoder in ("dali", "pil"):
+        assert main(["predict", str(finished), *map(str, broken), str(folder), "--decoder", decoder]) == 2
+        printed = capsys.readouterr()
+        assert [line.split()[0] for line in printed.out.splitlines()[1:]] == [str(path) for path in sorted(photographs)]
+        assert "4 of 7 images cannot be classified" in printed.err and "and 1 more" in printed.err
+    predictions = dali_train.predict(finished, [text, *photographs, tmp_path / "more"])
+    assert predictions.images == tuple(photographs) and predictions.class_names[1] == "class 1"
+    assert predictions.names == [f"class {number}" for number in predictions.classes[:, 0]]
+    assert "is not an image in a known format" in predictions.unreadable[text]
+    assert "cannot be decoded" in predictions.unreadable[truncated]
+
+
+def test_photographs_are_turned_as_those_of_the_training_set(
+    finished: Path, make_run: Callable[..., Path], dataset: Path, tmp_path: Path
+) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image, paths = photograph(7, 60, 100), {name: tmp_path / f"{name}.jpg" for name in ("sideways", "untagged", "up")}
+    image.save(paths["sideways"], quality=95, exif=exif)
+    image.save(paths["untagged"], quality=95)
+    paths["up"].write_bytes(upright(paths["sideways"].read_bytes()))
+    with Image.open(paths["up"]) as turned:
+        assert turned.size == (60, 100)
+    shutil.copytree(dataset, tmp_path / "data")
+    manifest = json.loads((dataset / "dataset.json").read_text())
+    manifest["conversion"] = {"options": {"apply_orientation": True}}
+    (tmp_path / "data" / "dataset.json").write_text(json.dumps(manifest))
+    turning = make_run((repr(str(dataset)), repr(str(tmp_path / "data"))))
+    for model, like in ((finished, "untagged"), (turning, "up"), (dali_train.load_model(turning), "up")):
+        for decoder in ("dali", "pil"):
+            predictions = dali_train.predict(model, [paths["sideways"], paths[like]], decoder=decoder)
+            np.testing.assert_array_equal(*predictions.probabilities)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["NOWHERE"], "nowhere is not a run directory"),
-        (["RUN", "/nowhere.jpg"], "/nowhere.jpg: file not found"),
+        (["RUN", "/nowhere.jpg"], "/nowhere.jpg does not exist"),
         (["RUN", "--picture", "x.png"], "--picture needs images"),
         (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image in a known format"),
         (["RUN", "TEXT"], "TEXT is not an image in a known format"),

@@ -49,6 +49,7 @@ class TrainedModel:
     checkpoint: Checkpoint
     weights: Weights
     class_names: tuple[str, ...]
+    applies_orientation: bool  # of the images that it was trained on, see `Manifest.applies_orientation`
     model: nn.Module  # float32 on the CPU in evaluation mode, neither compiled nor checkpointed
 
     def describe(self) -> str:
@@ -75,7 +76,15 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)
     model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
     model.pretrained_cfg = _input_config(model, config, names)
-    return TrainedModel(config=config, checkpoint=loaded, weights=chosen, class_names=names, model=model.float().eval())
+    model.applies_orientation = loaded.values.get("applies_orientation") is True  # which timm's description cannot say
+    return TrainedModel(
+        config=config,
+        checkpoint=loaded,
+        weights=chosen,
+        class_names=names,
+        applies_orientation=model.applies_orientation,
+        model=model.float().eval(),
+    )
 
 
 def check_registered(config: Config, run_dir: Path) -> None:

@@ -103,7 +103,7 @@ def _add_commands_on_runs(commands: Commands) -> None:
     export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/export/FORMAT)")
     summary = "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
     predict = add("predict", summary)
-    predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file")
+    predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file, or a directory of them")
     predict.add_argument(
         "--decoder", choices=("dali", "pil"), default="dali", help="the library that decodes (default: dali)"
     )

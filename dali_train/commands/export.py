@@ -66,6 +66,7 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
     """Describe the preprocessing of images and the meaning of the outputs, as plain JSON values."""
     data = trained.config.data
     return {
+        "apply_orientation": trained.applies_orientation,  # turn upright by the EXIF orientation
         "input": f"float32, (n, 3, {data.eval_size}, {data.eval_size}), RGB",
         "resize": data.eval_resize,
         "resize_to": data.eval_resized,

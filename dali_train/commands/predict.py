@@ -2,8 +2,10 @@
 programs."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +17,11 @@ from torchvision.transforms import functional
 
 from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
+from dali_train.data.convert.image import MAX_ENCODED_BYTES, upright
 from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.image_file import BadImageError, decode_rgb, open_image
+from dali_train.data.dataset.decode import DecodeChecker
+from dali_train.data.dataset.found import IMAGE_SUFFIXES
+from dali_train.data.dataset.image_file import BadImageError, decode_rgb, image_size
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import contact_sheet
 from dali_train.data.dataset.tfrecord import write_records
@@ -24,12 +29,16 @@ from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError
+from dali_train.files import read_limited
 from dali_train.hooks.predictions import write_table
-from dali_train.text import printable
+from dali_train.text import plural, printable
 from dali_train.training.metrics import ClassTables
 from dali_train.training.pretrained import image_settings
 
-_BATCH, _TILE = 32, 300  # images at a time; pixels of one in a picture
+_BATCH, _AT_ONCE = 32, 128  # images in a pass through the model, and in memory
+_TILE, _IN_PICTURE = 300, 100  # pixels of an image in a picture, and how many it shows
+Scores = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""The classes of each image, most likely first, and their probabilities; both (n, classes)."""
 _TOP, _IN_TABLE = 3, 5  # classes per image that are printed, and that are in a table
 
 
@@ -37,8 +46,77 @@ _TOP, _IN_TABLE = 3, 5  # classes per image that are printed, and that are in a 
 class ImagePredictions:
     """The classes of each image, most likely first, and their probabilities; both (n, classes)."""
 
+    images: tuple[Path, ...]  # n files
     classes: NDArray[np.int64]
     probabilities: NDArray[np.float32]
+    class_names: tuple[str, ...]  # by class
+    unreadable: Mapping[Path, str]  # files that are not images, and why
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each image's most likely class."""
+        return [self.class_names[number] for number in self.classes[:, 0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Classifier:
+    """A model with all that decides what it sees of a file."""
+
+    model: nn.Module
+    data: DataConfig
+    class_names: tuple[str, ...]
+    applies_orientation: bool  # turns photographs upright, as those that it was trained on were
+    decoder: str
+
+    def predict(self, images: Sequence[Path], keep: int | None = None) -> ImagePredictions:
+        """Classify files and the image files in directories; keep only the top `keep` classes.
+
+        Raises:
+            ConfigError: not even one of them is an image.
+        """
+        found, unreadable = _image_files(images)
+        checker = DecodeChecker()
+        parts, classified = [], list[Path]()
+        for start in range(0, len(found), _AT_ONCE):
+            contents = dict[Path, bytes]()
+            for path in found[start : start + _AT_ONCE]:
+                try:
+                    contents[path] = self._read(path, checker)
+                except (OSError, BadImageError) as error:
+                    unreadable[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            if contents:
+                parts.append(self._classify(contents, keep))
+                classified += contents
+        if not parts:
+            raise ConfigError(_describe_unreadable(unreadable, len(unreadable)))
+        return ImagePredictions(
+            images=tuple(classified),
+            classes=np.concatenate([classes for classes, _ in parts]),
+            probabilities=np.concatenate([probabilities for _, probabilities in parts]),
+            class_names=self.class_names,
+            unreadable=unreadable,
+        )
+
+    def _read(self, path: Path, checker: DecodeChecker) -> bytes:
+        """Return a file as the data path takes it. Raises OSError, BadImageError: it cannot be read or decoded."""
+        content = _upright(path) if self.applies_orientation else read_limited(path, MAX_ENCODED_BYTES)
+        image_size(content)
+        if self.decoder == "pil":
+            decode_rgb(content)
+        elif faults := checker.failures([content]):
+            raise BadImageError(f"cannot be decoded: {faults[0]}")
+        return content
+
+    def _classify(self, contents: Mapping[Path, bytes], keep: int | None) -> Scores:
+        if self.decoder == "pil":
+            names = [str(path) for path in contents]
+            return _classify(
+                self.model,
+                _with_pil([partial(bytes, content) for content in contents.values()], names, self.data),
+                keep,
+            )
+        with tempfile.TemporaryDirectory() as directory:
+            return _classify(self.model, _with_dali(_as_split(contents, Path(directory)), self.data), keep)
 
 
 def predict(
@@ -48,30 +126,67 @@ def predict(
 
     Args:
         model: a run directory, or a model from `load_model` or timm, whose `pretrained_cfg` sets the preprocessing.
-        images: files; EXIF rotation is ignored.
+        images: files, and directories of files. They are turned upright by their EXIF orientation if the images were
+            that the model was trained on (`dali-train data convert --apply-orientation`).
+
+    Returns:
+        Predictions for all files that can be decoded; `unreadable` has the others.
 
     Raises:
-        ConfigError: a file is missing or is not an image, or there is no such run.
+        ConfigError: none of the files is an image, or there is no such run.
     """
     if not isinstance(model, nn.Module):
-        trained = load_trained(Path(model))
-        return _predict(trained.model, trained.config.data, [*map(Path, images)], decoder)
-    return _predict(model, DataConfig(root=".", **image_settings(model)), [*map(Path, images)], decoder)
+        classifier = _classifier_of(load_trained(Path(model)), decoder)
+    else:
+        settings: Any = model
+        cfg = getattr(model, "pretrained_cfg", None) or {}
+        count = int(getattr(model, "num_classes", 0) or cfg.get("num_classes") or 0)
+        classifier = _Classifier(
+            model=model,
+            data=DataConfig(root=".", **image_settings(model)),
+            class_names=tuple(cfg.get("label_names") or map(str, range(count))),
+            applies_orientation=bool(getattr(settings, "applies_orientation", False)),
+            decoder=decoder,
+        )
+    return classifier.predict([*map(Path, images)])
 
 
-def _predict(model: nn.Module, data: DataConfig, images: Sequence[Path], decoder: str) -> ImagePredictions:
-    missing = [path for path in images if not path.is_file()]
-    if missing:
-        raise ConfigError(f"{', '.join(map(str, missing))}: file not found")
+def _classifier_of(trained: TrainedModel, decoder: str) -> _Classifier:
+    return _Classifier(
+        model=trained.model,
+        data=trained.config.data,
+        class_names=trained.class_names,
+        applies_orientation=trained.applies_orientation,
+        decoder=decoder,
+    )
+
+
+def _image_files(images: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
+    """Return the files, in directories all with an image's suffix, and why some of `images` give none."""
+    files, unreadable = dict[Path, None](), dict[Path, str]()
     for path in images:
-        try:
-            open_image(path.read_bytes())
-        except BadImageError as error:
-            raise ConfigError(f"{path} {error}") from error
-    if decoder == "pil":
-        return _classify(model, _with_pil([path.read_bytes for path in images], [*map(str, images)], data))
-    with tempfile.TemporaryDirectory() as directory:
-        return _classify(model, _with_dali(_as_split(images, Path(directory)), data))
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+            files |= dict.fromkeys(inside)
+            if not inside:
+                unreadable[path] = f"has no file with the suffix of an image ({', '.join(sorted(IMAGE_SUFFIXES))})"
+        elif path.exists():
+            files[path] = None
+        else:
+            unreadable[path] = "does not exist"
+    return [*files], unreadable
+
+
+def _describe_unreadable(unreadable: Mapping[Path, str], count: int) -> str:
+    shown = [f"{path} {reason}" for path, reason in unreadable.items()][:3]
+    more = f"; and {len(unreadable) - len(shown)} more" if len(unreadable) > len(shown) else ""
+    return f"{len(unreadable)} of {plural(count, 'image')} cannot be classified: {'; '.join(shown)}{more}"
+
+
+def _upright(path: Path) -> bytes:
+    """Return a file as the converter stores it with --apply-orientation. Raises OSError, BadImageError."""
+    content = read_limited(path, MAX_ENCODED_BYTES)
+    return upright(content)
 
 
 def print_predictions(
@@ -87,13 +202,14 @@ def print_predictions(
     """Print a table of `images`; without images, compare both decoders on the validation split of the run's dataset.
 
     Args:
+        images: files and directories.
         decoder: ``dali`` or ``pil``.
         picture: where to draw the images with their most likely classes.
         table: where to write a CSV file of the images, or of the validation split.
         checkpoint, weights: see `load_trained`.
 
     Raises:
-        ConfigError: a file is missing or is not an image.
+        ConfigError: a file is missing or is not an image; after the others were classified.
         CheckpointError, DatasetError: see `load_trained`, `Split` and `EvaluationPipeline`.
     """
     trained = load_trained(run_dir, checkpoint, weights)
@@ -103,29 +219,34 @@ def print_predictions(
             raise ConfigError("--picture needs images: name some files")
         compare_decoders(trained, table)
         return
-    predictions = _predict(trained.model, trained.config.data, images, decoder)
+    predictions = _classifier_of(trained, decoder).predict(images, keep=_IN_TABLE)
     names = [printable(name) for name in trained.class_names]
-    width = max(len(str(path)) for path in images)
-    for path, classes, probabilities in zip(images, predictions.classes, predictions.probabilities, strict=True):
+    width = max(len(str(path)) for path in predictions.images)
+    scores = zip(predictions.classes, predictions.probabilities, strict=True)
+    for path, (classes, probabilities) in zip(predictions.images, scores, strict=True):
         best = "  ".join(f"{names[c]} {p:.1%}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True))
         print(f"{printable(str(path)):<{width}}  {best}")
     if picture is not None:
-        draw(picture, images, predictions, names)
+        draw(picture, predictions, names, turns=trained.applies_orientation)
         print(picture)
     if table is not None:
-        _write_likeliest(table, ["image"], [[str(path)] for path in images], predictions, names)
+        rows = [[str(path)] for path in predictions.images]
+        _write_likeliest(table, ["image"], rows, (predictions.classes, predictions.probabilities), names)
         print(table)
+    if predictions.unreadable:
+        count = len(predictions.images) + len(predictions.unreadable)
+        raise ConfigError(_describe_unreadable(predictions.unreadable, count))
 
 
 def _write_likeliest(
-    path: Path, heads: list[str], firsts: list[list[Any]], predictions: ImagePredictions, names: Sequence[str]
+    path: Path, heads: list[str], firsts: list[list[Any]], scores: Scores, names: Sequence[str]
 ) -> None:
     """Write a row per image: the columns `firsts` with the headings `heads`, then its top classes with scores."""
-    kept = min(_IN_TABLE, predictions.classes.shape[1])
-    heads = heads + [f"{what} {place}" for place in range(1, kept + 1) for what in ("class", "score")]
+    kept = min(_IN_TABLE, scores[0].shape[1])
+    heads = heads + [f"{what} {rank}" for rank in range(1, kept + 1) for what in ("class", "score")]
     pairs = (
-        [cell for c, p in zip(classes[:kept], scores[:kept], strict=True) for cell in (names[c], round(float(p), 5))]
-        for classes, scores in zip(predictions.classes, predictions.probabilities, strict=True)
+        [cell for c, p in zip(classes[:kept], values[:kept], strict=True) for cell in (names[c], round(float(p), 5))]
+        for classes, values in zip(*scores, strict=True)
     )
     write_table(path, heads, (first + rest for first, rest in zip(firsts, pairs, strict=True)))
 
@@ -145,40 +266,41 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
     storage = open_storage(split, data)
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
     pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data), keep=1)
-    top1 = {name: float((p.classes[:, 0] == labels).mean()) for name, p in (("dali", dali), ("pil", pil))}
-    changed = int((dali.classes[:, 0] != pil.classes[:, 0]).sum())
+    top1 = {name: float((classes[:, 0] == labels).mean()) for name, (classes, _) in (("dali", dali), ("pil", pil))}
+    changed = int((dali[0][:, 0] != pil[0][:, 0]).sum())
     print(
         f"{len(split)} validation images of {data.root}: top-1 {top1['dali']:.2%} decoded by DALI, {top1['pil']:.2%} "
         f"by PIL, a difference of {abs(top1['dali'] - top1['pil']) * 100:.2f} points; {changed} images are "
         "classified differently"
     )
     names = trained.class_names
-    print("\n".join(ClassTables(labels, dali.classes[:, 0], len(names)).describe(names)))
+    print("\n".join(ClassTables(labels, dali[0][:, 0], len(names)).describe(names)))
     if table is not None:
         firsts = [[int(number), names[label]] for number, label in zip(numbers, labels, strict=True)]
         _write_likeliest(table, ["image", "truth"], firsts, dali, names)
         print(table)
 
 
-def draw(picture: Path, images: Sequence[Path], predictions: ImagePredictions, names: Sequence[str]) -> None:
-    """Draw a PNG with each image above its most likely classes."""
-    captions = (
-        [f"{p:.0%} {names[c]}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)]
-        for classes, probabilities in zip(predictions.classes, predictions.probabilities, strict=True)
-    )
-    tiles = [(decode_rgb(path.read_bytes()), caption) for path, caption in zip(images, captions, strict=True)]
-    contact_sheet(tiles, columns=min(4, len(images)), side=_TILE).save(picture, "PNG")
+def draw(picture: Path, predictions: ImagePredictions, names: Sequence[str], *, turns: bool) -> None:
+    """Draw a PNG with each image, at most `_IN_PICTURE`, above its most likely classes."""
+    scores = zip(predictions.classes, predictions.probabilities, strict=True)
+    tiles = []
+    for path, (classes, probabilities) in islice(zip(predictions.images, scores, strict=True), _IN_PICTURE):
+        caption = [f"{p:.0%} {names[c]}" for c, p in zip(classes[:_TOP], probabilities[:_TOP], strict=True)]
+        tiles.append((decode_rgb(_upright(path) if turns else path.read_bytes()), caption))
+    contact_sheet(tiles, columns=min(4, len(tiles)), side=_TILE).save(picture, "PNG")
 
 
 @torch.inference_mode()
-def _classify(model: nn.Module, batches: Iterable[torch.Tensor], keep: int | None = None) -> ImagePredictions:
-    """Classify `batches`, each (n, 3, size, size) float32 and normalised; keep only the top `keep` classes."""
+def _classify(model: nn.Module, batches: Iterable[torch.Tensor], keep: int | None = None) -> Scores:
+    """Return the classes, most likely first, and their probabilities, of `batches`, each (n, 3, size, size) float32 and
+    normalised; only the top `keep` classes."""
     probabilities, classes = [], []
     for images in batches:
         scores, numbers = model(images).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         probabilities.append(scores[:, :keep].clone())  # a view would hold the memory of all classes
         classes.append(numbers[:, :keep].clone())
-    return ImagePredictions(classes=torch.cat(classes).numpy(), probabilities=torch.cat(probabilities).numpy())
+    return torch.cat(classes).numpy(), torch.cat(probabilities).numpy()
 
 
 def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
@@ -194,10 +316,10 @@ def _with_dali(split: Split, data: DataConfig) -> Iterator[torch.Tensor]:
         yield images.clone()  # DALI reuses the memory
 
 
-def _as_split(images: Sequence[Path], directory: Path) -> Split:
+def _as_split(images: Mapping[Path, bytes], directory: Path) -> Split:
     """Make `images` the validation split of a dataset in `directory`, so that they go through the same code."""
     records: list[tuple[bytes, dict[str, bytes | str | int]]] = [
-        (path.read_bytes(), {"image/class/label": 1, "image/filename": str(path)}) for path in images
+        (content, {"image/class/label": 1, "image/filename": str(path)}) for path, content in images.items()
     ]
     write_records(directory / "validation" / "validation-00000-of-00001", records)
     build_index(directory)

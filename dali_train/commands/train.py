@@ -378,6 +378,7 @@ def save(run: Run) -> None:
     values |= {
         "recipe": run.recipe,
         "class_names": list(run.plan.class_names),
+        "applies_orientation": run.setup.split.manifest.applies_orientation,
         "epoch_accuracies": [*run.accuracies],
     }
     run.saver.save(run.step, state, values)

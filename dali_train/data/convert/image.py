@@ -128,6 +128,19 @@ def prepare(image: RawImage, encoding: EncodingOptions, budget: MemoryBudget) ->
     return reencode(image, encoding, budget)
 
 
+def upright(content: bytes) -> bytes:
+    """Return an encoded image as it is stored with `EncodingOptions.apply_orientation`: unchanged if it is upright.
+
+    Raises:
+        BadImageError: not an image, or damaged.
+    """
+    with open_image(content, _FORMATS) as image:
+        is_upright = _orientation(image) == 1
+    return (
+        content if is_upright else reencode(content, EncodingOptions(apply_orientation=True), MemoryBudget(0)).content
+    )
+
+
 def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) -> StoredImage:
     """Decode an image with PIL and re-encode it. Raises BadImageError: PIL cannot decode it."""
     with open_image(content, _FORMATS) as image:
