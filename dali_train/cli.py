@@ -98,6 +98,17 @@ def _num_processes(text: str) -> int | Literal["auto"]:
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
+    if not isinstance(options.directory, str):
+        return _evaluate_run(options, overrides)
+    with importing(f"dali-train {options.command}"):
+        from dali_train.checkpoint.mirror import local_run
+
+    url = options.directory
+    with local_run(url, options.checkpoint) as options.directory:
+        return _evaluate_run(options, overrides, name=url)
+
+
+def _evaluate_run(options: argparse.Namespace, overrides: list[str], *, name: str = "") -> int:
     if options.directory is not None and options.directory.suffix == ".py":
         raise ConfigError(
             f"{options.directory}: eval takes a run directory; for a config write --config {options.directory}"
@@ -119,7 +130,7 @@ def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if not named and config.model.weights is not None:
         evaluate_weights(config, chosen, launch)
     else:
-        evaluate_checkpoint(config, options.directory, options.checkpoint, launch)
+        evaluate_checkpoint(config, options.directory, options.checkpoint, launch, name=name)
     return FINISHED
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,23 @@ def test_onnx_without_its_packages_says_what_to_install(
     assert (
         "--format onnx needs onnx, onnxscript, onnxruntime: pip install 'dali-train[export]'" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("kind", ["timm", "torch-export", "onnx"])
+def test_export_on_a_full_disk_is_one_line(
+    finished: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # the largest file that this process may write
+    try:
+        assert main(["export", str(finished), "--format", kind, "--output", str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    printed = capsys.readouterr().err
+    assert re.search(r"out cannot be written \(.*File too large.*\): free some space there, or .* --output", printed)
+    assert len(printed.splitlines()) == 1, printed
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,12 @@ from PIL import Image
 from torch import nn
 
 from dali_train.cli import main
-from dali_train.config import DataConfig, OptimizerConfig, load_config
+from dali_train.config import Config, DataConfig, OptimizerConfig, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.pipelines import Batch
-from dali_train.hooks import RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.errors import ConfigError
+from dali_train.hooks import Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.class_names import class_names
 from dali_train.hooks.console import Console, fitting
 from dali_train.hooks.health import HISTORY, Health
@@ -36,8 +37,10 @@ from dali_train.hooks.lamb import LambView
 from dali_train.hooks.observers import Observers
 from dali_train.hooks.profile import Profile
 from dali_train.hooks.samples import sample_images, sheet
+from dali_train.hooks.standard import make_hooks
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.events import goodput, read_events
+from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.status import describe
 from dali_train.training.optim import make_optimizer
 
@@ -570,3 +573,25 @@ def test_the_header_comes_before_the_model_is_built(caplog: pytest.LogCaptureFix
     assert "1 image, 1 class" in caplog.text and "1 = 1 image x 1 accumulated x 1 rank" in caplog.text
     assert "precision.dtype is fp16, which a CPU computes many times slower" in caplog.text
     assert caplog.messages[-1] == "waiting for the model to be built and compiled, which can take minutes"
+
+
+class Needy(Hook):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+class Broken(Hook):
+    def __init__(self) -> None:
+        raise ZeroDivisionError("inside the hook")
+
+
+def test_what_is_no_hook_is_named(config: Config) -> None:
+    """But an error of the user's own code keeps its traceback."""
+    layout = Layout.from_config(discover(LaunchOptions(), {}), config.parallel)
+    for make, error, message in (
+        (Needy, ConfigError, r"hooks.user: Needy cannot be called without arguments \(.*'path'\): name a function"),
+        (dict, ConfigError, r"hooks.user: dict makes dict, which is not a hook: use a subclass of dali_train.Hook"),
+        (Broken, ZeroDivisionError, "inside the hook"),
+    ):
+        with pytest.raises(error, match=message):
+            make_hooks(config.replace(hooks={"user": (make,)}), layout)

@@ -21,6 +21,7 @@ from dali_train.checkpoint.directory import checkpoint_paths, record_top1
 from dali_train.checkpoint.load import load_checkpoint
 from dali_train.checkpoint.mirror import Mirror, mirrored
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest
+from dali_train.cli import main
 from dali_train.commands.doctor_run import run_directory
 from dali_train.config import load_config
 from dali_train.config.run import RunConfig
@@ -29,7 +30,7 @@ from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.lock import Holder
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 
-from .conftest import StartTraining, Train, finished_run
+from .conftest import StartTraining, Train, finished_run, jpeg, photograph
 from .helpers import OFTEN, PAUSE, events, extended, state_difference
 from .s3_server import S3Server
 
@@ -152,6 +153,36 @@ def url(finished: Path) -> str:
     upload(finished, url)
     assert steps(url) == [5, 6]
     return url
+
+
+def test_commands_take_a_mirror(
+    finished: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], photograph_file: Path
+) -> None:
+    """Of a run, by its URL: its best checkpoint, or another that the mirror has; nothing is left behind."""
+    assert main(["eval", str(finished)]) == 0
+    accuracy = capsys.readouterr().out.partition("step 5: ")[2]
+    assert main(["eval", url]) == 0
+    printed = capsys.readouterr().out
+    assert f"{url}\nstep 5: {accuracy}" in printed
+    assert main(["eval", url, "--checkpoint", "step-00000006"]) == 0 and "step 6: " in capsys.readouterr().out
+    assert main(["export", url, "--output", str(tmp_path / "out")]) == 0
+    assert f"weights of {url}, step 5" in capsys.readouterr().out and (tmp_path / "out" / "model.safetensors").is_file()
+    assert main(["predict", url, str(photograph_file), "--checkpoint", "newest"]) == 0
+    assert f"weights of {url}, step 6" in capsys.readouterr().out
+    for words, message in (
+        (["export", url], "so name a directory to write to, --output DIR"),
+        (["eval", url, "--checkpoint", "step-00000003"], "has no step-00000003 checkpoint; it has: step-00000005"),
+        (["eval", "s3://bucket/nothing"], "s3://bucket/nothing is not the mirror of a run: it has no mirror.json"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def photograph_file(tmp_path: Path) -> Path:
+    path = tmp_path / "photograph.jpg"
+    path.write_bytes(jpeg(photograph(1, 50, 60)))
+    return path
 
 
 def test_damaged_checkpoints_are_passed_over(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

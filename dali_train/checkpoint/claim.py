@@ -54,7 +54,7 @@ class Claim:
             if not self.is_lost and not self._replace(self._holder, complete):
                 self.is_lost = True
                 found = self._find()
-                holder = None if found is None else self._parse(found[0])[0]
+                holder = None if found is None else _parse(self._bucket, found[0])[0]
                 who = "gone" if found is None else f"that of {holder.describe() if holder is not None else 'nobody'}"
                 logger.warning("run.mirror: %s/%s is now %s: nothing more is uploaded", self._bucket.url, FILE, who)
             return not self.is_lost
@@ -80,7 +80,7 @@ class Claim:
             else:
                 first = first or found
                 self._version = found[1]
-                holder, self.checkpoints = self._parse(found[0])
+                holder, self.checkpoints = _parse(self._bucket, found[0])
             gone = holder is None or holder.is_gone(self._holder)
             if holder is not None and (gone is False or found != first):
                 raise ConfigError(
@@ -102,20 +102,6 @@ class Claim:
         except MissingObjectError:
             return None
 
-    def _parse(self, content: bytes) -> tuple[Holder | None, dict[str, float | None]]:
-        try:
-            values = json.loads(content)
-            holder, checkpoints = values["holder"], values["checkpoints"]
-            if values["format"] != _FORMAT or not all(
-                FOLDER.fullmatch(name) and isinstance(top1, float | int | None) for name, top1 in checkpoints.items()
-            ):
-                raise ValueError
-            return None if holder is None else Holder(**holder), checkpoints
-        except _ERRORS:
-            raise ConfigError(
-                f"{self._bucket.url}/{FILE} is not what this version writes: choose another prefix as run.mirror"
-            ) from None
-
     def _replace(self, holder: Holder | None, checkpoints: dict[str, float | None]) -> bool:
         """Replace the object if it is still the version that this process knows; return False if it is not."""
         self._count += 1  # so that no two contents are equal, of which S3's ETags are made
@@ -131,3 +117,31 @@ class Claim:
             self._version = found[1]
         self.checkpoints = checkpoints
         return True
+
+
+def complete_checkpoints(bucket: Bucket) -> dict[str, float | None]:
+    """Return the folders of a mirror's complete checkpoints, with their top-1 as a fraction, without claiming it.
+
+    Raises:
+        ConfigError: it is not a mirror.
+        ObjectStoreError: the store refuses, or does not answer.
+    """
+    try:
+        return _parse(bucket, bucket.read_version(FILE)[0])[1]
+    except MissingObjectError:
+        raise ConfigError(f"{bucket.url} is not the mirror of a run: it has no {FILE}; use a run.mirror") from None
+
+
+def _parse(bucket: Bucket, content: bytes) -> tuple[Holder | None, dict[str, float | None]]:
+    try:
+        values = json.loads(content)
+        holder, checkpoints = values["holder"], values["checkpoints"]
+        if values["format"] != _FORMAT or not all(
+            FOLDER.fullmatch(name) and isinstance(top1, float | int | None) for name, top1 in checkpoints.items()
+        ):
+            raise ValueError
+        return None if holder is None else Holder(**holder), checkpoints
+    except _ERRORS:
+        raise ConfigError(
+            f"{bucket.url}/{FILE} is not what this version writes: choose another prefix as run.mirror"
+        ) from None

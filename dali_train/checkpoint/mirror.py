@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from dali_train.checkpoint.claim import BEAT_S, FOLDER, STALE_S, Claim
+from dali_train.checkpoint.claim import BEAT_S, FOLDER, STALE_S, Claim, complete_checkpoints
 from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
 from dali_train.checkpoint.recipe import changes_between
 from dali_train.checkpoint.storage import MANIFEST, MANIFEST_DIGEST, CheckpointError, CheckpointManifest
@@ -30,7 +31,13 @@ from dali_train.errors import ConfigError
 from dali_train.files import sha256, sync_directory
 from dali_train.runtime.events import METRICS
 from dali_train.runtime.launch import Launch
-from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
+from dali_train.runtime.object_store import (
+    Bucket,
+    ChangedObjectError,
+    MissingObjectError,
+    ObjectStoreError,
+    is_remote,
+)
 from dali_train.runtime.process_group import host_group, on_rank_0
 
 logger = logging.getLogger("dali_train")
@@ -172,41 +179,7 @@ class Mirror:
 
     def _fetch(self, folder: str) -> bool:
         """Download a checkpoint; False, with a warning, if it is not what was uploaded."""
-        path = self._path(folder)
-        partial = path.with_name(f".{path.name}.partial")  # which the next start removes
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            prefix = f"{_CHECKPOINTS}/{folder}"
-            sizes = self._bucket.sizes(f"{prefix}/")
-            with Progress(f"downloading {self._bucket.url}/{prefix}", total=sum(sizes.values()), unit="B") as progress:
-
-                def download(name: str) -> None:
-                    if f"{prefix}/{name}" not in sizes:
-                        raise CheckpointError(f"{name} is missing")
-                    size = sizes[f"{prefix}/{name}"]
-                    self._bucket.download(f"{prefix}/{name}", partial / name, size, progress.update)
-
-                download(MANIFEST)
-                download(MANIFEST_DIGEST)
-                manifest = CheckpointManifest.read(partial)
-                for name in manifest.files:
-                    download(name)
-            manifest.verify(partial)
-            if _folder(partial, _step(folder)) != folder:
-                raise CheckpointError(f"{MANIFEST} is another checkpoint's")
-        except (CheckpointError, MissingObjectError, ChangedObjectError) as error:
-            logger.warning("run.mirror: %s/%s is damaged and skipped: %s", self._bucket.url, folder, error)
-            shutil.rmtree(partial)
-            return False
-        top1 = self._claim.checkpoints[folder]
-        if top1 is not None:
-            record_top1(partial, top1)
-        if os.path.lexists(path):
-            set_aside(path)
-        partial.rename(path)
-        sync_directory(path.parent)
-        return True
+        return _fetch(self._bucket, folder, self._claim.checkpoints[folder], self._path(folder))
 
     def _path(self, folder: str) -> Path:
         return self._directory / _CHECKPOINTS / f"step-{_step(folder):08d}"
@@ -295,6 +268,80 @@ class Mirror:
             self._bucket.delete(doomed)
         for name in doomed:
             self._sent.pop(name, None)
+
+
+def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
+    """Download a checkpoint to `path`; False, with a warning, if it is not what was uploaded."""
+    partial = path.with_name(f".{path.name}.partial")  # which the next start removes
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        prefix = f"{_CHECKPOINTS}/{folder}"
+        sizes = bucket.sizes(f"{prefix}/")
+        with Progress(f"downloading {bucket.url}/{prefix}", total=sum(sizes.values()), unit="B") as progress:
+
+            def download(name: str) -> None:
+                if f"{prefix}/{name}" not in sizes:
+                    raise CheckpointError(f"{name} is missing")
+                size = sizes[f"{prefix}/{name}"]
+                bucket.download(f"{prefix}/{name}", partial / name, size, progress.update)
+
+            download(MANIFEST)
+            download(MANIFEST_DIGEST)
+            manifest = CheckpointManifest.read(partial)
+            for name in manifest.files:
+                download(name)
+        manifest.verify(partial)
+        if _folder(partial, _step(folder)) != folder:
+            raise CheckpointError(f"{MANIFEST} is another checkpoint's")
+    except (CheckpointError, MissingObjectError, ChangedObjectError) as error:
+        logger.warning("run.mirror: %s/%s is damaged and skipped: %s", bucket.url, folder, error)
+        shutil.rmtree(partial)
+        return False
+    if top1 is not None:
+        record_top1(partial, top1)
+    if os.path.lexists(path):
+        set_aside(path)
+    partial.rename(path)
+    sync_directory(path.parent)
+    return True
+
+
+@contextmanager
+def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
+    """Yield the directory of `run`: for the URL of a mirror, a temporary copy of its config and of one checkpoint.
+
+    Args:
+        checkpoint: as for `resolve_checkpoint`: ``best``, ``newest`` or ``step-NNNNNNNN``.
+
+    Raises:
+        ConfigError: the URL is not a run's mirror, or it has no such checkpoint.
+        CheckpointError: the checkpoint is damaged.
+        ObjectStoreError: the store refuses, or does not answer.
+    """
+    if not is_remote(str(run)):
+        yield Path(run)
+        return
+    bucket = Bucket(str(run))
+    scores = complete_checkpoints(bucket)
+    best = max((f for f in scores if scores[f] is not None), key=lambda f: (scores[f], _step(f)), default=None)
+    newest = max(scores, key=_step, default=None)
+    named = next((f for f in scores if checkpoint is not None and f.rpartition("-")[0] == checkpoint), None)
+    folder = {None: best or newest, "best": best, "newest": newest}.get(checkpoint, named)
+    if folder is None:
+        names = ", ".join(sorted(f.rpartition("-")[0] for f in scores)) or "none"
+        raise ConfigError(f"{bucket.url} has no {checkpoint or 'newest'} checkpoint; it has: {names}")
+    with tempfile.TemporaryDirectory(prefix="dali-train-") as temporary:
+        directory = Path(temporary)
+        for name in ("config.json", "environment.json"):
+            with suppress(MissingObjectError):
+                bucket.download(name, directory / name, bucket.size(name))
+        path = directory / _CHECKPOINTS / folder.rpartition("-")[0]
+        if not _fetch(bucket, folder, scores[folder], path):
+            raise CheckpointError(f"{bucket.url}/{_CHECKPOINTS}/{folder} is damaged: name another with --checkpoint")
+        for link in {"newest", *(["best"] if scores[folder] is not None else [])}:
+            point_link(path.with_name(link), path)
+        yield directory
 
 
 def _folder(path: Path, step: int) -> str:

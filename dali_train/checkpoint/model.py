@@ -18,6 +18,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
+from dali_train.runtime.object_store import is_remote
 from dali_train.training.model import build_model
 from dali_train.training.pretrained import is_path, weights_that_fit
 
@@ -52,9 +53,11 @@ class TrainedModel:
     applies_orientation: bool  # of the images that it was trained on, see `Manifest.applies_orientation`
     model: nn.Module  # float32 on the CPU in evaluation mode, neither compiled nor checkpointed
 
-    def describe(self) -> str:
+    def describe(self, run: str | None = None) -> str:
+        """Name weights and checkpoint; by the mirror `run`, if the checkpoint is a temporary copy of what is there."""
         which = "moving average of the weights" if self.weights == "ema" else "weights"
-        return f"{which} of {self.checkpoint.path}, step {self.checkpoint.step}"
+        source = run if run is not None and is_remote(run) else self.checkpoint.path
+        return f"{which} of {source}, step {self.checkpoint.step}"
 
 
 def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights | None = None) -> TrainedModel:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dali_train import __version__
 from dali_train.commands.data import add_data_command
+from dali_train.runtime.object_store import is_remote
 
 _OWN_PARTS = "a config file that registers your own model; the settings are the run's"
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
@@ -55,7 +56,11 @@ def _add_commands_with_config(commands: Commands) -> None:
     summary = "Evaluate a run's checkpoint, or any weights with --config FILE --model.weights FILE_OR_NAME."
     evaluate = add("eval", summary)
     evaluate.add_argument(
-        "directory", nargs="?", type=Path, metavar="RUN", help="a run.dir, whose own settings are used"
+        "directory",
+        nargs="?",
+        type=_path_or_url,
+        metavar="RUN",
+        help="a run.dir, or the URL of a run.mirror, whose own settings are used",
     )
     evaluate.add_argument(
         "--checkpoint",
@@ -95,7 +100,8 @@ def _add_commands_on_runs(commands: Commands) -> None:
 
     def add(name: str, summary: str, runs: int | str | None = None) -> argparse.ArgumentParser:
         command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("run_dir", nargs=runs, type=Path, metavar="RUN", help="a run.dir")
+        kind, words = (_path_or_url, "a run.dir, or the URL of a run.mirror") if runs is None else (Path, "a run.dir")
+        command.add_argument("run_dir", nargs=runs, type=kind, metavar="RUN", help=words)
         return command
 
     export = add("export", "Write a run's model for other programs, and check what was written.")
@@ -139,6 +145,10 @@ def _add_commands_on_runs(commands: Commands) -> None:
     # The values are parsed by `launch_parser`, which has the same options.
     report.add_argument("--host", help="--serve: the address to listen on (default: only this machine)")
     report.add_argument("--port", help="--serve: the port (default: 7007; 0: any free port)")
+
+
+def _path_or_url(text: str) -> Path | str:
+    return text if is_remote(text) else Path(text)
 
 
 def _add_init(commands: Commands) -> None:

@@ -29,11 +29,14 @@ from dali_train.training.pretrained import image_settings, is_path
 from dali_train.training.setup import configure_torch
 
 
-def evaluate_checkpoint(config: Config, run_dir: Path | None, checkpoint: str | None, options: LaunchOptions) -> None:
+def evaluate_checkpoint(
+    config: Config, run_dir: Path | None, checkpoint: str | None, options: LaunchOptions, *, name: str = ""
+) -> None:
     """Evaluate on all ranks together and print the result on rank 0.
 
     Args:
         run_dir: the run that the checkpoint belongs to; None: `checkpoint` is a path.
+        name: what to call the checkpoint; empty: its path.
         checkpoint: ``best``, ``newest`` or a path; None: the best one, or the newest if none was evaluated.
 
     Raises:
@@ -65,7 +68,7 @@ def evaluate_checkpoint(config: Config, run_dir: Path | None, checkpoint: str | 
     if launch.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}")
-        print(f"{path}\nstep {loaded.step}: {_describe(result)}  ({result.num_images} images)")
+        print(f"{name or path}\nstep {loaded.step}: {_describe(result)}  ({result.num_images} images)")
         if average is not None:
             print(f"moving average of the weights: {_describe(average)}")
         _print_classes(evaluator, split)

@@ -1,6 +1,7 @@
 """``dali-train export``: write a run's model for other programs, then read it back and compare its logits."""
 
 import importlib.util
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,14 @@ from typing import Any
 
 import timm
 import torch
+from safetensors import SafetensorError
 from timm.models import save_for_hf
 
+from dali_train.checkpoint.mirror import local_run
 from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
 from dali_train.errors import ConfigError, RunError
+from dali_train.files import write_atomically
+from dali_train.runtime.object_store import is_remote
 
 TOLERANCE = 1e-4
 """The largest accepted difference of a logit, relative to the largest logit or 1."""
@@ -21,21 +26,45 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def export(
-    run_dir: Path, format_name: str, output: Path | None, checkpoint: str | None, weights: Weights | None
+    run: Path | str, format_name: str, output: Path | None, checkpoint: str | None, weights: Weights | None
 ) -> None:
-    """Write the model of `run_dir` and ``preprocessing.json`` into a directory, and print where.
+    """Write the model of `run` and ``preprocessing.json`` into a directory, and print where.
 
     Args:
+        run: a run directory, or the URL of a run's mirror.
         format_name: one of `FORMATS`.
         output: the directory to write into; None: ``RUN/export/FORMAT``.
         checkpoint, weights: see `load_trained`.
 
     Raises:
         ConfigError, CheckpointError: see `load_trained`; or the format needs a package that is not installed.
-        RunError: the logits of the written model differ.
+        RunError: the logits of the written model differ, or it cannot be written, for example on a full disk.
     """
-    trained = load_trained(run_dir, checkpoint, weights)
-    output = output or run_dir / "export" / format_name
+    if output is None and is_remote(str(run)):
+        raise ConfigError(f"export {run}: a bucket is only read, so name a directory to write to, --output DIR")
+    output = output or Path(run) / "export" / format_name
+    with local_run(run, checkpoint) as run_dir:
+        trained = load_trained(run_dir, checkpoint, weights)
+    try:
+        difference = _write(trained, format_name, output)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise RunError(
+            f"{output} cannot be written ({reason}): free some space there, or choose another directory with --output"
+        ) from error
+    print(
+        f"{output}: {trained.describe(str(run))}. Read back, its logits differ by {difference:.1e} at most (batches of "
+        f"{' and '.join(map(str, _BATCH_SIZES))})"
+    )
+
+
+def _write(trained: TrainedModel, format_name: str, output: Path) -> float:
+    """Write the model and ``preprocessing.json`` into `output`; return the largest relative difference of a logit.
+
+    Raises:
+        ConfigError, RunError: see `export`.
+        OSError, SafetensorError: a file cannot be written.
+    """
     output.mkdir(parents=True, exist_ok=True)
     exported = FORMATS[format_name](trained, output)
     size = trained.config.data.eval_size
@@ -55,11 +84,8 @@ def export(
             f"{output}: logits differ by {difference:.1e} from the trained model's, more than {TOLERANCE}: do not "
             "use it"
         )
-    (output / "preprocessing.json").write_text(json.dumps(preprocessing(trained), indent=1) + "\n")
-    print(
-        f"{output}: {trained.describe()}. Read back, its logits differ by {difference:.1e} at most (batches of "
-        f"{' and '.join(map(str, _BATCH_SIZES))})"
-    )
+    write_atomically(output / "preprocessing.json", (json.dumps(preprocessing(trained), indent=1) + "\n").encode())
+    return difference
 
 
 def preprocessing(trained: TrainedModel) -> dict[str, Any]:
@@ -128,7 +154,9 @@ def _export_torch(trained: TrainedModel, output: Path) -> Logits:
     """Write what ``torch.export.load("model.pt2").module()`` reads, without this package or timm."""
     path = output / "model.pt2"
     program = torch.export.export(trained.model, (_example(trained),), dynamic_shapes=({0: torch.export.Dim("batch")},))
-    torch.export.save(program, path)
+    content = io.BytesIO()  # torch's own writer says nothing of the reason if the disk is full
+    torch.export.save(program, content)
+    write_atomically(path, content.getvalue())
     loaded: Logits = torch.export.load(path).module()
     return loaded
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchvision.transforms import functional
 
+from dali_train.checkpoint.mirror import local_run
 from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, upright
@@ -190,7 +191,7 @@ def _upright(path: Path) -> bytes:
 
 
 def print_predictions(
-    run_dir: Path,
+    run: Path | str,
     images: Sequence[Path],
     *,
     decoder: str,
@@ -202,6 +203,7 @@ def print_predictions(
     """Print a table of `images`; without images, compare both decoders on the validation split of the run's dataset.
 
     Args:
+        run: a run directory, or the URL of a run's mirror.
         images: files and directories.
         decoder: ``dali`` or ``pil``.
         picture: where to draw the images with their most likely classes.
@@ -212,8 +214,9 @@ def print_predictions(
         ConfigError: a file is missing or is not an image; after the others were classified.
         CheckpointError, DatasetError: see `load_trained`, `Split` and `EvaluationPipeline`.
     """
-    trained = load_trained(run_dir, checkpoint, weights)
-    print(trained.describe())
+    with local_run(run, checkpoint) as run_dir:
+        trained = load_trained(run_dir, checkpoint, weights)
+    print(trained.describe(str(run)))
     if not images:
         if picture is not None:
             raise ConfigError("--picture needs images: name some files")

@@ -1,6 +1,11 @@
 """The hooks of each rank."""
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
 from dali_train.config import Config
+from dali_train.errors import ConfigError
 from dali_train.hooks.base import Hook
 from dali_train.hooks.console import Console
 from dali_train.hooks.health import Health
@@ -20,7 +25,7 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
     """Return the hooks of this rank: logs first, so that every other hook can log, and the user's own last.
 
     Raises:
-        ConfigError: hooks.trackers has an unknown name; on every rank.
+        ConfigError: hooks.trackers has an unknown name, or hooks.user something that is no hook; on every rank.
     """
     chosen, trackers = config.hooks, make_trackers(config.hooks.trackers)
     hooks: list[Hook] = [RunLogs(), Console()]
@@ -38,4 +43,24 @@ def make_hooks(config: Config, layout: Layout) -> Observers:
         hooks += trackers
     if chosen.trace_samples:
         hooks.append(SampleTrace(writes=layout.pipeline_rank == 0 and layout.tensor_rank == 0))  # once per micro-batch
-    return Observers([*hooks, *(make() for make in chosen.user)])
+    return Observers([*hooks, *map(_make_user_hook, chosen.user)])
+
+
+def _make_user_hook(make: Callable[[], Any]) -> Hook:
+    """Raises ConfigError: `make` needs arguments, or makes something else. An error inside it is the user's to see."""
+    name = getattr(make, "__name__", repr(make))
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"hooks.user: {name} cannot be called without arguments ({error}): name a function that returns the hook, "
+            f"such as lambda: {name}(...)"
+        ) from None
+    except ValueError:  # some classes in C have no signature
+        pass
+    hook = make()
+    if not isinstance(hook, Hook):
+        raise ConfigError(
+            f"hooks.user: {name} makes {type(hook).__name__}, which is not a hook: use a subclass of dali_train.Hook"
+        )
+    return hook
