@@ -1,5 +1,6 @@
 """Formatting text for users: safe for terminals, logs and pictures, without credentials, and shortened to fit."""
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -82,8 +83,8 @@ def span(least: int, most: int) -> str:
 
 def duration(seconds: float) -> str:
     """Return the two largest units: ``85 ms``, ``2.22 s``, ``3 min 5 s``, ``78 h 35 min``."""
-    if seconds == 0:
-        return "0 s"
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
     if seconds < 0.9995:  # three digits of more would be 1e+03
         return f"{1000 * seconds:.3g} ms"
     if seconds < 59.95:

@@ -254,8 +254,10 @@ def test_the_last_line_names_the_best_checkpoint(everything: Shared) -> None:
     """Also where it is one of an earlier start. Of equally good ones it is the latest."""
     best = max(everything.events("eval"), key=lambda event: (event["top1"], event["step"]))
     checkpoint = everything.directory / "checkpoints" / f"step-{best['step']:08d}"
-    last = everything.printed.splitlines()[-1]
+    *_, last, train, evaluation = everything.printed.splitlines()
     assert last == f"best top-1 {best['top1']:.2%} at step {best['step']}: {checkpoint}"
+    for kind, line in (("train", train), ("eval", evaluation)):  # of `FOREIGN`, named by the report
+        assert re.search(rf"metrics.jsonl, line \d+: a field of event '{kind}' is missing or wrong", line)
 
 
 @pytest.mark.parametrize(("first", "message"), [(8, "ends after step 7: no trace"), (4, "step 4 is done already")])

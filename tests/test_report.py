@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import socket
+import struct
 from http.client import HTTPConnection
 from itertools import pairwise
 from pathlib import Path
@@ -136,11 +138,74 @@ def test_runs_are_served_while_they_train(runs: list[Path], tmp_path: Path) -> N
         for target in ("/run/../plain", "/run/", "/compare?run=../plain", "/compare", f"/run/{runs[0]}", "/x"):
             assert get(target)[0] == 404, target
         assert get("/", Host="elsewhere.example:80")[0] == 404
+        assert get("/", Host="[")[0] == 404 and get("//[")[0] == 404
         with (started / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"event": "start", "step": 0, "epoch": 0.0, "startup_s": 1.0}) + "\n")
         status, index, _ = get("/", **{"If-None-Match": tag})
         assert status == 200 and len(re.findall('href="/run/', index)) == 3
         server.shutdown()
+
+
+def test_a_closed_tab_leaves_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", 3)
+    with make_server([run], "127.0.0.1", 0) as server:
+        server.daemon_threads = False  # so that closing the server waits for the answers
+        Thread(target=server.serve_forever, daemon=True).start()
+        for _ in range(3):
+            with socket.create_connection(server.server_address[:2]) as browser:
+                browser.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, do not wait
+        server.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_runs_on_different_data_are_not_ranked_together(tmp_path: Path) -> None:
+    def run(name: str, data: str, top1: float) -> None:
+        facts = {"loss": 1.0, "top1": top1, "top5": 1.0, "num_images": 9}
+        evaluation = {"event": "eval", "step": 1, "epoch": 0.1, **facts}
+        write_run(tmp_path / name, 1, events=[evaluation], changes={"data.root": data})
+
+    run("flowers-1", "data/flowers", 0.5)
+    run("digits", "data/digits", 0.9)
+    run("flowers-2", "data/flowers", 0.7)
+    assert main(["report", str(tmp_path)]) == 0
+    page = (tmp_path / "comparison" / "index.html").read_text()
+    assert [run["name"] for run in charts_of(page)["runs"]] == ["digits", "flowers-2", "flowers-1"]
+    overview = page.partition('id="overview"')[2].partition("What bounds")[0]
+    assert re.findall("<h3>(.*?)</h3>", overview) == ["data/digits", "data/flowers"]
+    assert overview.count("<th>data</th>") == 2 and overview.count("<td>data/flowers</td>") == 2
+
+
+def test_foreign_lines_are_named_and_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = write_run(tmp_path / "run", 3)
+    path = run / "metrics.jsonl"
+    foreign = {
+        2: b"{torn",
+        3: b"\xff\xfe",
+        4: b"[" * 100_000,
+        5: b'{"event": "train", "step": %s}' % (b"9" * 5000),
+        6: b'{"event": "eval", "step": 1, "epoch": 0.1}',
+        7: b'{"note": "' + b"x" * 2_000_000 + b'"}',
+    }
+    first, *others = path.read_bytes().splitlines()
+    mine = b'{"note": "of another program"}'
+    path.write_bytes(b"\n".join([first, *foreign.values(), mine, *others, b'{"event": "tra']))
+    assert main(["report", str(run)]) == 0
+    page = (run / "report" / "index.html").read_text()
+    assert len(columns(page, "Loss")["train/loss"]) == 3
+    assert [int(number) for number in re.findall(r"metrics.jsonl, line (\d+): ", caplog.text)] == [2, 3, 4, 5, 6]
+    assert f"{path}, line 6: a field of event &#x27;eval&#x27; is missing" in page and "(and 1 more)" in page
+
+
+def test_no_secret_of_a_url_is_in_a_page(tmp_path: Path) -> None:
+    url = "https://me:SECRET@host/x?sig=SECRET"
+    run = write_run(tmp_path / "run", 2, environment={"command": ["--data.root", url], "device": url})
+    with (run / "metrics.jsonl").open("a") as file:
+        end = {"event": "end", "step": 2, "epoch": 0.2, "seconds": {}, "finished": False, "error": f"no answer: {url}"}
+        file.write(json.dumps(end) + "\n")
+    assert main(["report", str(run)]) == 0
+    page = (run / "report" / "index.html").read_text()
+    assert "SECRET" not in page and page.count("https://***@host/x?***") >= 3
 
 
 def test_one_best_accuracy(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

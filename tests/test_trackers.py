@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dali_train.errors import ConfigError
+from dali_train.hooks.observers import HookUnavailableError
 from dali_train.hooks.trackers import make_trackers
+from dali_train.hooks.trackers.tracker import load_id
 
 from .conftest import StartTraining, Train
 from .helpers import extended
@@ -171,6 +173,15 @@ def test_a_missing_package_is_one_warning(train: Train, tiny_config: Path) -> No
 def test_a_name_that_no_tracker_has() -> None:
     with pytest.raises(ConfigError, match=r"hooks.trackers.*'Wandb'.*use wandb"):
         make_trackers(("tensorboard", "Wandb"))
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b'{"id": 7}', b"[" * 9999])
+def test_an_id_that_no_tracker_wrote(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "wandb-id.json"
+    assert load_id(path, "id") is None
+    path.write_bytes(content)
+    with pytest.raises(HookUnavailableError, match=r"wandb-id.json is not a tracker's id \(.*move it away"):
+        load_id(path, "id")
 
 
 def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) -> None:

@@ -57,9 +57,14 @@ class RunDirectory:
     def events(self) -> tuple[Event, ...]:
         """The events of metrics.jsonl, without foreign lines; empty if there is no such file."""
         try:
-            return tuple(read_events(self.directory / METRICS))
+            return tuple(read_events(self.directory / METRICS, self.foreign_lines))
         except OSError as error:
             raise ConfigError(f"{self.directory / 'metrics.jsonl'} cannot be read: {error.strerror}") from None
+
+    @cached_property
+    def foreign_lines(self) -> list[str]:
+        """A sentence on each line of metrics.jsonl that is damaged, once `events` are read."""
+        return []
 
     @cached_property
     def settings(self) -> dict[str, Any]:

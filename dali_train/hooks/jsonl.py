@@ -5,13 +5,14 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dali_train.files import write_atomically
+from dali_train.files import ForeignFileError, write_atomically
 from dali_train.hooks.base import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord
-from dali_train.runtime.events import METRICS, parse_line, read_events
+from dali_train.runtime.events import METRICS, json_lines, parse_line, read_events
 from dali_train.text import redacted
 
 logger = logging.getLogger("dali_train")
@@ -64,10 +65,10 @@ def trim(path: Path, last_step: int) -> None:
     if not path.is_file():
         return
     kept = []
-    with path.open("rb") as file:
-        for line in file:
-            content = parse_line(line)
-            if content is not None and not (isinstance(step := content.get("step"), int) and step > last_step):
+    for _, line in json_lines(path):
+        with suppress(ForeignFileError):
+            step = parse_line(line).get("step")
+            if not (isinstance(step, int) and step > last_step):
                 kept.append(line.rstrip(b"\n") + b"\n")
     write_atomically(path, b"".join(kept))
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dali_train.report.markup import Markup, escape, folded, inline, table
+from dali_train.report.markup import Markup, escape, folded, picture, table
 from dali_train.report.runs import ReportedRun
 from dali_train.text import plural, shortened
 
@@ -71,8 +71,7 @@ def _wrong(run: ReportedRun) -> str:
         return ""
     tiles = []
     for row in wrong[:NUM_WRONG]:
-        path = run.directory / "predictions" / "images" / f"{row.image}.png"
-        image = f'<img src="{inline(path.read_bytes())}" alt="validation image {row.image}">' if path.is_file() else ""
+        image = picture(run.directory / "predictions" / "images" / f"{row.image}.png", f"validation image {row.image}")
         tiles.append(
             f"<div>{image}<b>{escape(row.truth)}</b>, taken for {escape(row.predicted)} ({row.score:.0%})</div>"
         )
@@ -84,7 +83,4 @@ def _wrong(run: ReportedRun) -> str:
 
 
 def _samples(run: ReportedRun) -> str:
-    path = run.directory / "samples.png"
-    if not path.is_file():
-        return ""
-    return f'<img class="samples" src="{inline(path.read_bytes())}" alt="training images after augmentation">'
+    return picture(run.directory / "samples.png", "training images after augmentation", "samples")

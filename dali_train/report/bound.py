@@ -40,7 +40,7 @@ def _decoding(run: ReportedRun) -> str:
     threads, cores = run.environment.get("decoding_threads"), run.environment.get("host_cores")
     if threads is None or cores is None:
         return f"raise data.num_threads, or {smaller}."
-    ranks = run.environment.get("ranks_on_host", 1)
+    ranks = max(1, run.environment.get("ranks_on_host", 1))
     here = f"{plural(threads, 'decoding thread')} {'per rank ' if ranks > 1 else ''}on {plural(cores, 'core')}"
     if threads * ranks < cores:
         return f"{here}; raise data.num_threads to {cores // ranks}, or {smaller}."

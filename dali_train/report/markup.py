@@ -3,9 +3,13 @@
 import base64
 import html
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from dali_train.files import read_limited
 from dali_train.text import printable
+
+_LARGEST_PICTURE = 20_000_000  # bytes; a run's have at most 3 MB
 
 
 class Markup(str):
@@ -45,5 +49,10 @@ def live(identity: str, content: str) -> str:
     return f'<div id="{identity}" data-live>{content}</div>'
 
 
-def inline(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+def picture(path: Path, description: str, kind: str = "") -> str:
+    """Return a PNG file as part of the page; empty if it is missing, unreadable or too large."""
+    try:
+        content = base64.b64encode(read_limited(path, _LARGEST_PICTURE)).decode()
+    except OSError:
+        return ""
+    return f'<img class="{kind}" src="data:image/png;base64,{content}" alt="{escape(description)}">'

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from importlib.resources import files
@@ -14,7 +15,7 @@ from dali_train.report.answers import answers
 from dali_train.report.bound import what_bounds
 from dali_train.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
 from dali_train.report.markup import escape, folded, live, table
-from dali_train.report.runs import ReportedRun, by_result, differences, find_runs, load_run
+from dali_train.report.runs import ReportedRun, by_dataset, differences, find_runs, load_run
 from dali_train.runtime.events import best_evaluation, decisive
 from dali_train.runtime.events import goodput as goodput_of
 from dali_train.text import duration, plural, shortened
@@ -23,6 +24,8 @@ from dali_train.training.schedule import describe_peak
 _STATIC = files("dali_train.report") / "static"
 _PHASE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
 _FOLDED = ("Machine",)
+_MOST_FOREIGN = 5  # lines of a metrics.jsonl that are named
+logger = logging.getLogger("dali_train")
 _CONTROLS = """
 <div class="controls"><label>over <select id="x"><option>epoch</option><option>step</option><option>time</option>
 </select></label> <label>smooth <input id="smoothing" type="range" min="0" max="0.98" step="0.02" value="0"></label>
@@ -30,27 +33,30 @@ _CONTROLS = """
 """
 
 
-def write_report(places: Sequence[Path], output: Path | None = None) -> Path:
+def write_report(directories: Sequence[Path], output: Path | None = None) -> Path:
     """Write ``index.html`` into `output` and return its path: the page of one run, or a comparison of several.
 
     Args:
-        places: run directories, or folders of them.
+        directories: run directories, or folders of them.
         output: a directory; by default report/ in the run, or comparison/ next to several runs.
 
     Raises:
         ConfigError: a directory holds no run.
     """
-    runs = [load_run(directory, name) for name, directory in find_runs(places).items()]
+    runs = [load_run(directory, name) for name, directory in find_runs(directories).items()]
     if output is None and len(runs) == 1:
         output = runs[0].directory / "report"
     elif output is None:
         output = Path(os.path.commonpath([run.directory.resolve().parent for run in runs])) / "comparison"
+    for run in runs:
+        for line in run.foreign_lines[:_MOST_FOREIGN]:
+            logger.warning(line)
     write_atomically(output / "index.html", page(runs).encode())
     return output / "index.html"
 
 
 def page(runs: list[ReportedRun], *, refresh_s: int = 0) -> str:
-    """Return the page of one run, or of several, the best result first.
+    """Return the page of one run, or of several, in the order of `by_dataset`.
 
     Args:
         refresh_s: seconds between refreshes of a served page; 0 for a file.
@@ -59,7 +65,7 @@ def page(runs: list[ReportedRun], *, refresh_s: int = 0) -> str:
         (run,) = runs
         parts = [live("bound", f'<p class="bound">{escape(what_bounds(run))}</p>'), live("facts", _facts_list(run))]
         return document(run.name, [run], parts, refresh_s)
-    runs = by_result(runs)
+    runs = [run for group in by_dataset(runs).values() for run in group]
     parts = [live("overview", overview(runs))]
     bounds = "".join(f'<p class="bound"><b>{escape(run.name)}:</b> {escape(what_bounds(run))}</p>' for run in runs)
     rows = ((name, *map(_plain, values)) for name, values in differences(runs))
@@ -75,6 +81,7 @@ def document(
     title: str, runs: list[ReportedRun], head: list[str], refresh_s: int = 0, *, with_answers: bool = True
 ) -> str:
     """Return a page with `head`, then the charts of `runs`, then their tables of classes and images."""
+    head = [*head, *(_foreign(run) for run in runs)]
     headed = sections(runs)
     charts = [chart for group in headed.values() for chart in group]
     parts = [f"<h1>{escape(shortened(title, 120))}</h1>", *head, _CONTROLS if charts else ""]
@@ -110,6 +117,13 @@ def document(
     )
 
 
+def _foreign(run: ReportedRun) -> str:
+    """Name the damaged lines of a run's metrics, which no curve shows."""
+    lines = run.foreign_lines
+    more = f" (and {len(lines) - _MOST_FOREIGN:,} more)" if len(lines) > _MOST_FOREIGN else ""
+    return f'<p class="bound">{escape("; ".join(lines[:_MOST_FOREIGN]))}{more}</p>' if lines else ""
+
+
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else "-" if value is None else json.dumps(value)
 
@@ -129,13 +143,19 @@ def _figure(chart: Chart) -> str:
 
 
 def overview(runs: list[ReportedRun], name: Callable[[ReportedRun], str] = lambda run: run.name) -> str:
-    """Return a table with a row per run.
+    """Return a table with a row per run; one table for each dataset.
 
     Args:
         name: what stands in a run's first cell.
     """
     heads = ("run", "best top-1", "at epoch", "top-5", "training loss", "epoch", "state", "images/s", "time", "model")
-    return table([*heads, "batch"], ((name(run), *_overview_row(run)) for run in runs), "wide")
+    tables = {
+        root: table([*heads, "batch", "data"], ((name(run), *_overview_row(run)) for run in group), "wide")
+        for root, group in by_dataset(runs).items()
+    }
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+    return "".join(f"<h3>{escape(shortened(root, 120))}</h3>{text}" for root, text in tables.items())
 
 
 def _overview_row(run: ReportedRun) -> list[str]:
@@ -152,6 +172,7 @@ def _overview_row(run: ReportedRun) -> list[str]:
         duration(run.seconds_at(last["step"])),
         run.config.model.name,
         str(run.config.batch.global_batch),
+        shortened(run.config.data.root, 40),
     ]
 
 

@@ -2,7 +2,9 @@
 
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,33 +125,41 @@ def load_run(directory: Path, label: str = "") -> ReportedRun:
     return run
 
 
-def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Return the run directories at `places` and in the folders there, by unique names.
+def find_runs(directories: Sequence[Path]) -> dict[str, Path]:
+    """Return the run directories among `directories` and in the folders there, by unique printable names.
 
     Raises:
-        ConfigError: one of `places` is not a run and contains none.
+        ConfigError: one of `directories` is not a run and contains none.
     """
-    runs = [run for place in places for run in sorted(_runs_in(place)) or [RunDirectory(place).directory]]
-    found = {run.resolve(): run for run in runs}
-    names = [run.name for run in found]
+    paths = [run for each in directories for run in sorted(_runs_in(each)) or [RunDirectory(each).directory]]
+    runs = {path.resolve(): path for path in paths}
+    names = [printable(run.name) for run in runs]
     if len(set(names)) < len(names):
-        common = os.path.commonpath(found)
-        names = [str(run.relative_to(common)) for run in found]
-    return dict(zip(names, found.values(), strict=True))
+        common = os.path.commonpath(runs)
+        names = [printable(str(run.relative_to(common))) for run in runs]
+    repeated = {name for name, count in Counter(names).items() if count > 1}  # they differ in what is not printable
+    names = [f"{name} ({number})" if name in repeated else name for number, name in enumerate(names, start=1)]
+    return dict(zip(names, runs.values(), strict=True))
 
 
-def _runs_in(place: Path, depth: int = 3) -> Iterator[Path]:
-    """Yield `place` if it is a run, otherwise the runs in the folders below; runs inside runs are ignored."""
-    if (place / "config.json").exists():
-        yield place
-    elif depth and place.is_dir():
-        for folder in place.iterdir():
-            yield from _runs_in(folder, depth - 1)
+def _runs_in(directory: Path, depth: int = 3) -> Iterator[Path]:
+    """Yield `directory` if it is a run, otherwise the runs in the folders below; runs inside runs are ignored."""
+    if (directory / "config.json").exists():
+        yield directory
+    elif depth and directory.is_dir():
+        with suppress(PermissionError):
+            for folder in directory.iterdir():
+                yield from _runs_in(folder, depth - 1)
 
 
-def by_result(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
-    """Return the runs with the best top-1 first, and those without an evaluation last."""
-    return sorted(runs, key=lambda run: -1.0 if run.best_top1 is None else run.best_top1, reverse=True)
+def by_dataset(runs: Sequence[ReportedRun]) -> dict[str, list[ReportedRun]]:
+    """Return the runs by data.root, since accuracies on different images cannot be compared. In each group the best
+    top-1 comes first, and runs without an evaluation last."""
+    ranked = sorted(runs, key=lambda run: -1.0 if run.best_top1 is None else run.best_top1, reverse=True)
+    groups: dict[str, list[ReportedRun]] = {}
+    for run in ranked:
+        groups.setdefault(run.config.data.root, []).append(run)
+    return dict(sorted(groups.items()))
 
 
 def differences(runs: Sequence[RunDirectory]) -> list[tuple[str, list[Any]]]:

@@ -1,6 +1,7 @@
 """The prediction tables of a run's newest evaluation, parsed row by row."""
 
 import csv
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -9,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.errors import ConfigError
+from dali_train.files import read_limited
 
 Row = TypeVar("Row")
+_LARGEST_TABLE = 50_000_000  # bytes; that of 21,841 classes has 2 MB
 
 
 class Prediction(NamedTuple):
@@ -59,13 +62,13 @@ class PredictionTables:
 def _count(text: str) -> int:
     count = int(text)
     if not 0 <= count < 1 << 63:
-        raise ValueError(f"{text[:20]} is no number of images")
+        raise ValueError(f"{text[:20]} is not a count")
     return count
 
 
 def _prediction(head: list[str], row: list[str]) -> Prediction:
     score = row[3] if head[3] == "score" else row[head.index(f"score {row[2]}", 3)]
-    return Prediction(int(row[0]), row[1], row[2], float(score))
+    return Prediction(_count(row[0]), row[1], row[2], float(score))
 
 
 def _read(path: Path, parse: Callable[[list[str], list[str]], Row]) -> list[Row]:
@@ -74,14 +77,14 @@ def _read(path: Path, parse: Callable[[list[str], list[str]], Row]) -> list[Row]
     head: list[str] = []
     rows: list[Row] = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.reader(file, strict=True):
-                if not head:
-                    head = row
-                elif len(row) != len(head):
-                    raise ValueError(f"{len(row)} of {len(head)} columns")
-                else:
-                    rows.append(parse(head, row))
+        text = read_limited(path, _LARGEST_TABLE).decode()
+        for row in csv.reader(io.StringIO(text, newline=""), strict=True):
+            if not head:
+                head = row
+            elif len(row) != len(head):
+                raise ValueError(f"{len(row)} of {len(head)} columns")
+            else:
+                rows.append(parse(head, row))
     except (OSError, ValueError, IndexError, csv.Error) as error:
         raise ConfigError(f"{path}, row {len(rows) + 1}, is not what a run writes ({error}): move it away") from None
     return rows

@@ -1,12 +1,12 @@
 """The lines of ``metrics.jsonl``, which the hooks write and reports and scripts read. Needs no torch."""
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dali_train.files import ForeignFileError, open_regular, read_json
 from dali_train.text import duration, plural
 
 STEP_PHASES = {
@@ -22,6 +22,7 @@ OUTSIDE_PHASES = {"evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}
 """Phases between steps."""
 
 METRICS = "metrics.jsonl"
+_LONGEST_LINE = 1_000_000  # bytes; a run's have about a thousand
 Event = dict[str, Any]
 
 _NEEDED = {
@@ -85,27 +86,65 @@ def goodput(events: Sequence[Event]) -> Goodput | None:
     )
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of JSON; None if it holds anything else, or is torn."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return the object in a line of JSON.
+
+    Raises:
+        ForeignFileError: it holds anything else, or is torn.
+    """
+    return read_json(line, _LONGEST_LINE, name="the line", non_finite=True)
 
 
-def read_events(path: Path) -> list[Event]:
-    """Return the events of a ``metrics.jsonl``; empty if there is no file. Foreign lines, and lines torn by a kill or a
-    full disk, are skipped, so the fields of an event have the right types."""
+def read_events(path: Path, foreign: list[str] | None = None) -> list[Event]:
+    """Return the events of a ``metrics.jsonl``; empty if there is no file. All other lines are skipped, so the fields
+    of an event have the right types.
+
+    Args:
+        foreign: receives a sentence on each line that neither a run nor an unfinished write explains. Objects without a
+            known ``"event"``, which other programs may add, are not mentioned.
+    """
+    events = []
+    for number, line in json_lines(path):
+        try:
+            event = parse_line(line)
+        except ForeignFileError as error:
+            is_torn = not line.endswith(b"\n") and len(line) <= _LONGEST_LINE  # by a kill, or not complete yet
+            reason = "" if is_torn else str(error).removeprefix("the line ")
+        else:
+            is_event, kind = _is_event(event), _kind(event)
+            reason = f"a field of event {kind!r} is missing or wrong" if kind and not is_event else ""
+            if is_event:
+                events.append(event)
+        if reason and foreign is not None:
+            foreign.append(f"{path}, line {number}: {reason}; this line is ignored")
+    return events
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, with their numbers from 1; none if there is no file. A line that is
+    longer than any that a run writes is truncated, so that it cannot be parsed."""
     if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        return [event for line in file if (event := parse_line(line)) is not None and _is_event(event)]
+        return
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(_LONGEST_LINE + 1):
+            number += 1
+            rest = line
+            while len(rest) > _LONGEST_LINE and not rest.endswith(b"\n"):
+                rest = file.readline(_LONGEST_LINE + 1)
+            if line.strip():
+                yield number, line
+
+
+def _kind(line: dict[str, Any]) -> str:
+    """Return which event a line is of, empty for none."""
+    kind = line.get("event")
+    return kind if isinstance(kind, str) and kind in _NEEDED else ""
 
 
 def _is_event(line: dict[str, Any]) -> bool:
-    kind = line.get("event")
-    if not isinstance(kind, str) or kind not in _NEEDED or not isinstance(line.get("step"), int):
+    kind = _kind(line)
+    if not kind or not isinstance(line.get("step"), int):
         return False
     if not all(_is_number(line.get(name)) for name in ("step", "epoch", *_NEEDED[kind])):
         return False

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dali_train.hooks.observers import HookUnavailableError
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
+from dali_train.text import redacted
 
 
 class MLflow(Tracker):
@@ -76,8 +77,8 @@ class MLflow(Tracker):
     def _begin(self, record: RunStart, uri: str) -> None:
         path, client = record.directory / "mlflow-id.json", self._client
         self._logged = {"train": -1, "eval": -1}  # the last step of each
-        known = load_id(path)
-        if known is not None and known["uri"] == uri:
+        known = load_id(path, "id", "uri")
+        if known is not None and known["uri"] == redacted(uri):
             self._run_id = known["id"]
             client.update_run(self._run_id, "RUNNING")
             for kind in self._logged:
@@ -96,4 +97,4 @@ class MLflow(Tracker):
         ]
         client.log_batch(self._run_id, params=parameters)
         client.log_dict(self._run_id, settings, "config.json")
-        save_id(path, id=self._run_id, uri=uri)
+        save_id(path, id=self._run_id, uri=redacted(uri))

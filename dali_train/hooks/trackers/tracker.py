@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.files import write_atomically
+from dali_train.files import ForeignFileError, json_field, read_json, write_atomically
 from dali_train.hooks.base import Hook
 from dali_train.hooks.class_names import class_names
 from dali_train.hooks.observers import HookUnavailableError
 from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
 from dali_train.hooks.samples import NUM_SAMPLES, sample_images, sheet
 
+_LARGEST_ID = 10_000  # bytes
 DEFAULT_PROJECT = "dali-train"
 """The default project or experiment of a run, if the tracker's environment variable is not set."""
 
@@ -67,9 +68,19 @@ def load_package(module: str, extra: str) -> Any:
         ) from error
 
 
-def load_id(path: Path) -> dict[str, str] | None:
-    """Return the run's id in a tracker; None if it has none."""
-    return dict(json.loads(path.read_text())) if path.exists() else None
+def load_id(path: Path, *names: str) -> dict[str, str] | None:
+    """Return what `save_id` saved under `names`; None if there is no file.
+
+    Raises:
+        HookUnavailableError: the file holds something else.
+    """
+    try:
+        values = read_json(path, _LARGEST_ID)
+        return {name: json_field(values, name, str) for name in names}
+    except FileNotFoundError:
+        return None
+    except ForeignFileError as error:
+        raise HookUnavailableError(f"{path} is not a tracker's id ({error}): move it away for a new id") from None
 
 
 def save_id(path: Path, **facts: str) -> None:

@@ -60,7 +60,7 @@ class WandB(Tracker):
         wandb = self._wandb
         # The same in every process of the run: made when it first starts.
         path = record.directory / "wandb-id.json"
-        known = load_id(path)
+        known = load_id(path, "id")
         run_id = known["id"] if known is not None else uuid.uuid4().hex[:12]
         if known is None:
             save_id(path, id=run_id)
