@@ -38,7 +38,7 @@ from dali_train.checkpoint.storage import MANIFEST
 from dali_train.commands import data
 from dali_train.commands.train import run
 from dali_train.config import Config
-from dali_train.config.load import config_from_json
+from dali_train.config.config_file import config_from_json
 from dali_train.config.override import config_with
 from dali_train.data.convert import datasets
 from dali_train.errors import ConfigError, DatasetError

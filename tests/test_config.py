@@ -407,9 +407,13 @@ def test_the_config_of_a_run_is_read_again(tmp_path: Path, capsys: pytest.Captur
 
     values = json.loads(PLAIN.to_json())
     for text, message in (
-        ("{", "cannot be read as a run's config.json: Expecting property name"),
+        ("{", "cannot be read as a run's config.json: it is not valid JSON: Expecting property name"),
         ("[" * 100_000, "cannot be read as a run's config.json: "),
-        ("[1]", "expected an object of sections"),
+        ("[1]", "cannot be read as a run's config.json: it is not valid JSON: an array instead of an object"),
+        (
+            '{"data": {"root": "a"}, "data": {}}',
+            "cannot be read as a run's config.json: it is not valid JSON: 'data' ap",
+        ),
         ('{"data": 3}', "expected an object of sections"),
         (json.dumps({**values, "date": {}}), "date is not a setting: use data"),
         (json.dumps({**values, "run": {"dir": "run", "epochs": "90"}}), "run.epochs is '90': use a number"),

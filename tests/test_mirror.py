@@ -24,7 +24,7 @@ from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest
 from dali_train.cli import main
 from dali_train.commands.doctor_run import run_directory
 from dali_train.config import load_config
-from dali_train.config.run import RunConfig
+from dali_train.config.sections import RunConfig
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.lock import Holder

@@ -25,7 +25,7 @@ from dali_train.checkpoint.directory import checkpoint_paths, point_link, record
 from dali_train.checkpoint.recipe import changes_between
 from dali_train.checkpoint.storage import MANIFEST, MANIFEST_DIGEST, CheckpointError, CheckpointManifest
 from dali_train.config import Config
-from dali_train.config.run import RunConfig
+from dali_train.config.sections import RunConfig
 from dali_train.data.progress import LINE_INTERVAL_S, Progress
 from dali_train.errors import ConfigError
 from dali_train.files import sha256, sync_directory

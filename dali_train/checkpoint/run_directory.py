@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.config import Config
-from dali_train.config.load import config_from_json
+from dali_train.config.config_file import config_from_json
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
 from dali_train.runtime.events import METRICS, Event, read_events

@@ -27,7 +27,7 @@ T = TypeVar("T")
 class Rule:
     """A field's requirement beyond its type."""
 
-    words: str  # follow "use" in messages
+    words: str  # completes "use ..." in messages
     low: float = -math.inf  # of numbers
     high: float = math.inf
     pattern: str | None = None  # a regular expression for all of a text
@@ -64,19 +64,19 @@ def require(fulfilled: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def refuse(wrong: bool, settings: Any, names: str, remedy: str) -> None:
+def refuse(wrong: bool, settings: Any, names: tuple[str, ...], remedy: str) -> None:
     """Raise ConfigError if `wrong`, for settings that conflict: "NAME is VALUE with NAME VALUE: REMEDY".
 
     Args:
         settings: a section, or the complete config.
-        names: the names of the conflicting settings in it, separated by spaces.
+        names: the names of the conflicting settings in it.
     """
     if wrong:
-        prefix, values = _PREFIXES[type(settings)], [attrgetter(name)(settings) for name in names.split()]
+        prefix, values = _PREFIXES[type(settings)], [attrgetter(name)(settings) for name in names]
         written = [str(value).lower() if value is None or isinstance(value, bool) else str(value) for value in values]
-        (first, is_), *others = zip(names.split(), written, strict=True)
+        (first, value), *others = zip(names, written, strict=True)
         more = [f"{prefix}{name} {value}" for name, value in others]
-        raise ConfigError(f"{prefix}{first} is {is_} with {' and '.join(more)}: {remedy}")
+        raise ConfigError(f"{prefix}{first} is {value} with {' and '.join(more)}: {remedy}")
 
 
 def section(name: str) -> Callable[[type[T]], type[T]]:
@@ -242,7 +242,7 @@ _WORDS: dict[Any, str] = {
 
 
 def _words(hint: Any) -> str:
-    """Describe the values that a type hint allows, to follow "use" in messages."""
+    """Describe the values that a type hint allows, to complete "use ..." in messages."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return next((note.words for note in arguments[1:] if isinstance(note, Rule)), _words(arguments[0]))

@@ -1,4 +1,4 @@
-"""A complete config: one section per file, and the conditions on settings of several sections."""
+"""A complete config, and the conditions on settings of several sections."""
 
 import json
 import math
@@ -10,20 +10,22 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from dali_train.config.batch import BatchConfig
 from dali_train.config.check import NotInRecipe, default_of, is_in_recipe, refuse, require, section
-from dali_train.config.data import DataConfig
-from dali_train.config.ema import EmaConfig
-from dali_train.config.hooks import HooksConfig
-from dali_train.config.loss import LossConfig
-from dali_train.config.mixup import MixupConfig
-from dali_train.config.model import ModelConfig
 from dali_train.config.names import unknown_setting
-from dali_train.config.optimizer import OptimizerConfig
-from dali_train.config.parallel import ParallelConfig
-from dali_train.config.precision import PrecisionConfig
-from dali_train.config.run import RunConfig
-from dali_train.config.schedule import ScheduleConfig
+from dali_train.config.sections import (
+    BatchConfig,
+    DataConfig,
+    EmaConfig,
+    HooksConfig,
+    LossConfig,
+    MixupConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from dali_train.errors import ConfigError
 
 NEED_INDEX: dict[str, Any] = {
@@ -73,7 +75,7 @@ class Config:
         )
         remedy = "images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas"
         alone = self.mixup.enabled and self.batch.micro_batch == 1
-        refuse(alone, self, "mixup.alpha mixup.cutmix_alpha batch.micro_batch", remedy)
+        refuse(alone, self, ("mixup.alpha", "mixup.cutmix_alpha", "batch.micro_batch"), remedy)
         until = max((epoch for epoch, _ in self.data.progressive), default=0)
         require(
             until < self.run.epochs,
@@ -88,18 +90,23 @@ class Config:
             f"{max(1, round(micro_batch / repeats)) * repeats}, or data.shuffle full",
         )
         remedy = "fp64 is for checks on the CPU: set run.device cpu"
-        refuse(self.precision.dtype == "fp64" and self.run.device == "cuda", self, "precision.dtype run.device", remedy)
+        refuse(
+            self.precision.dtype == "fp64" and self.run.device == "cuda",
+            self,
+            ("precision.dtype", "run.device"),
+            remedy,
+        )
         pure, compiles = not self.precision.autocast, self.model.compile not in ("auto", "none")
         remedy = "without autocast norms are in half precision anyway, set model.fast_norm false"
-        refuse(pure and self.model.fast_norm, self, "precision.autocast model.fast_norm", remedy)
+        refuse(pure and self.model.fast_norm, self, ("precision.autocast", "model.fast_norm"), remedy)
         remedy = "the weights' copies are not compiled, set model.compile none, or precision.autocast true"
-        refuse(pure and compiles, self, "precision.autocast model.compile", remedy)
+        refuse(pure and compiles, self, ("precision.autocast", "model.compile"), remedy)
         tuned, remedy = self.model.compile == "autotune", "it chooses kernels by timing, set model.compile blocks"
-        refuse(self.run.deterministic and tuned, self, "run.deterministic model.compile", remedy)
+        refuse(self.run.deterministic and tuned, self, ("run.deterministic", "model.compile"), remedy)
         graphs, remedy = self.model.compile == "cuda-graphs", "CUDA graphs need a GPU, set model.compile model"
-        refuse(graphs and self.run.device == "cpu", self, "model.compile run.device", remedy)
+        refuse(graphs and self.run.device == "cpu", self, ("model.compile", "run.device"), remedy)
         remedy = "a captured graph takes images of one size, set model.compile model"
-        refuse(graphs and bool(self.data.progressive), self, "model.compile data.progressive", remedy)
+        refuse(graphs and bool(self.data.progressive), self, ("model.compile", "data.progressive"), remedy)
         require(
             "://" in self.data.root or Path(self.data.root).resolve() != Path(self.run.dir).resolve(),
             f"run.dir and data.root are both {self.run.dir}: choose another run.dir, so that the run's files are not "
@@ -138,7 +145,7 @@ class Config:
         )
         remedy = "FSDP needs weights in torch's default memory format, set model.channels_last false"
         shards = parallel.shard != "none"
-        refuse(shards and self.model.channels_last, self, "model.channels_last parallel.shard", remedy)
+        refuse(shards and self.model.channels_last, self, ("model.channels_last", "parallel.shard"), remedy)
         parallel.check_micro_batch(self.batch.micro_batch)
         require(
             not self.data.progressive or not parallel.shares_images,
@@ -146,10 +153,10 @@ class Config:
         )
         stages, distils = parallel.pipeline > 1, self.loss.distillation != "none"
         remedy = "the last stage has no images to show the teacher; leave one of them out"
-        refuse(stages and distils, self, "parallel.pipeline loss.distillation", remedy)
+        refuse(stages and distils, self, ("parallel.pipeline", "loss.distillation"), remedy)
         remedy = "a stage does not know the layers of the others; leave one of them out"
         by_layer = self.optimizer.layer_decay is not None
-        refuse(stages and by_layer, self, "parallel.pipeline optimizer.layer_decay", remedy)
+        refuse(stages and by_layer, self, ("parallel.pipeline", "optimizer.layer_decay"), remedy)
 
     def steps(self, epochs: float, num_images: int) -> int:
         """Return the optimizer steps for `epochs` passes over `num_images`, rounded up to complete the last pass."""

@@ -146,8 +146,8 @@ def close_value(value: Any, known: Sequence[Any], every: str) -> str:
     return f"{close[0]} (of {every})" if close else every
 
 
-def row_of(table: Mapping[str, T], setting: str, name: str) -> T:
-    """Return the row of a table that a setting names. Raises ConfigError: there is no such row."""
+def lookup(table: Mapping[str, T], setting: str, name: str) -> T:
+    """Return the row `name` of a table. Raises ConfigError: there is none, so `setting` names nothing."""
     if name not in table:
         known = list(table)
         raise ConfigError(f"{setting} is {name!r}: use {close_value(name, known, ', '.join(known))}")

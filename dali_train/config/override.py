@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from dali_train.config.check import alternatives
 from dali_train.config.config import KWARGS, SETTINGS, Config
-from dali_train.config.load import load_config
+from dali_train.config.config_file import load_config
 from dali_train.config.names import unknown_setting
 from dali_train.errors import ConfigError
 

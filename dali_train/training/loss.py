@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
-from dali_train.config.names import row_of
+from dali_train.config.names import lookup
 from dali_train.errors import ConfigError
 from dali_train.training.model import input_size
 from dali_train.training.pretrained import create_pretrained
@@ -79,7 +79,7 @@ def loss_of(config: LossConfig) -> Loss:
     Raises:
         ConfigError: there is none.
     """
-    return row_of(LOSSES, "loss.name", config.name)
+    return lookup(LOSSES, "loss.name", config.name)
 
 
 def _hard_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

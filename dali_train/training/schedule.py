@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dali_train.config import Config, ScheduleConfig
-from dali_train.config.names import row_of
+from dali_train.config.names import lookup
 
 _SCALED_FROM = 256  # the global batch at which a scaled optimizer.lr is the peak
 
@@ -59,7 +59,7 @@ def schedule_of(settings: ScheduleConfig) -> Schedule:
     Raises:
         ConfigError: there is none.
     """
-    return row_of(SCHEDULES, "schedule.name", settings.name)
+    return lookup(SCHEDULES, "schedule.name", settings.name)
 
 
 def learning_rate(config: Config, step: int, num_images: int) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.config.augment import AugmentSpec, parse_augment
+from dali_train.config.augment_spec import AugmentSpec, parse_augment
 from dali_train.data.sampling.draws import Images, crop_boxes
 from dali_train.data.sampling.rng import Purpose, philox_generator, uniform
 

@@ -1,6 +1,6 @@
 """Trackers, which send a run's scalars to a service. Each has one file and one row in TRACKERS."""
 
-from dali_train.config.names import row_of
+from dali_train.config.names import lookup
 from dali_train.hooks.trackers.mlflow import MLflow
 from dali_train.hooks.trackers.tensorboard import TensorBoard
 from dali_train.hooks.trackers.tracker import Tracker
@@ -16,4 +16,4 @@ def make_trackers(names: tuple[str, ...]) -> list[Tracker]:
     Raises:
         ConfigError: a name that is not in TRACKERS.
     """
-    return [row_of(TRACKERS, "hooks.trackers", name)() for name in dict.fromkeys(names)]
+    return [lookup(TRACKERS, "hooks.trackers", name)() for name in dict.fromkeys(names)]

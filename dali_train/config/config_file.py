@@ -1,7 +1,6 @@
 """Loading a config from a Python file, or from the config.json of a run."""
 
 import importlib.util
-import json
 import sys
 import traceback
 import warnings
@@ -12,9 +11,11 @@ from typing import Any, get_type_hints
 
 from dali_train.config.config import Config
 from dali_train.config.names import unknown_setting
-from dali_train.config.parallel import ParallelConfig
+from dali_train.config.sections import ParallelConfig
 from dali_train.errors import ConfigError
+from dali_train.files import ForeignFileError, read_json, read_limited
 
+_LARGEST_JSON = 10_000_000
 _running: list[Path] = []  # the config files being executed, the innermost last
 _files: dict[Path, bytes] = {}  # all files executed since the outermost began, in order
 
@@ -41,7 +42,7 @@ def load_config(path: Path | str) -> Config:
         raise ConfigError(f"--config {path}: this file does not exist; the recipes are in configs/")
     if path.suffix == ".json":
         try:
-            return config_from_json(path.read_bytes(), str(path))
+            return config_from_json(read_limited(path, _LARGEST_JSON), str(path))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read as a run's config.json: {error}") from None
     if path.suffix != ".py":
@@ -98,15 +99,16 @@ def config_from_json(text: str | bytes, source: str) -> Config:
         ConfigError: the text is not such a config, or a value is not valid.
     """
     try:
-        return _assembled(source, json.loads(text))
+        values = read_json(text.encode() if isinstance(text, str) else text, _LARGEST_JSON, name="it", non_finite=True)
+        return _assembled(source, values)
+    except ForeignFileError as error:
+        raise ConfigError(f"{source} cannot be read as a run's config.json: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise ConfigError(f"{source} cannot be read as a run's config.json: {error}") from None
 
 
-def _assembled(source: str, values: Any) -> Config:
-    if not isinstance(values, dict) or not all(isinstance(fields, dict) for fields in values.values()):
+def _assembled(source: str, values: dict[str, Any]) -> Config:
+    if not all(isinstance(fields, dict) for fields in values.values()):
         raise ConfigError('expected an object of sections, {"data": {...}, "model": {...}, ...}, as a run writes it')
     sections = get_type_hints(Config)
     for name in values:

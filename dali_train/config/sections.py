@@ -1,0 +1,743 @@
+"""The sections of a config, one class each, with every setting's type, range, default and explanation.
+
+A rule about one value stands in its type hint, a rule about several values of a section in ``__post_init__``; rules
+about several sections are in config.py. ``--help`` prints what stands here.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isqrt, prod
+from typing import Annotated, Any, Literal
+
+from dali_train.config.augment_spec import parse_augment
+from dali_train.config.check import (
+    OVER_0,
+    UNDER_1,
+    Count,
+    CountOr0,
+    Directory,
+    Fraction,
+    NotInRecipe,
+    NotNegative,
+    Pixels,
+    Positive,
+    Rule,
+    refuse,
+    refuse_credentials,
+    require,
+    section,
+)
+from dali_train.errors import ConfigError
+
+Triple = tuple[float, float, float]
+"""Numbers for red, green and blue, for pixel values from 0 to 255."""
+
+NORMALISATIONS: dict[str, tuple[Triple, Triple]] = {
+    "imagenet": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),
+    "inception": ((127.5, 127.5, 127.5), (127.5, 127.5, 127.5)),
+    "cifar10": ((125.307, 122.961, 113.8575), (51.5865, 50.847, 51.255)),
+    "mnist": ((255 * 0.1307,) * 3, (255 * 0.3081,) * 3),
+}
+"""Name -> mean and standard deviation of the pixels."""
+Blocks = Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
+Probability = Annotated[float, Rule("a probability from 0 to 1", 0, 1)]
+
+
+@section("data")
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The dataset, and how its images are ordered, read, decoded and augmented."""
+
+    root: NotInRecipe[Annotated[str, Rule("the name or URL of a dataset's directory, which holds dataset.json")]]
+    """Dataset directory with dataset.json (made by `dali-train data convert` or `dali-train data index`), or the URL of
+    one in an object store: s3://, gs://, az:// or https://."""
+    seed: Annotated[int, Rule("a whole number from 0 to 2**64 - 1", 0, (1 << 64) - 1)] = 0
+    """Seeds everything random: order, crops, flips, Mixup, dropout and the initial weights."""
+    shuffle: Literal["full", "block", "none", "balanced"] = "full"
+    """full: a new uniformly random order every epoch. block: shuffled blocks of adjacent images, shuffled again in
+    windows of blocks, for disks and parallel file systems that need long reads. none: the order on disk. balanced: a
+    random order in which all classes are equally frequent: an epoch repeats images of rare classes and skips images of
+    frequent ones. With data.reader dali and not none, each rank draws images from a shuffle buffer of block_images x
+    window_blocks records."""
+    block_images: Blocks = 128
+    """Images per block. 128 ImageNet originals are 14 MB, which a disk with a seek time of 10 ms reads at nine tenths
+    of its speed."""
+    window_blocks: Blocks = 8
+    """Number of consecutive blocks whose images are shuffled together (one window). Each micro-batch of a step draws
+    from its own window; `dali-train plan` reports the memory that all windows take."""
+    read_ahead_mb: NotInRecipe[Annotated[int, Rule("a whole number from 0 to 1,048,576 (1 TB)", 0, 1 << 20)]] = 256
+    """Megabytes of images that a rank reads ahead, into the page cache. 0: no reading ahead."""
+    local_copy: NotInRecipe[Directory | None] = None
+    """Directory on a local disk of each host: the dataset is copied there once before training and read from there.
+    None: read data.root directly."""
+    cache: NotInRecipe[Directory | None] = None
+    """Directory on a local disk of each host that caches images from an object store, shared by the host's ranks. The
+    image needed furthest in the future is evicted first. None: every epoch fetches every image."""
+    cache_gb: NotInRecipe[
+        Annotated[float, Rule("a number of gigabytes up to 1,000,000 (1 PB)", OVER_0, 1e6)] | None
+    ] = None
+    """Largest size of data.cache, per host. None: the free space of its disk, less a twentieth."""
+    reader: Literal["index", "dali", "synthetic"] = "index"
+    """index: images are slices of memory-mapped shards. synthetic: noise, to measure the cost of loading data. dali:
+    DALI's own TFRecord reader, which reads shards sequentially; samples then depend on the number of ranks, and a
+    resumed run begins a new pass."""
+    device: NotInRecipe[Literal["auto", "cpu", "gpu"]] = "auto"
+    """Where images are decoded and augmented. auto: on the model's device."""
+    num_threads: NotInRecipe[Annotated[int, Rule("a number of threads from 1 to 1024", 1, 1024)] | None] = None
+    """Decoding threads per rank. None: this rank's share of the cores that the job may use."""
+    hw_decoder_load: NotInRecipe[Annotated[float, Rule("a share from 0 to 1", 0, 1)] | None] = None
+    """Fraction of the JPEGs for the GPU's hardware decoder, if it has one (A100, H100 and later). None: depends on the
+    number of decoding threads, 0.66 with 6 and 0.14 with 70; `python -m tools.bench.gpu_data` finds the best."""
+    train_size: Pixels = 224
+    """Side of the square training images, in pixels."""
+    progressive: Annotated[
+        tuple[tuple[Positive, Pixels], ...], Rule("pairs of an epoch and a size in pixels, such as 6,128 12,160")
+    ] = ()
+    """Progressive resizing: smaller training images in the first epochs. 6,128 12,160 trains on images of 128 pixels
+    until epoch 6, of 160 until epoch 12, and of train_size from then on. A step uses the size of the epoch in which it
+    begins. For models that accept images of any size: a ViT does with --model.kwargs.dynamic_img_size true."""
+    crop: Literal["random-resized", "inception"] = "random-resized"
+    """How random crops are drawn. random-resized: uniform in area, as torchvision's RandomResizedCrop. inception:
+    uniform in height, as TensorFlow's sample_distorted_bounding_box, which prefers smaller crops."""
+    crop_area: tuple[float, float] = (0.08, 1.0)
+    """Random crops cover a fraction of the image's area between these two."""
+    crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    """Random crops have a ratio of width to height between these two."""
+    crop_side: Pixels | None = None
+    """Crop a square of this many pixels anywhere in the stored image, as for CIFAR, and resize it to train_size. None:
+    draw the area and aspect ratio from crop_area and crop_aspect."""
+    crop_padding: Annotated[int, Rule("a number of pixels from 0 to 65,500", 0, 65_500)] = 0
+    """With crop_side: black pixels on each side of the stored image, which the crop may include."""
+    horizontal_flip: Probability = 0.5
+    """Probability of mirroring a training image."""
+    augment: str = "none"
+    """Augmentation policy: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1), big-vision and
+    colossalai (RandAugment as in these two, 2 operators at full strength), trivial (TrivialAugment), 3-augment (DeiT
+    III), auto-imagenet or auto-cifar10 (AutoAugment)."""
+    color_jitter: Annotated[float, Rule("a factor from 0 to 1", 0, 1)] = 0.0
+    """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none."""
+    random_erasing: Probability = 0.0
+    """Probability of filling a random box of a training image."""
+    random_erasing_fill: Literal["mean", "noise"] = "mean"
+    """The fill of erased boxes. mean: the mean color. noise: normally distributed pixels with the mean and standard
+    deviation of data.normalise (timm's mode pixel), clipped to values from 0 to 255."""
+    repeats: Annotated[int, Rule("a number of repeats from 1 to 64", 1, 64)] = 1
+    """Repeated augmentation: this many adjacent positions have the same image, augmented differently. An epoch still
+    has as many positions as the training split has images, so a pass over the split takes this many epochs. If it does
+    not divide batch.micro_batch, the repeats of some images fall into two micro-batches."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How training and evaluation images are resized."""
+    antialias: bool = True
+    """Filter when shrinking, as PIL does. False is faster but aliases."""
+    normalise: Annotated[
+        Literal["imagenet", "inception", "cifar10", "mnist"] | tuple[Triple, Triple],
+        Rule(f"{', '.join(NORMALISATIONS)}, or mean and standard deviation, e.g. 123.7,116.3,103.5 58.4,57.1,57.4"),
+    ] = "inception"
+    """Mean and standard deviation of red, green and blue, for pixel values from 0 to 255: the mean is subtracted and
+    the result divided by the standard deviation. imagenet, cifar10, mnist: those of these datasets. inception: 127.5
+    throughout, so that values go from -1 to 1. Or numbers: 123.7,116.3,103.5 58.4,57.1,57.4. A timm model's own are in
+    its `default_cfg`, there for pixel values from 0 to 1."""
+    eval_resize: NotInRecipe[Literal["short-side", "squash"]] = "short-side"
+    """How evaluation images are resized to eval_resize_to. short-side: the short side, keeping the aspect ratio.
+    squash: both sides, which distorts."""
+    eval_resize_to: NotInRecipe[Pixels | None] = None
+    """In pixels; the central eval_size square of the result is evaluated. None: eval_size * 256 / 224, the usual crop
+    fraction."""
+    eval_size: NotInRecipe[Pixels] = 224
+    """Side of the square evaluation images, in pixels."""
+
+    @property
+    def train_sizes(self) -> list[int]:
+        """All sizes of training images during a run, without duplicates."""
+        return sorted({self.train_size, *(size for _, size in self.progressive)})
+
+    @property
+    def eval_resized(self) -> int:
+        """Side of evaluation images before the central crop, in pixels: of both sides, or of the short one."""
+        return round(self.eval_size * 256 / 224) if self.eval_resize_to is None else self.eval_resize_to
+
+    @property
+    def mean(self) -> Triple:
+        """Subtracted from the RGB values 0 to 255."""
+        return self._mean_and_std()[0]
+
+    @property
+    def std(self) -> Triple:
+        """Divides the RGB values after the mean is subtracted."""
+        return self._mean_and_std()[1]
+
+    def _mean_and_std(self) -> tuple[Triple, Triple]:
+        return NORMALISATIONS[self.normalise] if isinstance(self.normalise, str) else self.normalise
+
+    def __post_init__(self) -> None:
+        if "://" in self.root:
+            refuse_credentials("data.root", self.root)
+            require(
+                self.reader != "dali",
+                f"data.reader is dali, which reads files, and data.root is {self.root}: use data.reader index",
+            )
+        else:
+            require(
+                self.cache is None,
+                f"data.cache is {self.cache}, but data.root {self.root} is not in an object store: use data.local_copy "
+                "to copy it to a local disk",
+            )
+        low, high = self.crop_area
+        require(
+            0 < low <= high <= 1, f"data.crop_area is {self.crop_area}: use two fractions with 0 < low <= high <= 1"
+        )
+        low, high = self.crop_aspect
+        require(OVER_0 <= low <= high, f"data.crop_aspect is {self.crop_aspect}: use two ratios with 0 < low <= high")
+        # A mean of 0 and a standard deviation of 255 are sensible; numbers between 0 and 2 are meant for pixels from 0
+        # to 1.
+        require(
+            all(mean == 0 or 2 <= mean <= 255 for mean in self.mean) and all(2 <= std <= 1000 for std in self.std),
+            f"data.normalise is {self.normalise}: mean and standard deviation are for pixel values from 0 to 255, so "
+            "multiply those for values from 0 to 1 by 255, or use imagenet or inception",
+        )
+        require(
+            self.eval_size <= self.eval_resized,
+            f"data.eval_size {self.eval_size} does not fit into data.eval_resize_to {self.eval_resize_to}: "
+            "enlarge data.eval_resize_to",
+        )
+        if self.eval_size < 0.8 * self.eval_resized:
+            warnings.warn(
+                f"data.eval_size {self.eval_size} of data.eval_resize_to {self.eval_resize_to}: only the central "
+                f"{(self.eval_size / self.eval_resized) ** 2:.0%} of each image are evaluated; leave "
+                "data.eval_resize_to out for the usual 77 %",
+                stacklevel=2,
+            )
+        require(
+            all(first < then for (first, _), (then, _) in pairwise(self.progressive)),
+            f"data.progressive is {self.progressive}: use increasing epochs, each the end of its size",
+        )
+        remedy = f"use sizes up to data.train_size {self.train_size}, which follows them"
+        refuse(self.train_sizes[-1] != self.train_size, self, ("progressive", "train_size"), remedy)
+        parse_augment(self.augment)
+        side, padding = self.crop_side, self.crop_padding
+        drawn = self.crop != "random-resized"
+        refuse(drawn and side is not None, self, ("crop", "crop_side"), "leave one of them out")
+        remedy = f"set data.crop_side, such as {self.train_size}"
+        refuse(padding > 0 and side is None, self, ("crop_padding", "crop_side"), remedy)
+        remedy = "use less than data.crop_side, or a crop could miss the image"
+        refuse(side is not None and padding >= side, self, ("crop_padding", "crop_side"), remedy)
+        filled, remedy = self.random_erasing_fill != "mean", "set data.random_erasing, such as 0.25"
+        refuse(filled and self.random_erasing == 0, self, ("random_erasing_fill", "random_erasing"), remedy)
+
+
+@section("model")
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The network."""
+
+    name: str
+    """A timm model; `python -c "import timm; print(timm.list_models())"` lists them."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of timm.create_model, e.g. drop rates. The number of classes is the dataset's. On the command line each
+    is a setting: --model.kwargs.drop_path_rate 0.1 sets it, --model.kwargs.drop_path_rate none removes it."""
+    weights: str | None = None
+    """Pretrained weights: a file (.safetensors, or .pth, .bin and the like, from which only tensors are read), a run
+    directory or one of its checkpoints (the moving average of the weights, if there is one), or, if a hub can be
+    reached, a timm name with its tag. If the number of classes differs, the classifier is initialised from scratch; if
+    the resolution differs, position embeddings are resampled. None: random weights."""
+    freeze: tuple[str, ...] = ()
+    """Names of weights that are not trained, where * matches anything: patch_embed.* blocks.0.*; or all-but-head, which
+    trains only the classifier (a linear probe). BatchNorms without trained weights keep their running statistics and
+    normalise with them."""
+    channels_last: NotInRecipe[bool] = False
+    """Memory format of weights and images, with which convolutional models are faster on GPUs."""
+    compile: NotInRecipe[Literal["auto", "none", "model", "cuda-graphs", "blocks", "autotune"]] = "auto"
+    """torch.compile. model: the whole model. cuda-graphs: the same, with its kernels captured once and replayed, for
+    models whose kernels take longer to launch than to run. blocks: each repeated block; identical blocks share code, so
+    the first step starts sooner. autotune: the blocks, with the fastest of several kernels for each matrix product,
+    some of which include bias and activation; timing them takes minutes at the first start, and may choose others at
+    the next. auto: on a GPU, the blocks if the model has any, falling back to none with a warning if the compiler
+    fails; none on a CPU.
+    A model that is split over ranks can be compiled by blocks only.
+    Dropout masks differ from those of uncompiled code, but are still a function of the micro-batch."""
+    attention: NotInRecipe[Literal["auto", "cudnn", "flash", "efficient", "math"]] = "auto"
+    """The attention kernel to try first. auto: torch's own order. With run.deterministic, kernels that are not
+    deterministic are skipped."""
+    fast_norm: bool = False
+    """With precision.dtype bf16 or fp16, keep the residual stream in that format and normalise in it. This saves memory
+    traffic and changes the rounding, so it is part of the recipe. Without it both are float32, as under autocast."""
+    activation_checkpointing: NotInRecipe[bool | Literal["selective"]] = False
+    """Recompute each block's activations in the backward pass instead of keeping them: less memory, a third more
+    compute. selective: keep the results of matrix products and attention, and recompute only the cheap rest."""
+
+    @property
+    def compiles_as_a_whole(self) -> bool:
+        """Whether the model is compiled as a whole, not by blocks or not at all."""
+        return self.compile in ("model", "cuda-graphs")
+
+    def __post_init__(self) -> None:
+        require(
+            "num_classes" not in self.kwargs,
+            f"model.kwargs has num_classes {self.kwargs.get('num_classes')}: leave it out, the dataset decides it",
+        )
+
+
+Beta = Annotated[float, Rule("a number from 0 to under 1, e.g. 0.9,0.999", 0, UNDER_1)]
+
+
+@section("optimizer")
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """One of timm's optimizers; by default LAMB (You et al., arXiv 1904.00962)."""
+
+    lr: Positive
+    """Peak learning rate, at a global batch of 256 if it is scaled."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Scaling of lr with batch.global_batch: by global_batch / 256, or by its square root."""
+    name: str = "lamb"
+    """An optimizer that timm knows (timm.optim.list_optimizers()): lamb, adamw, sgd, lars, muon, ..."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the optimizer's constructor, such as momentum or nesterov for sgd, bias_correction for lamb. On
+    the command line each is a setting: --optimizer.kwargs.momentum 0.8 sets it, and none instead of 0.8 removes it."""
+    weight_decay: NotNegative = 0.0
+    """Weight decay, which LAMB adds to its update before the trust ratio."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the running means of the gradient and of its square."""
+    eps: NotNegative = 1e-6
+    """Added to the root of the second moment, so that the update stays finite."""
+    exclude_vectors: bool = True
+    """No weight decay and no trust ratio on biases, norms and other vectors. False: both on all parameters."""
+    layer_decay: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] | None = None
+    """Layer-wise decay of the learning rate, for fine-tuning: each layer has this times the rate of the next one, and
+    the classifier the full rate. With exclude_vectors, parameters that the model declares as free of weight decay, such
+    as position embeddings, have none either. None: one rate for all."""
+    clip_grad_norm: Annotated[float, Rule("a norm over 0", OVER_0)] | None = 1.0
+    """Largest global 2-norm of the gradient; None: no clipping."""
+
+
+@section("schedule")
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """A linear warmup to the peak rate (optimizer.lr, scaled by optimizer.scale_lr), then a decay."""
+
+    name: str = "linear"
+    """How the rate decays until run.epochs: linear, cosine, polynomial, step (times decay_rate every decay_epochs),
+    warmup-stable-decay (constant until decay_epochs before the end), or a row that the config file adds to
+    dali_train.training.schedule.SCHEDULES."""
+    warmup_epochs: NotNegative = 0.0
+    """Passes over the training split during which the rate rises."""
+    warmup_lr: NotNegative | None = None
+    """Rate of the first warmup step, from which it rises by (peak - warmup_lr) / warmup per step, as in timm; 0 as in
+    big_vision. None: step t has (t + 1) / (warmup + 1) of the peak, as in ColossalAI."""
+    decay_from: Literal["warmup-end", "start"] = "warmup-end"
+    """Where the decay starts. start: at step 0, so that the warmup replaces its first part, as in timm by default, DeiT
+    and ResNet strikes back; the rate then drops slightly at the end of the warmup."""
+    min_lr: NotNegative = 0.0
+    """Final rate, and the minimum after the warmup. It is not scaled with the batch."""
+    power: Positive = 1.0
+    """Exponent of polynomial, and of the decay of warmup-stable-decay."""
+    decay_epochs: Positive | None = None
+    """step: epochs between two decays. warmup-stable-decay: length of the decay."""
+    decay_rate: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] = 0.1
+    """Factor of each decay of step."""
+    step_every: Literal["step", "epoch"] = "step"
+    """Whether the rate changes at every optimizer step or only at the start of an epoch."""
+
+    def __post_init__(self) -> None:
+        by_epoch, length = self.step_every == "epoch", self.decay_epochs
+        whole = "it must be a whole number there"
+        refuse(by_epoch and self.warmup_epochs % 1 != 0, self, ("warmup_epochs", "step_every"), whole)
+        needs_length = self.name in ("step", "warmup-stable-decay")
+        refuse(needs_length and length is None, self, ("name", "decay_epochs"), "set schedule.decay_epochs")
+        remedy = "it has no effect there; leave it out, or use"
+        refuse(
+            self.name in ("linear", "cosine", "polynomial") and length is not None,
+            self,
+            ("decay_epochs", "name"),
+            f"{remedy} step or warmup-stable-decay",
+        )
+        refuse(
+            self.name in ("linear", "cosine", "step") and self.power != 1,
+            self,
+            ("power", "name"),
+            f"{remedy} polynomial or warmup-stable-decay",
+        )
+
+
+@section("batch")
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """The global batch and its micro-batches."""
+
+    global_batch: Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
+    """Images per optimizer step, over all ranks and all accumulated micro-batches."""
+    micro_batch: Annotated[int, Rule("a whole number from 1 to 65,536", 1, 1 << 16)]
+    """Images per forward and backward pass on one rank."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.global_batch % self.micro_batch == 0,
+            f"batch.global_batch {self.global_batch} is not a multiple of batch.micro_batch {self.micro_batch}; "
+            f"use {max(1, round(self.global_batch / self.micro_batch)) * self.micro_batch}",
+        )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step, over all ranks."""
+        return self.global_batch // self.micro_batch
+
+    def grad_accum_steps(self, data_parallel_size: int) -> int:
+        """Return the micro-batches that each of `data_parallel_size` ranks accumulates per step; if they do not divide
+        evenly, some ranks accumulate one less.
+
+        Raises:
+            ConfigError: there are more ranks than micro-batches.
+        """
+        most = self.num_micro_batches
+        if data_parallel_size > most:
+            fitting = range(self.global_batch // data_parallel_size, 0, -1)
+            smaller = next((size for size in fitting if self.global_batch % size == 0), None)
+            raise ConfigError(
+                f"batch.global_batch {self.global_batch} is {most} x batch.micro_batch {self.micro_batch}, and "
+                f"{data_parallel_size} data-parallel ranks need at least one each: start at most {most}"
+                + (f", or set batch.micro_batch {smaller}" if smaller is not None else "")
+            )
+        return -(-most // data_parallel_size)
+
+    def describe_accumulation(self, data_parallel_size: int) -> str:
+        """Format `grad_accum_steps`: "4", or "4 or 3" if the micro-batches do not divide evenly among the ranks."""
+        steps = self.grad_accum_steps(data_parallel_size)
+        return f"{steps} or {steps - 1}" if self.num_micro_batches % data_parallel_size else f"{steps}"
+
+
+@section("loss")
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The training loss."""
+
+    name: str = "cross-entropy"
+    """cross-entropy, binary-cross-entropy (one binary classification per class, as in ResNet strikes back), or a row
+    that the config file adds to dali_train.training.loss.LOSSES."""
+    label_smoothing: Annotated[float, Rule("a share from 0 to under 1", 0, UNDER_1)] = 0.0
+    """Share of the target that is spread evenly over all classes."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: cross-entropy weights an image of a class with n of the N training images by N / (n x classes), so that
+    rare classes count as much as frequent ones; the mean weight is 1."""
+    target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
+    """binary-cross-entropy: targets above it count as 1 and others as 0, so that a mixture has both classes. None:
+    targets are used as they are."""
+    distillation: Literal["none", "hard", "soft"] = "none"
+    """Also learn from a teacher's predictions (DeiT). hard: from its top class. soft: from its probabilities."""
+    distillation_weight: Annotated[float, Rule("a share over 0 and up to 1", OVER_0, 1)] = 0.5
+    """Weight of the distillation loss; the loss of the labels has 1 minus this."""
+    temperature: Positive = 1.0
+    """soft: student's and teacher's logits are divided by it, and the loss is multiplied by its square."""
+    teacher: str | None = None
+    """A timm model with the dataset's classes; without teacher_weights its own weights are fetched from the hub.
+    local-dir:DIRECTORY: what `dali-train export --format timm` wrote."""
+    teacher_weights: str | None = None
+    """A file with the teacher's weights, of the kinds that model.weights takes."""
+
+    def __post_init__(self) -> None:
+        refuse(
+            self.target_threshold is not None and self.name == "cross-entropy",
+            self,
+            ("target_threshold", "name"),
+            "leave it out, or use binary-cross-entropy",
+        )
+        refuse(
+            self.class_weights != "none" and self.name != "cross-entropy",
+            self,
+            ("class_weights", "name"),
+            "leave it out, or use cross-entropy or data.shuffle balanced",
+        )
+        hard = self.distillation != "soft"
+        refuse(self.temperature != 1 and hard, self, ("temperature", "distillation"), "only soft has one, set it to 1")
+        without = self.distillation == "none"
+        has_teacher = self.teacher is not None
+        refuse(not without and not has_teacher, self, ("distillation", "teacher"), "set loss.teacher to a timm model")
+        refuse(
+            without and (has_teacher or self.teacher_weights is not None),
+            self,
+            ("teacher", "teacher_weights", "distillation"),
+            "set it to hard or soft, or leave the teacher out",
+        )
+
+
+@section("ema")
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """An exponential moving average (EMA) of weights and buffers, as timm's ModelEmaV3 computes it. It is evaluated
+    beside the weights, saved in checkpoints, and decides which checkpoint is the best."""
+
+    decay: Annotated[float, Rule("a share between 0 and 1, such as 0.999", OVER_0, UNDER_1)] | None = None
+    """Weight of the old average at each optimizer step. The average spans about 1 / (1 - decay) steps, so choose it by
+    the number of steps, not epochs: 300 epochs of ImageNet are 11,730 steps in batches of 32,768. None: no average."""
+    warmup: bool = False
+    """Let the decay rise to its value: 1 - (1 + step) ** (-2 / 3)."""
+
+    def __post_init__(self) -> None:
+        refuse(self.warmup and self.decay is None, self, ("warmup", "decay"), "set ema.decay, such as 0.999")
+
+
+@section("mixup")
+@dataclass(frozen=True, kw_only=True)
+class MixupConfig:
+    """Mixup and CutMix, drawn once per micro-batch, with timm's meaning of alpha. If both are on, each micro-batch uses
+    one of them."""
+
+    alpha: NotNegative = 0.0
+    """Mixup's lambda is drawn from Beta(alpha, alpha). 0 turns Mixup off."""
+    cutmix_alpha: NotNegative = 0.0
+    """CutMix: a box of the partner covers a fraction 1 - lambda of the image, with lambda from Beta(cutmix_alpha,
+    cutmix_alpha). 0 turns CutMix off. Only with data.reader index."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.alpha > 0 or self.cutmix_alpha > 0
+
+
+@section("precision")
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """bf16 and fp16: autocast with float32 weights, fp16 also with a gradient scaler. fp64: for checks on the CPU, to
+    show which differences are rounding."""
+    autocast: bool = True
+    """With fp16 or bf16, torch's autocast keeps norms, softmax and the residual stream in float32. False: compute
+    everything in dtype, with float32 master weights and gradients, and without compiling."""
+    initial_scale: Positive = 65536.0
+    """Initial loss scale of fp16; it doubles after 2,000 steps without an overflow."""
+    tf32: NotInRecipe[bool] = True
+    """Compute float32 matrix products and convolutions in TensorFloat-32 on GPUs that have it: 10 bits of mantissa
+    instead of 23, accumulated in float32. It is deterministic, but set it to false to compare with a CPU."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.autocast or self.dtype in ("fp16", "bf16"),
+            f"precision.autocast is false with precision.dtype {self.dtype}, but needs fp16 or bf16: set it to true",
+        )
+
+
+TensorMode = Literal["1d", "2d", "2.5d", "3d"]
+
+
+@section("parallel.tensor")
+@dataclass(frozen=True, kw_only=True)
+class TensorConfig:
+    """Tensor parallelism: each linear layer is sharded over ranks, which compute the same micro-batches."""
+
+    mode: TensorMode = "1d"
+    """1d: attention sharded by heads and the MLP by hidden units. 2d, 2.5d, 3d: weights and activations sharded over a
+    square, several squares or a cube of ranks."""
+    size: Count = 1
+    """Ranks that each layer is sharded over. 1: no tensor parallelism."""
+    depth: Count | None = None
+    """The number of squares in mode 2.5d: size is depth x q x q."""
+    sequence_parallel: bool = False
+    """With mode 1d, also shard norms, dropout and residual additions by tokens: less memory."""
+
+    def __post_init__(self) -> None:
+        mode, size, depth = self.mode, self.size, self.depth
+        name = f"parallel.tensor.size is {size} with mode {mode}"
+        remedy = "only mode 2.5d has a depth, leave it out"
+        refuse(depth is not None and mode != "2.5d", self, ("depth", "mode"), remedy)
+        remedy = "only mode 1d supports it, the others shard the images of a micro-batch; set it to false"
+        refuse(self.sequence_parallel and mode != "1d", self, ("sequence_parallel", "mode"), remedy)
+        if mode == "2d":
+            require(isqrt(size) ** 2 == size, f"{name}, which needs q x q ranks: use {_near(size, 2)}")
+        elif mode == "3d":
+            require(round(size ** (1 / 3)) ** 3 == size, f"{name}, which needs q x q x q ranks: use {_near(size, 3)}")
+        elif mode == "2.5d":
+            require(depth is not None, f"{name}, which needs a depth: set parallel.tensor.depth, such as 2 for size 8")
+            assert depth is not None
+            side = isqrt(size // depth)
+            require(
+                depth * side**2 == size,
+                f"{name} and depth {depth}, which needs depth x q x q ranks: use {depth * max(1, side) ** 2} or "
+                f"{depth * (side + 1) ** 2}",
+            )
+
+    @property
+    def grid_sizes(self) -> tuple[int, ...]:
+        """The sizes of the dimensions of the tensor-parallel mesh."""
+        if self.mode == "1d":
+            return (self.size,)
+        if self.mode == "3d":
+            return (round(self.size ** (1 / 3)),) * 3
+        side = isqrt(self.size // (self.depth or 1))
+        return (self.depth, side, side) if self.depth is not None else (side, side)
+
+    @property
+    def image_shards(self) -> int:
+        """The number of shards of a micro-batch's images."""
+        sizes = self.grid_sizes
+        return {"1d": 1, "2d": sizes[0], "2.5d": prod(sizes[:2]), "3d": sizes[0] ** 2}[self.mode]
+
+
+def _near(size: int, power: int) -> str:
+    side = 1
+    while (side + 1) ** power < size:
+        side += 1
+    return f"{side**power} or {(side + 1) ** power}"
+
+
+@section("parallel")
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Ranks = pipeline x tensor.size x data; the number of data-parallel ranks follows."""
+
+    pipeline: Count = 1
+    """Ranks of the pipeline: each has one or more stages (groups of blocks), and the micro-batches of a step pass
+    through all stages."""
+    num_chunks: Count = 1
+    """Stages per rank. 1: the 1F1B schedule (one forward, one backward). More: interleaved 1F1B, with a smaller
+    pipeline bubble."""
+    shard: Literal["none", "optimizer", "gradients", "full"] = "none"
+    """State that is sharded over data-parallel ranks instead of replicated. optimizer: the optimizer's state, and the
+    weights between steps (ZeRO 1). gradients: gradients too (ZeRO 2). full: weights are gathered block by block when
+    they are needed (ZeRO 3)."""
+    shard_ranks: Count | None = None
+    """Ranks that one copy of the state is sharded over. None: all data-parallel ranks."""
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """Tensor parallelism: parallel.tensor.mode, size and depth."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of DDP's all-reduce. bf16 halves the traffic. Ranks still accumulate in float32, but the mean has rounding
+    errors (0.3 % on 2 ranks, 0.43 % on 4) that depend on the number of ranks; resuming on the same number stays
+    bit-identical."""
+    timeout_s: Annotated[float, Rule("a number of seconds over 0, at most 30 days", OVER_0, 30 * 86_400)] = 600
+    """The run ends if a collective waits longer than this for a rank."""
+
+    @property
+    def schedule(self) -> Literal["1f1b", "interleaved"]:
+        """The pipeline schedule."""
+        return "interleaved" if self.num_chunks > 1 else "1f1b"
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages, over all ranks of the pipeline."""
+        return self.pipeline * self.num_chunks
+
+    @property
+    def kind(self) -> str:
+        """The first setting that splits the model over ranks, with its value; empty if none does."""
+        kinds = {"pipeline": (self.pipeline, 1), "tensor.size": (self.tensor.size, 1), "shard": (self.shard, "none")}
+        return next((f"parallel.{name} {value}" for name, (value, off) in kinds.items() if value != off), "")
+
+    @property
+    def shares_images(self) -> bool:
+        """True if several ranks compute the same micro-batches."""
+        return self.pipeline * self.tensor.size > 1
+
+    @property
+    def smallest_world_size(self) -> int:
+        return self.pipeline * self.tensor.size * (self.shard_ranks or 1)
+
+    def check_micro_batch(self, num_images: int) -> None:
+        """Check that a micro-batch of `num_images` can be split.
+
+        Raises:
+            ConfigError: tensor parallelism shards the images, but their number is not divisible.
+        """
+        shards = self.tensor.image_shards
+        require(
+            num_images % shards == 0,
+            f"batch.micro_batch is {num_images} with parallel.tensor.size {self.tensor.size} and parallel.tensor.mode "
+            f"{self.tensor.mode}: its images are split into {shards} shards, use a multiple of {shards}",
+        )
+
+    def __post_init__(self) -> None:
+        remedy = "set parallel.pipeline to the number of ranks in the pipeline, at least 2"
+        refuse(self.num_chunks > 1 and self.pipeline == 1, self, ("num_chunks", "pipeline"), remedy)
+        remedy = "set parallel.shard to the state to shard, or leave it out"
+        refuse(self.shard_ranks is not None and self.shard == "none", self, ("shard_ranks", "shard"), remedy)
+        remedy = "only mode 1d can be sharded as well; set parallel.shard none, or parallel.tensor.mode 1d"
+        grid = self.tensor.mode != "1d" and self.tensor.size > 1
+        refuse(self.shard != "none" and grid, self, ("shard", "tensor.mode"), remedy)
+        require(
+            not self.kind or self.grad_reduce_dtype == "fp32",
+            f"parallel.grad_reduce_dtype is {self.grad_reduce_dtype} with {self.kind}, which does not use DDP: set it "
+            "to fp32",
+        )
+
+
+@section("run")
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Length, directory, checkpoints and device of a run."""
+
+    dir: NotInRecipe[Directory]
+    """Run directory, for config, metrics, checkpoints and the output of hooks."""
+    epochs: Annotated[float, Rule("a number from 0.0001 to 1,000,000,000", 1e-4, 1e9)]
+    """Passes over the training split. The schedule spans them, rounded up to complete steps."""
+    max_steps: NotInRecipe[Count | None] = None
+    """Stop after this many steps; the schedule stays that of run.epochs."""
+    eval_every_epochs: NotInRecipe[Positive | None] = 1.0
+    """Epochs between evaluations; the last one is at the end. None: only at the end."""
+    checkpoint_every_steps: NotInRecipe[Count | None] = None
+    """Save every this many steps, before each evaluation, and at the end. None: after each epoch."""
+    checkpoint_every_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
+    """Also save when the last checkpoint is this old, which bounds the loss if a node dies."""
+    keep_checkpoints: NotInRecipe[Count] = 2
+    """How many of the newest checkpoints to keep, besides the one with the best top-1, which is always kept."""
+    mirror: NotInRecipe[Annotated[str, Rule("the URL of a bucket, such as s3://BUCKET/PREFIX")] | None] = None
+    """URL (s3://, gs://, az://) to which checkpoints, metrics, status, accuracies and report are copied in the
+    background. An empty run.dir resumes from there, so nodes need not share run.dir."""
+    max_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
+    """Save and stop with exit status 75 after this much wall-clock time. None: only on a signal or before the end of a
+    Slurm job."""
+    resume: NotInRecipe[Annotated[str, Rule("auto, never or the path of a checkpoint")]] = "auto"
+    """auto: resume from the newest complete checkpoint in run.dir, if there is one. never: start at step 0, in an empty
+    run.dir. Or the path of a checkpoint of another run, to start from it, or of this run, to go back to it."""
+    accept_changed_recipe: NotInRecipe[bool] = False
+    """Resume even if the recipe or the dataset differs from the checkpoint's; the differences are printed."""
+    device: NotInRecipe[Literal["auto", "cpu", "cuda"]] = "auto"
+    """Where the model runs. auto: on a GPU if there is one."""
+    deterministic: NotInRecipe[bool] = False
+    """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
+    published_top1: NotInRecipe[Fraction | None] = None
+    """Published accuracy of the recipe's source, a fraction, drawn as a line in the report."""
+
+    def __post_init__(self) -> None:
+        if self.mirror is None:
+            return
+        refuse_credentials("run.mirror", self.mirror)
+        scheme, separator, place = self.mirror.partition("://")
+        require(
+            scheme in ("s3", "gs", "az") and separator != "" and place != "",
+            f"run.mirror is {self.mirror}: use the URL of a writable bucket, such as s3://BUCKET/PREFIX, "
+            "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX",
+        )
+
+
+Factory = Annotated[Callable[[], Any], Rule("a class or a function that makes a hook, not a hook itself")]
+STEPS = "a first step from 1 on and a last step that is not before it"
+
+
+@section("hooks")
+@dataclass(frozen=True, kw_only=True)
+class HooksConfig:
+    """Logging, tables, traces, trackers and user hooks."""
+
+    log_every_steps: Count = 10
+    """Steps between two lines on the console and in metrics.jsonl; the host reads the loss only then."""
+    trace_samples: bool = False
+    """Write samples.rank{r}.jsonl: which images each micro-batch had."""
+    predictions: CountOr0 = 320
+    """Validation images in the table of predictions, which comes with tables of confused classes and accuracy by class.
+    0: no tables."""
+    profile: Annotated[tuple[Count, Count], Rule(f"{STEPS}, e.g. 20,25")] | None = None
+    """First and last step of a torch profiler trace, counted from 1, e.g. 20,25."""
+    stop_early: Positive | None = None
+    """Finish the run after this many epochs without a better top-1. None: train for all of run.epochs."""
+    trackers: tuple[str, ...] = ()
+    """Services that also record the run: tensorboard, wandb, mlflow. Each has its own environment variables:
+    WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+    user: tuple[Factory, ...] = ()
+    """Your own hooks: subclasses of dali_train.hooks.Hook, or functions that return one, called on every rank. They can
+    be set only in a config file."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.profile is None or self.profile[0] <= self.profile[1],
+            f"hooks.profile is {self.profile}: use {STEPS}",
+        )
