@@ -55,7 +55,7 @@ check: $(VENV)/.installed
 # Also where PYTHON has torch, timm and DALI but no package index can be reached: then nothing is installed.
 # OPTIONS: those of `python -m tools.bench.gpu --help`, such as OPTIONS='--archive ILSVRC2012.tar --minutes 30'.
 bench-gpu:
-	@if $(PYTHON) -c 'import torch, timm, nvidia.dali, tyro, crc32c, tqdm, psutil, pytest' 2>/dev/null; \
+	@if $(PYTHON) -c 'import torch, timm, nvidia.dali, crc32c, tqdm, psutil, pytest' 2>/dev/null; \
 	then PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tools.bench.gpu $(OPTIONS); \
 	else $(MAKE) $(VENV)/.installed && $(RUN) -m tools.bench.gpu $(OPTIONS); fi
 

@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import operator
+import re
 import shlex
 import warnings
 from dataclasses import replace
@@ -368,9 +369,21 @@ def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["plan", "--config", str(DIGITS), "--help"])
     printed = capsys.readouterr().out
-    # A dict has one option per key, and tyro shows no option for a tuple of functions.
-    unlisted = {name for name in SETTINGS if f"--{name} " not in printed}
-    assert unlisted == {"model.kwargs", "optimizer.kwargs", "hooks.user"}
+    assert {name for name in SETTINGS if f"  --{name} = " not in printed} == set()
+    for line in (
+        "--data.shuffle = full\n      Use full, block, none or balanced.\n",
+        "--data.crop_area = 0.5,1  (default: 0.08,1)\n",
+        "--optimizer.kwargs.bias_correction = false\n  --optimizer.kwargs.NAME VALUE\n",
+        "--model.kwargs.NAME VALUE\n",
+        "mixup\nMixup and CutMix, drawn once per micro-batch",
+        "--schedule.warmup_epochs = ",
+    ):
+        assert line in printed
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(DIGITS), "--help", "ema", "run.epochs"])
+    assert re.findall("  --([a-z._]+) = ", capsys.readouterr().out) == ["run.epochs", "ema.decay", "ema.warmup"]
+    assert main(["plan", "--config", str(DIGITS), "--help", "run.epoch"]) == 2
+    assert "run.epoch is not a setting: use run.epochs" in capsys.readouterr().err
     for cls in get_type_hints(Config).values():
         (definition,) = ast.parse(inspect.getsource(cls)).body
         assert isinstance(definition, ast.ClassDef)

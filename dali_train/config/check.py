@@ -141,7 +141,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         text = "empty" if value == "" else repr(value)
         shown = text if len(text) <= 120 else f"{text[:117]}..."
         choices = [choice for kind in alternatives(hint) if get_origin(kind) is Literal for choice in get_args(kind)]
-        raise ConfigError(f"{name} is {shown}: use {close_value(value, choices, _words(hint))}") from None
+        raise ConfigError(f"{name} is {shown}: use {close_value(value, choices, allowed(hint))}") from None
 
 
 def from_json(cls: type[T], values: Any) -> T:
@@ -241,17 +241,17 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def _words(hint: Any) -> str:
-    """Describe the values that a type hint allows, to complete "use ..." in messages."""
+def allowed(hint: Any) -> str:
+    """Describe the values that a type hint allows, completing "use ..." in messages and help."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return next((note.words for note in arguments[1:] if isinstance(note, Rule)), _words(arguments[0]))
+        return next((note.words for note in arguments[1:] if isinstance(note, Rule)), allowed(arguments[0]))
     if origin in (Union, types.UnionType):
-        return ", or ".join(map(_words, arguments))
+        return ", or ".join(map(allowed, arguments))
     if origin is Literal:
         return " or ".join([", ".join(map(str, arguments[:-1])), str(arguments[-1])]).removeprefix(" or ")
     if origin is tuple and Ellipsis in arguments:
-        return f"a tuple, with a comma even for one: (VALUE,); each is {_words(arguments[0])}"
+        return f"a tuple, with a comma even for one: (VALUE,); each is {allowed(arguments[0])}"
     if origin is tuple:
-        return f"{len(arguments)} values, each {_words(arguments[0])}"
+        return f"{len(arguments)} values, each {allowed(arguments[0])}"
     return _WORDS.get(origin or hint, getattr(hint, "__name__", str(hint)))

@@ -23,17 +23,13 @@ def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
         SystemExit: --help, with status 0.
     """
     config = load_config(path)
-    if {"-h", "--help"} & set(overrides):
-        import tyro  # for the help alone
+    if asked := {"-h", "--help"} & set(overrides):
+        from dali_train.config.help import settings_help
 
-        tyro.cli(
-            Config,
-            prog=f"{command} --config {path}",
-            default=config,
-            args=["--help"],
-            use_underscores=True,
-            config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
-        )
+        rest = overrides[overrides.index(asked.pop()) + 1 :]
+        only = [word.removeprefix("--") for word in rest]
+        print(settings_help(config, f"{command} --config {path}", only), end="")
+        raise SystemExit(0)
     return config.replace(read_overrides(overrides))
 
 
