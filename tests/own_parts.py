@@ -30,8 +30,8 @@ from dali_train.config import (
 from dali_train.data.convert.datasets import DATASETS, Converter
 from dali_train.data.convert.sources import PixelSource, Sources
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import STORAGES, MappedFiles
 from dali_train.data.loading.augment import OPERATORS, Operator, none
-from dali_train.data.loading.storage import STORAGES, MappedFiles
 from dali_train.hooks import Hook, RunEnd, RunStart
 from dali_train.hooks.trackers import TRACKERS
 from dali_train.hooks.trackers.tracker import Tracker

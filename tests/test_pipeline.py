@@ -15,7 +15,8 @@ from torchvision.transforms import v2
 
 from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import PREFETCH
 from dali_train.data.loading.loader import pixel_format
@@ -39,7 +40,7 @@ def grey_levels(images: torch.Tensor) -> np.ndarray:
 
 
 def pil_image(split: Split, image: int) -> Image.Image:
-    return Image.open(io.BytesIO(MappedShards(split).image(image).tobytes())).convert("RGB")
+    return Image.open(io.BytesIO(MappedFiles(split).image(image).tobytes())).convert("RGB")
 
 
 def pil_crops(split: Split, batch: Batch, size: int, how: Image.Resampling = Image.Resampling.BILINEAR) -> np.ndarray:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from dali_train.config import load_config
-from dali_train.data.dataset.index import MappedShards, Split
-from dali_train.data.dataset.remote import fetched_metadata
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import fetched_metadata
+from dali_train.data.dataset.storage import MappedFiles, RemoteImages
 from dali_train.data.loading import cache as cache_module
 from dali_train.data.loading.cache import Eviction, ImageCache
-from dali_train.data.loading.remote import RemoteImages
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.next_use import NextUse, simulate_cache
 from dali_train.errors import ConfigError, DatasetError
@@ -55,7 +55,7 @@ def open_images(server: ObjectServer, cache: Path | None = None) -> RemoteImages
 
 
 def assert_all_images(images: RemoteImages, dataset: Path) -> None:
-    expected = MappedShards(Split(dataset, "train"))
+    expected = MappedFiles(Split(dataset, "train"))
     numbers = np.random.default_rng(0).permutation(50)
     for got, image in zip(images.read(numbers), numbers, strict=True):
         assert got.tobytes() == expected.image(image).tobytes()
@@ -212,6 +212,24 @@ def test_no_secret_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SECRET" not in str(error.value)
 
 
+def test_metadata_that_cannot_be_used_are_named_by_their_url(server: ObjectServer) -> None:
+    file = server.directory / "dataset.json"
+    content, remedy = file.read_bytes(), rf"[:;] index the dataset again .* copy it to {server.url}$"
+    for bad, message in (
+        (b"[" * 10_000, "is not valid JSON: .* deep"),
+        (b'{"splits": 3}', "cannot be used: .*"),
+        (b"[]", "is not valid JSON: an array instead of an object"),
+    ):
+        file.write_bytes(bad)
+        with pytest.raises(DatasetError, match=f"^{server.url}/dataset.json {message}{remedy}"):
+            Split(server.url, "train")
+    file.write_bytes(content)
+    copy = fetched_metadata(server.url) / "dataset.json"
+    copy.write_bytes(content.replace(b"train-0", b"train-9"))
+    fetched_metadata.cache_clear()
+    assert Split(server.url, "train").shards[0].name == "train-00000-of-00003" and copy.read_bytes() == content
+
+
 def test_metadata_are_fetched_once(server: ObjectServer) -> None:
     Split(server.url, "train")
     fetched_metadata.cache_clear()
@@ -244,7 +262,7 @@ READ_TO_THE_END = """
 import sys, threading, time
 import numpy as np
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.remote import RemoteImages
+from dali_train.data.dataset.storage import RemoteImages
 
 images = RemoteImages(Split(sys.argv[1], "train"), None, staged_bytes=10_000_000)
 threading.Thread(target=images.prefetch, args=(np.arange(50),), daemon=True).start()

@@ -32,7 +32,7 @@ class WallClock(Hook):
 # A source that sleeps 10 ms per image, and a hook that measures how long it really slept: more, on a busy machine.
 SLOW_SOURCE = """
 import time
-from dali_train.data.loading.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles
 
 quick, slept = MappedFiles.read, [0.0]
 

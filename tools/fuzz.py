@@ -41,8 +41,9 @@ from dali_train.config import load_config  # noqa: E402
 from dali_train.data.convert.archive import Archive, SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
-from dali_train.data.dataset.index import MappedShards, Split  # noqa: E402
+from dali_train.data.dataset.index import Split  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest  # noqa: E402
+from dali_train.data.dataset.storage import MappedFiles  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
 from dali_train.errors import ConfigError, DatasetError, RunError  # noqa: E402
 from dali_train.runtime.status import newest_step, read_status  # noqa: E402
@@ -81,7 +82,7 @@ class Target:
 def read_split(directory: Path, damaged: Path) -> None:
     for name in ("train", "validation"):
         split = Split(directory, name)
-        shards = MappedShards(split)
+        shards = MappedFiles(split)
         for image in range(min(len(split), 4)):
             bytes(shards.image(image))
             split.describe(image)
@@ -125,7 +126,7 @@ def make_samples(directory: Path) -> None:
     with tarfile.open(directory / "tar" / "images.tar", "w") as archive:
         for image in range(4):
             path = directory / "images" / f"{image}.jpg"
-            path.write_bytes(bytes(MappedShards(split).image(image)))
+            path.write_bytes(bytes(MappedFiles(split).image(image)))
             archive.add(path, arcname=f"n0000000{image}/{'a long directory name/' * 8}{image}.JPEG")
     (directory / "config").mkdir()
     config = directory / "config" / "config.py"

@@ -5,6 +5,7 @@ Files are included by their content, so that a replaced file is noticed.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
+from dali_train.text import plural, printable, shortened
 from dali_train.training.pretrained import is_path
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
 _CONTENT = "content "
+_NAMES = "class_names"  # recipes of earlier versions lack it
 _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
 
 
@@ -31,7 +34,8 @@ def recipe(config: Config, split: Split) -> dict[str, Any]:
     The dataset is included by the checksums in ``dataset.json``; those of the index cover labels, sizes and places. For
     a shard that was indexed without reading all of it, only these and its size are known.
     """
-    return {**recipe_settings(config), "dataset": dataset_content(split.manifest)}
+    dataset = {"dataset": dataset_content(split.manifest), _NAMES: names_content(split.manifest.class_names)}
+    return {**recipe_settings(config), **dataset}
 
 
 def dataset_content(manifest: Manifest) -> str:
@@ -43,6 +47,12 @@ def dataset_content(manifest: Manifest) -> str:
     digest = hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
     num_images = manifest.splits["train"].num_records if "train" in manifest.splits else 0
     return f"{num_images} images, {_CONTENT}{digest}"
+
+
+def names_content(names: Sequence[str]) -> str:
+    """Return a digest of the class names, with the first of them."""
+    digest = hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]
+    return f"{shortened(printable(', '.join(names[:4])), 40)} ({plural(len(names), 'name')}, {_CONTENT}{digest})"
 
 
 def recipe_settings(config: Config) -> dict[str, Any]:
@@ -68,7 +78,9 @@ def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: boo
     Raises:
         ConfigError: the recipe differs, which is not accepted; the message names the difference.
     """
-    saved = checkpoint.values["recipe"]
+    saved = dict(checkpoint.values["recipe"])
+    if _NAMES not in saved and checkpoint.values.get("class_names"):
+        saved[_NAMES] = names_content(checkpoint.values["class_names"])
     began_with, weights = str(saved.get("model.weights")), str(current.get("model.weights"))
     if began_with.startswith(_CONTENT) and is_path(weights) and not Path(weights).exists():
         current["model.weights"] = began_with
@@ -91,6 +103,8 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
     that exist but are no longer part of the recipe are ignored; one that was removed counts as a change.
     """
     names = sorted(name for name in {*saved, *current} if name not in SETTINGS or SETTINGS[name].in_recipe)
+    if _NAMES in names and not (_NAMES in saved and _NAMES in current):
+        names.remove(_NAMES)
     values = [(name, _value(saved, name), _value(current, name)) for name in names]
     return [f"{_SETTINGS_OF.get(name, name)} {old} -> {new}" for name, old, new in values if old != new]
 

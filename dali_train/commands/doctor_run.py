@@ -27,9 +27,9 @@ from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_bat
 from dali_train.config import Config, HooksConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
 from dali_train.data.loading.first_batch import decoding_device
-from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches

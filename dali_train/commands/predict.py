@@ -25,10 +25,10 @@ from dali_train.data.dataset.found import IMAGE_SUFFIXES
 from dali_train.data.dataset.image_file import BadImageError, decode_rgb, image_size
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import contact_sheet
+from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
-from dali_train.data.loading.storage import open_storage, read_stored
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
 from dali_train.hooks.predictions import write_table

@@ -17,7 +17,7 @@ from PIL import Image
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import picture
-from dali_train.data.loading.storage import open_storage, read_stored
+from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.files import write_atomically
 from dali_train.hooks.base import Hook
 from dali_train.hooks.class_names import class_names

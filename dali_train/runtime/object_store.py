@@ -7,6 +7,7 @@ printed or saved.
 import atexit
 import json
 import logging
+import math
 import os
 import random
 import threading
@@ -112,9 +113,11 @@ class Bucket:
             raise ChangedObjectError(f"{self.url}/{name} has {size} bytes, but byte {stop - 1} was requested")
         return content, found_etag, size
 
-    def read_all(self, name: str) -> bytes:
-        """Return a whole object. Raises MissingObjectError."""
+    def read_all(self, name: str, max_bytes: float = math.inf) -> bytes:
+        """Return a whole object. Raises MissingObjectError; ObjectStoreError: it is larger than `max_bytes`."""
         size = self.size(name)
+        if size > max_bytes:
+            raise ObjectStoreError(f"{self.url}/{name} has {size:,} bytes, more than {max_bytes:,}: another file")
         pieces: list[memoryview] = []
         etag: str | None = None
         for start in range(0, size, _PIECE_BYTES):

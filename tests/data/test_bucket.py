@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dali_train.cli import main
-from dali_train.data.dataset.remote import fetched_metadata
+from dali_train.data.dataset.manifest import fetched_metadata
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket
 from tests.conftest import REPOSITORY

@@ -21,7 +21,8 @@ import pytest
 from PIL import Image
 
 from dali_train.data.convert import run, shards
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from dali_train.errors import RunError
 from tests.conftest import REPOSITORY, encoded, photograph
 from tests.data.files import EPS, convert, files_of, small_photograph, write_folder, write_training_archive
@@ -42,7 +43,7 @@ def convert_folder(folder: Path, out: Path, *options: object) -> int:
 
 def images_of(out: Path, split: str = "train") -> list[bytes]:
     opened = Split(out, split)
-    return [MappedShards(opened).image(image).tobytes() for image in range(len(opened))]
+    return [MappedFiles(opened).image(image).tobytes() for image in range(len(opened))]
 
 
 def test_same_bytes_for_any_number_of_workers(folder: Path, tmp_path: Path) -> None:

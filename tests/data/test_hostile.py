@@ -21,9 +21,10 @@ from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.sources import Sources
 from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.pictures import picture
+from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
 from tests.conftest import encoded, photograph, write_shard
@@ -53,7 +54,9 @@ def test_a_shard_name_is_a_plain_file_name(indexed: Path, name: object) -> None:
     fields = json.loads(path.read_text())
     fields["splits"]["train"]["shards"][0]["name"] = name
     path.write_text(json.dumps(fields))
-    with pytest.raises(DatasetError, match=r"(?s)dataset.json cannot be used: name is .*: use a plain file name; run"):
+    with pytest.raises(
+        DatasetError, match=r"(?s)dataset.json cannot be used: name is .*: use a plain file name; restore"
+    ):
         Manifest.read(indexed)
 
 
@@ -272,7 +275,7 @@ def test_the_indexer_refuses_what_training_cannot_decode(tmp_path: Path, content
 
 
 def stored_picture(split: Split, number: int) -> Image.Image:
-    return picture(split, number, MappedShards(split).image(number))
+    return picture(split, number, MappedFiles(split).image(number))
 
 
 def test_verify_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading.local_copy import make_copy
 from dali_train.errors import ConfigError, DatasetError
 
@@ -26,7 +27,7 @@ def source(dataset: Path, tmp_path: Path) -> Path:
 
 def same_images(a: Path, b: Path) -> bool:
     one, other = Split(a, "train"), Split(b, "train")
-    ours, theirs = MappedShards(one), MappedShards(other)
+    ours, theirs = MappedFiles(one), MappedFiles(other)
     return len(one) == len(other) and all(np.array_equal(ours.image(i), theirs.image(i)) for i in range(len(one)))
 
 
@@ -98,7 +99,7 @@ def test_changed_source_is_copied_again_and_a_version_in_use_stays(source: Path,
     second = make_copy(source, tmp_path / "disk", verbose=True)
     assert second.path != first.path
     assert same_images(source, second.path)
-    assert MappedShards(Split(first.path, "train")).image(0).size, "still whole: somebody reads it"
+    assert MappedFiles(Split(first.path, "train")).image(0).size, "still whole: somebody reads it"
     assert first.in_use is not None
     first.in_use.close()
     build_index(source)

@@ -17,9 +17,8 @@ import pytest
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import INDEX_DTYPE, Split
-from dali_train.data.dataset.remote import GAP_BYTES, RUN_BYTES, adjacent
+from dali_train.data.dataset.storage import GAP_BYTES, RUN_BYTES, MappedFiles, adjacent
 from dali_train.data.loading.loader import assigned_micro_batches
-from dali_train.data.loading.storage import MappedFiles
 
 from ..conftest import REPOSITORY
 from ..helpers import words
@@ -86,7 +85,7 @@ atexit.register(lambda: print([thread.name for thread in threading.enumerate()])
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import assigned_micro_batches
-from dali_train.data.loading.storage import MappedFiles
+from dali_train.data.dataset.storage import MappedFiles
 config = load_config({str(tiny_config)!r})
 split = Split(config.data.root, "train")
 ahead = assigned_micro_batches(split, MappedFiles(split), config, start_step=0, dp_rank=0, dp_size=1)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tfrecord import reader
 
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from tests.data.files import convert, small_photograph, write_folder
 
 
@@ -30,7 +31,7 @@ def test_the_tfrecord_package(dataset: Path) -> None:
         index = dataset / "idx_files" / "train" / f"{path.name}.idx"
         for example in reader.tfrecord_loader(str(path), str(index), shard=(0, 1)):
             row = split.rows[image]
-            assert bytes(example["image/encoded"]) == MappedShards(split).image(image).tobytes()
+            assert bytes(example["image/encoded"]) == MappedFiles(split).image(image).tobytes()
             assert example["image/class/label"][0] == row["label"] + 1
             assert bytes(example["image/class/synset"]).decode() == split.manifest.class_names[row["label"]]
             assert (example["image/height"][0], example["image/width"][0]) == (row["height"], row["width"])
@@ -61,7 +62,7 @@ def test_dalis_own_reader_with_the_text_index(dataset: Path) -> None:
     pipeline.build()
     encoded, labels, pixels = pipeline.run()
     found = Counter((bytes(np.array(encoded[i])), int(np.array(labels[i])[0])) for i in range(len(split)))
-    shards = MappedShards(split)
+    shards = MappedFiles(split)
     expected = Counter((shards.image(i).tobytes(), int(split.rows[i]["label"]) + 1) for i in range(len(split)))
     assert found == expected
     assert sorted({content for content, _ in found}) == sorted(small_photograph(seed) for seed in range(17))

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from tests.conftest import write_shard
 from tests.data.files import convert, files_of, records, small_photograph, tool, write_folder
 
@@ -54,7 +55,7 @@ def test_a_subset_of_raw_pixels(tmp_path: Path) -> None:
     assert make_subset(tmp_path / "raw", "--class-list", tmp_path / "list", "--out", tmp_path / "out") == 0
     split, original = Split(tmp_path / "out", "train"), Split(tmp_path / "raw", "train")
     assert split.manifest.encoding == "raw"
-    chosen, all_images = MappedShards(split), MappedShards(original)
+    chosen, all_images = MappedFiles(split), MappedFiles(original)
     assert {chosen.image(i).tobytes() for i in range(3)} <= {all_images.image(i).tobytes() for i in range(6)}
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from dali_train.config import Config, DataConfig
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import text_index_path
+from dali_train.data.dataset.storage import MappedFiles
 from tools.bench.turns import ALONE, loading_config
 
 # Without the noise of recipes (mstd): it lets timm ask for an image of 0 bits, which Pillow 13 refuses.
@@ -52,7 +53,7 @@ Contender = Callable[[Task], Iterator[Any]]
 def export(task: Task) -> None:
     """Write the same bytes as image files, as FFCV's and as WebDataset's format, for those that are installed."""
     split = Split(task.dataset, "train")
-    shards = MappedShards(split)
+    shards = MappedFiles(split)
     if split.manifest.encoding == "image":
         for image, row in enumerate(split.rows):
             folder = task.files / f"{row['label']:05d}"
@@ -103,10 +104,10 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     from nvidia.dali import fn, types
     from nvidia.dali.pipeline import pipeline_def
 
+    from dali_train.data.dataset.storage import open_storage
     from dali_train.data.loading.cpu import CpuTransform
     from dali_train.data.loading.dali import Feed, crop_graph, crop_inputs
     from dali_train.data.loading.loader import pixel_format
-    from dali_train.data.loading.storage import open_storage
     from dali_train.data.sampling.micro_batch import MicroBatches
 
     split, config = Split(task.dataset, "train"), _config(task)
@@ -314,7 +315,7 @@ def _export_ffcv(task: Task, split: Split) -> None:
             destination["data_ptr"], storage = malloc(content.nbytes)
             storage[:] = content
 
-    shards = MappedShards(split)
+    shards = MappedFiles(split)
 
     class Images:
         def __len__(self) -> int:
@@ -348,7 +349,7 @@ def _export_webdataset(task: Task, split: Split) -> None:
         import webdataset
     except ImportError:
         return
-    shards = MappedShards(split)
+    shards = MappedFiles(split)
     with webdataset.TarWriter(str(task.tar)) as writer:
         for image, row in enumerate(split.rows):
             writer.write({"__key__": f"{image:08d}", "jpg": bytes(shards.image(image)), "cls": int(row["label"])})
@@ -360,7 +361,7 @@ def _libjpeg_turbo(task: Task) -> Iterator[Any]:
     split = Split(task.dataset, "train")
     if split.manifest.encoding == "raw":
         raise NotImplementedError("raw records have no decoding stage")
-    shards = MappedShards(split)
+    shards = MappedFiles(split)
     contents = [shards.image(image).tobytes() for image in range(len(split))]
     coming = itertools.cycle(contents)
     with ThreadPoolExecutor(task.threads) as pool:

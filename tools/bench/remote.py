@@ -31,7 +31,8 @@ import torch
 from PIL import Image
 
 from dali_train.config import Config, DataConfig
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading.cache import ImageCache, join_node
 from dali_train.data.loading.loader import make_loader
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -207,7 +208,7 @@ def prepared(content: bytes) -> torch.Tensor:
 
 
 def images_of(split: Split) -> Iterator[tuple[bytes, int]]:
-    storage = MappedShards(split)
+    storage = MappedFiles(split)
     for number, label in enumerate(split.rows["label"].tolist()):
         yield storage.image(number).tobytes(), label
 

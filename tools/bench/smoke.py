@@ -16,7 +16,8 @@ import numpy as np
 from nvidia.dali import backend_impl, fn, types
 from nvidia.dali.pipeline import Pipeline, pipeline_def
 
-from dali_train.data.dataset.index import MappedShards, Split
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading.decoder import COMMON_OPTIONS
 
 BATCHES = 4
@@ -34,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     split = Split(options.dataset, "train")
     images = np.arange(options.batch) % len(split)
-    shards = MappedShards(split)
+    shards = MappedFiles(split)
     files = [shards.image(image) for image in images]
     rows = split.rows[images]
     sides = np.stack([rows["height"], rows["width"]], axis=-1).astype(np.int32)

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.image import StoredImage
 from dali_train.data.convert.sources import Source, Sources
-from dali_train.data.dataset.index import Split, open_shards
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
+from dali_train.data.dataset.storage import open_shards
 from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from dali_train.data.sampling.rng import shuffled
 

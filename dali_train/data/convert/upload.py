@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dali_train.data.dataset.remote import cache_directory
+from dali_train.data.dataset.manifest import cache_directory
 from dali_train.errors import DatasetError
 from dali_train.files import ForeignFileError, read_json
 from dali_train.runtime.object_store import Bucket, MissingObjectError

@@ -1,4 +1,4 @@
-"""A dataset on disk: ``dataset.json``, the columnar index, and the shards, which `MappedShards` maps into memory.
+"""A dataset on disk: ``dataset.json`` and the columnar index.
 
 One row of the index describes one image: its shard, the byte range of the encoded image, its label and its size in
 pixels. With it a slice of a memory map is the JPEG, and training parses nothing. `build_index` makes the index.
@@ -24,11 +24,12 @@ from dali_train.data.dataset.manifest import (
     SplitManifest,
     SplitName,
     checksums_path,
+    copy_again,
+    dataset_errors,
     index_path,
     metadata_directory,
     text_index_path,
 )
-from dali_train.data.dataset.remote import RemoteShards, dataset_errors
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular, read_limited
@@ -64,13 +65,13 @@ class Split:
         self.url = f"{str(root).rstrip('/')}/{name}" if is_remote(str(root)) else None
         local = local and "://" not in str(root)
         self.name = name
-        self.manifest = Manifest.read(self.root)
+        self.manifest = Manifest.read(root)
         split = self.manifest.splits.get(name)
         if split is None:
             raise DatasetError(f"{root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
         self._remedy = f"run `dali-train data index {root}` again"
         if self.url is not None:
-            self._remedy = f"index the dataset again where it lies on a disk, and copy it to {root}"
+            self._remedy = copy_again(str(root))
         self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split, INDEX_DTYPE)
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:
@@ -101,6 +102,12 @@ class Split:
     def place(self, shard: int) -> str:
         """Return the path or the URL of a shard."""
         return str(self.paths[shard]) if self.url is None else f"{self.url}/{self.shards[shard].name}"
+
+    def _shown(self, path: Path) -> str:
+        """Return the name of a metadata file, which may have been fetched from an object store, for messages."""
+        if self.url is None:
+            return str(path)
+        return f"{self.url.rpartition('/')[0]}/{path.relative_to(self.root)}"
 
     @contextmanager
     def shard_file(self, shard: int) -> Iterator[Path]:
@@ -142,10 +149,12 @@ class Split:
         try:
             numbers = np.array(self.text_index(shard).split(), dtype=np.int64)
         except (OSError, ObjectStoreError, ValueError, OverflowError) as error:
-            raise DatasetError(f"{path} is missing or cannot be read ({error}): {self._remedy}") from error
+            raise DatasetError(f"{self._shown(path)} is missing or cannot be read ({error}): {self._remedy}") from error
         expected = self.shards[shard].num_records
         if len(numbers) != 2 * expected or (numbers < 0).any():
-            raise DatasetError(f"{path} has {len(numbers) / 2:g} records, dataset.json says {expected}: {self._remedy}")
+            raise DatasetError(
+                f"{self._shown(path)} has {len(numbers) / 2:g} records, dataset.json says {expected}: {self._remedy}"
+            )
         return numbers[::2]
 
     def index_problem(self) -> str | None:
@@ -159,7 +168,10 @@ class Split:
             (checksums_path(self.root, self.name), split.image_checksums_crc32c),
         ):
             if expected is not None and (found := f"{crc32c(map_file(path)):08x}") != expected:
-                return f"{path} has CRC32C {found}, dataset.json says {expected}: they were not written together"
+                return (
+                    f"{self._shown(path)} has CRC32C {found}, dataset.json says {expected}: they were not written "
+                    "together"
+                )
         return None
 
     def _open_array(self, path: Path, split: SplitManifest, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -169,10 +181,12 @@ class Split:
         except (
             Exception
         ) as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
-            raise DatasetError(f"{path} cannot be read ({error}): {self._remedy}") from error
+            raise DatasetError(f"{self._shown(path)} cannot be read ({error}): {self._remedy}") from error
         if rows.dtype != dtype or rows.shape != (split.num_records,):
             size = len(rows) if rows.ndim else 0
-            raise DatasetError(f"{path} has {size} rows, dataset.json says {split.num_records}: {self._remedy}")
+            raise DatasetError(
+                f"{self._shown(path)} has {size} rows, dataset.json says {split.num_records}: {self._remedy}"
+            )
         return rows
 
     def _check_rows(self) -> None:
@@ -195,10 +209,11 @@ class Split:
             if faults.any():
                 row = int(faults.argmax())
                 shard = int(np.searchsorted(self.first_images, row, side="right")) - 1
+                file, first = self._shown(index_path(self.root, self.name)), self.first_images[shard]
                 raise DatasetError(
-                    f"{index_path(self.root, self.name)}: row {row} (record {row - self.first_images[shard]} of "
-                    f"{self.shards[shard].name}) has {column} {rows[column][row]}, which cannot be with "
-                    f"{self.num_classes} classes and {self.shards[shard].num_bytes} bytes: {self._remedy}"
+                    f"{file}: row {row} (record {row - first} of {self.shards[shard].name}) has {column} "
+                    f"{rows[column][row]}, which cannot be with {self.num_classes} classes and "
+                    f"{self.shards[shard].num_bytes} bytes: {self._remedy}"
                 )
 
     def _check_file(self, path: Path, shard: Shard) -> int:
@@ -239,51 +254,6 @@ class Split:
                     f"{path} is newer than {index_path(self.root, self.name)}, and its record {record} is not what "
                     f"the index says: the shard was written anew, {self._remedy}"
                 )
-
-
-class MappedShards:
-    """The bytes of a split's shards. A shard is memory-mapped when it is first read, and stays mapped.
-
-    Rewriting a shard while it is in use kills the process, as with any mapped file.
-
-    Raises:
-        DatasetError: there are more shards than this process may have open files.
-    """
-
-    def __init__(self, split: Split) -> None:
-        shortage = allow_open_files(len(split.paths) + 256)  # a mapped shard holds a descriptor
-        if shortage:
-            raise DatasetError(
-                f"{split.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards"
-            )
-        self._rows, self._paths = split.rows, split.paths
-        self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
-
-    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
-        """Return the stored bytes of each of `images` as a read-only view, (size,): encoded images or raw pixels."""
-        rows = self._rows[images]
-        # Plain integers at once: one element of a structured array costs a microsecond, and a micro-batch has hundreds.
-        spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
-        return [self._map(shard)[offset : offset + size] for shard, offset, size in spans]
-
-    def image(self, number: int) -> NDArray[np.uint8]:
-        """Return the stored bytes of one image."""
-        return self.read(np.array([number]))[0]
-
-    def content(self, shard: int, begin: int, end: int) -> memoryview:
-        """Return bytes `begin` to `end` of a shard."""
-        return self._map(shard)[begin:end].data
-
-    def _map(self, shard: int) -> NDArray[np.uint8]:
-        content = self._maps[shard]
-        if content is None:
-            content = self._maps[shard] = np.frombuffer(map_file(self._paths[shard]), dtype=np.uint8)
-        return content
-
-
-def open_shards(split: Split) -> "MappedShards | RemoteShards":
-    """Return the images of a split, wherever they are. Raises DatasetError: see `MappedShards`."""
-    return MappedShards(split) if split.url is None else RemoteShards(split)
 
 
 def allow_open_files(needed: int) -> str:

@@ -1,16 +1,26 @@
-"""``dataset.json``: the content of a dataset, and how it was made."""
+"""``dataset.json``: the content of a dataset, and how it was made.
 
+It is fetched from an object store, with the index.
+"""
+
+import errno
+import hashlib
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from crc32c import crc32c
+
 from dali_train.config.check import Count, Rule, from_json, require
 from dali_train.data.dataset.found import converter_for
-from dali_train.data.dataset.remote import fetched_metadata
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.files import read_limited, write_atomically
-from dali_train.runtime.object_store import is_remote
+from dali_train.files import ForeignFileError, read_json, write_atomically
+from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectStoreError, is_remote
 
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a label that is no class number must not claim memory for its names
 IMAGE_KEY, LABEL_KEY = "image/encoded", "image/class/label"
@@ -99,26 +109,102 @@ class Manifest:
             DatasetError: no manifest, not a regular file, not JSON, of another format version, or with a value that
                 cannot be.
         """
-        root = metadata_directory(root)
-        path = root / "dataset.json"
-        remedy = f"run `dali-train data index {root}`"
+        directory = metadata_directory(root)
+        if is_remote(str(root)):
+            return _parse(directory / "dataset.json", f"{root}/dataset.json", copy_again(str(root)))
+        path = directory / "dataset.json"
         try:
-            return from_json(cls, json.loads(read_limited(path, _MAX_BYTES)))
+            return _parse(path, str(path), f"restore it, or run `dali-train data index {directory}` to make it again")
         except FileNotFoundError:
-            if not root.is_dir():
+            if not directory.is_dir():
                 raise DatasetError(
-                    f"{root}: this directory does not exist; data.root names a dataset's directory"
+                    f"{directory}: this directory does not exist; data.root names a dataset's directory"
                 ) from None
-            raise DatasetError(f"{path} is missing: {converter_for(root)}") from None
-        except OSError as error:
-            raise DatasetError(f"{path}: {error.strerror}: {remedy}") from error
-        except ConfigError as error:
-            raise DatasetError(f"{path} cannot be used: {error}; {remedy}") from error
-        except (ValueError, RecursionError) as error:
-            raise DatasetError(f"{path} is not valid JSON ({error}): {remedy}") from error
+            raise DatasetError(f"{path} is missing: {converter_for(directory)}") from None
 
     def write(self, root: Path) -> None:
         write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+def _parse(source: Path | bytes, name: str, remedy: str) -> Manifest:
+    """Return the manifest in a file, or in bytes; `name` and `remedy` are for messages.
+
+    Raises:
+        DatasetError: it is not one.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        return from_json(Manifest, read_json(source, _MAX_BYTES, name=name))
+    except ForeignFileError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno != errno.EINVAL:  # its content may be right
+            remedy = "check its permissions and its disk"
+        raise DatasetError(f"{error}: {remedy}") from error
+    except ConfigError as error:
+        raise DatasetError(f"{name} cannot be used: {error}; {remedy}") from error
+
+
+def copy_again(url: str) -> str:
+    """Return the remedy for metadata in an object store that cannot be used."""
+    return f"index the dataset again where it lies on a disk, and copy it to {url}"
+
+
+@contextmanager
+def dataset_errors() -> Iterator[None]:
+    """Raise the errors of an object store as a DatasetError."""
+    try:
+        yield
+    except ObjectStoreError as error:
+        raise DatasetError(str(error)) from error
+
+
+@lru_cache(maxsize=16)
+@dataset_errors()
+def fetched_metadata(url: str) -> Path:
+    """Return the directory on this machine with ``dataset.json`` and the index of the dataset at `url`.
+
+    Directories are named by the content of ``dataset.json``, so a replaced dataset gets a new one, and nothing is
+    fetched twice. A running process keeps the version that it started with.
+
+    Raises:
+        DatasetError: there is no dataset at `url`, or the store does not answer, or refuses.
+    """
+    bucket = Bucket(url)
+    try:
+        content = bucket.read_all("dataset.json", max_bytes=_MAX_BYTES)
+    except MissingObjectError:
+        raise DatasetError(
+            f"{url} has no dataset.json: name the URL that a converted or indexed dataset's directory was copied to"
+        ) from None
+    manifest = _parse(content, f"{url}/dataset.json", copy_again(url))
+    directory = cache_directory() / "datasets" / hashlib.sha256(content).hexdigest()[:16]
+    for split, facts in manifest.splits.items():
+        checksums = {index_path: facts.index_crc32c, checksums_path: facts.image_checksums_crc32c}
+        for path_of, checksum in checksums.items():
+            if checksum is not None:
+                _fetch(bucket, str(path_of(Path(), split)), directory, checksum)
+    copy = directory / "dataset.json"
+    if not copy.exists() or copy.read_bytes() != content:
+        write_atomically(copy, content)
+    return directory
+
+
+def _fetch(bucket: Bucket, name: str, directory: Path, checksum: str) -> None:
+    """Fetch an object into `directory`, unless it is there. Raises DatasetError: it is missing, or another one."""
+    path = directory / name
+    if path.is_file() and f"{crc32c(path.read_bytes()):08x}" == checksum:
+        return
+    try:
+        content = bucket.read_all(name)
+    except MissingObjectError as error:
+        raise DatasetError(f"{error}, dataset.json names it: copy the dataset's directory completely") from None
+    if f"{crc32c(content):08x}" != checksum:
+        raise DatasetError(f"{bucket.url}/{name} is not the file that dataset.json was written with: copy both again")
+    write_atomically(path, content)
+
+
+def cache_directory() -> Path:
+    """Return this machine's directory for files that can be fetched again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train"
 
 
 def read_class_names(path: Path) -> list[str]:

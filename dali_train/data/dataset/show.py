@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from dali_train.data.dataset.index import Split, open_shards
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.pictures import PAPER, contact_sheet, picture
+from dali_train.data.dataset.storage import open_shards
 from dali_train.data.sampling.rng import shuffled
 from dali_train.text import span
 

@@ -12,9 +12,16 @@ from numpy.typing import NDArray
 
 from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards
 from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
-from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file, open_shards
-from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName, checksums_path, text_index_path
-from dali_train.data.dataset.remote import dataset_errors
+from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file
+from dali_train.data.dataset.manifest import (
+    SPLITS,
+    Manifest,
+    SplitName,
+    checksums_path,
+    dataset_errors,
+    text_index_path,
+)
+from dali_train.data.dataset.storage import open_shards
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled

@@ -21,9 +21,9 @@ from torch.autograd.profiler import record_function
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import Storage, read_stored
 from dali_train.data.loading.augment import Augmentation
 from dali_train.data.loading.decoder import COMMON_OPTIONS, PixelFormat, decode_boxes, decoder_options, decodes_boxes
-from dali_train.data.loading.storage import Storage, read_stored
 from dali_train.data.sampling.micro_batch import MicroBatch
 
 Item = TypeVar("Item")

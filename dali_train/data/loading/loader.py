@@ -13,12 +13,12 @@ import torch
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import Storage, open_storage
 from dali_train.data.loading.cache import Node
 from dali_train.data.loading.dali_reader import DaliReaderPipeline
 from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, TrainingPipeline
 from dali_train.data.loading.read_ahead import ReadAhead
-from dali_train.data.loading.storage import Storage, open_storage
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -131,7 +131,11 @@ def make_loader(
                 start_step=step,
                 shard=(dp_rank, dp_size),
             )
-        storage = open_storage(split, config.data, node) if decodes and config.data.reader == "index" else None
+        storage = (
+            open_storage(split, config.data, node.cache(split) if node is not None else None)
+            if decodes and config.data.reader == "index"
+            else None
+        )
         micro_batches = assigned_micro_batches(split, storage, config, **place, node=node)
         if storage is None:
             blank = blank_images(config, pixels, device)

@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 from dali_train.config import DataConfig
 from dali_train.data.dataset.decode import DecodeChecker
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import Storage, open_storage, read_stored
 from dali_train.data.loading.augment import Augmentation
 from dali_train.data.loading.cache import Node
 from dali_train.data.loading.cpu import CpuTransform
@@ -34,7 +35,6 @@ from dali_train.data.loading.dali import (
 )
 from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.mixing import mix, show_noise
-from dali_train.data.loading.storage import Storage, open_storage, read_stored
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.errors import DatasetError
 
@@ -199,7 +199,7 @@ class EvaluationPipeline:
         pixels: PixelFormat,
         node: Node | None = None,
     ) -> None:
-        self._split, self._storage = split, open_storage(split, data, node)
+        self._split, self._storage = split, open_storage(split, data, node.cache(split) if node is not None else None)
         self._batches, self._data, self._pixels = batches, data, pixels
         self._position = 0
         self._pipe = evaluation_graph(

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.storage import Storage
+from dali_train.data.dataset.storage import Storage
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.errors import DatasetError
 

@@ -1,0 +1,377 @@
+"""Storages, which return the bytes of images: memory-mapped files, or an object store. An image is a byte range of a
+shard. To add a storage, write a class with `read` and `prefetch`, and add a row to `STORAGES`.
+"""
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.config import DataConfig
+from dali_train.data.dataset.index import Split, allow_open_files, map_file
+from dali_train.data.dataset.manifest import dataset_errors
+from dali_train.errors import ConfigError, DatasetError
+from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
+
+Image = NDArray[np.uint8]
+RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
+GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
+_ATTEMPTS = 3  # at an image whose checksum is wrong
+
+
+class Cache(Protocol):
+    """Keeps images of an object store on a disk of this node."""
+
+    def load(self, image: int) -> Image | None: ...
+
+    def store(self, image: int, content: Image) -> None: ...
+
+
+class Storage(Protocol):
+    """One split's images. Methods are called from several threads at once."""
+
+    portion_bytes: int
+    """About how many bytes of images each call of `prefetch` gets."""
+
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether whole windows of a block order (gigabytes) may be prefetched instead of micro-batches."""
+
+    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        """Return the stored bytes of each of `images`, (size,) each, possibly as read-only views. Called in order of
+        use, just before the bytes are needed."""
+
+    def prefetch(self, images: NDArray[np.int64]) -> None:
+        """Fetch `images`, which are ascending, so that a `read` some seconds later does not wait. May block.
+
+        Raises:
+            OSError: the storage does not answer; reading ahead stops with a warning and training continues without it.
+            DatasetError: a shard differs from the index; the run ends.
+        """
+
+
+class MappedFiles:
+    """Memory-mapped files: a read copies nothing, and the decoder waits for the disk.
+
+    `prefetch` reads the same bytes into the page cache instead of advising the kernel (madvise or posix_fadvise with
+    WILLNEED). The kernel limits one advice to the device's largest request (force_page_cache_ra in Linux'
+    mm/readahead.c), Lustre's client ignores advice (its llite sets ra_pages and io_pages to 0), and Python's
+    mmap.madvise holds the GIL. Reading works everywhere.
+
+    Rewriting a shard while it is in use kills the process, as with any mapped file.
+
+    Raises:
+        DatasetError: there are more shards than this process may have open files.
+    """
+
+    portion_bytes = RUN_BYTES
+    keeps_windows = True  # in the page cache
+
+    def __init__(self, split: Split) -> None:
+        shortage = allow_open_files(len(split.paths) + 256)  # a mapped shard holds a descriptor
+        if shortage:
+            raise DatasetError(
+                f"{split.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards"
+            )
+        self._rows, self._paths = split.rows, split.paths
+        self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
+        self._files: dict[int, int] = {}  # shard -> descriptor
+        self._opening = threading.Lock()
+        self._buffers = threading.local()
+        weakref.finalize(self, _close_all, self._files)
+
+    def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+        """Return the stored bytes of each of `images` as a read-only view, (size,): encoded images or raw pixels."""
+        rows = self._rows[images]
+        # Plain integers at once: one element of a structured array costs a microsecond, and a micro-batch has hundreds.
+        spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+        return [self._map(shard)[offset : offset + size] for shard, offset, size in spans]
+
+    def image(self, number: int) -> NDArray[np.uint8]:
+        """Return the stored bytes of one image."""
+        return self.read(np.array([number]))[0]
+
+    def content(self, shard: int, begin: int, end: int) -> memoryview:
+        """Return bytes `begin` to `end` of a shard."""
+        return self._map(shard)[begin:end].data
+
+    def _map(self, shard: int) -> NDArray[np.uint8]:
+        content = self._maps[shard]
+        if content is None:
+            content = self._maps[shard] = np.frombuffer(map_file(self._paths[shard]), dtype=np.uint8)
+        return content
+
+    def prefetch(self, images: NDArray[np.int64]) -> None:
+        """Read `images` into the page cache."""
+        buffer = self._buffers.__dict__.get("buffer")
+        if buffer is None:
+            buffer = self._buffers.buffer = memoryview(bytearray(RUN_BYTES))
+        for run in adjacent(self._rows, images):
+            first, last = self._rows[run[0]], self._rows[run[-1]]
+            shard, offset = int(first["shard"]), int(first["offset"])
+            size, descriptor = int(last["offset"]) + int(last["size"]) - offset, self._file(shard)
+            while size > 0:
+                num_read = os.preadv(descriptor, [buffer[:size]], offset)
+                if num_read == 0:
+                    # The decoder would touch a page of the map that has no file behind it and the process would die of
+                    # SIGBUS.
+                    length = os.fstat(descriptor).st_size
+                    raise DatasetError(
+                        f"{self._paths[shard]} was truncated while in use: it ends at byte {length}, but the index has "
+                        f"an image at byte {offset}. Restore the shard, and start again"
+                    )
+                offset, size = offset + num_read, size - num_read
+
+    def _file(self, shard: int) -> int:
+        with self._opening:
+            if not self._files and (shortage := allow_open_files(2 * len(self._paths) + 256)):
+                raise OSError(shortage)
+            if shard not in self._files:
+                self._files[shard] = os.open(self._paths[shard], os.O_RDONLY)
+            return self._files[shard]
+
+
+def _close_all(files: dict[int, int]) -> None:
+    for descriptor in files.values():
+        os.close(descriptor)
+
+
+def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int]]:
+    """Cut `images`, ascending, into runs of adjacent images that are fetched together. `rows` is the split's index."""
+    rows = rows[images]
+    spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+    runs: list[list[int]] = []
+    first = end = shard = -1
+    for image, (its_shard, start, size) in zip(images.tolist(), spans, strict=True):
+        if its_shard != shard or start - end > GAP_BYTES or start + size - first > RUN_BYTES:
+            runs.append([])
+            first, shard = start, its_shard
+        runs[-1].append(image)
+        end = start + size
+    return runs
+
+
+class RemoteImages:
+    """The bytes of a split's images in an object store. Methods may be called from several threads at once.
+
+    Every image is compared with its checksum in the index, if it has one, since stores do not verify ranged reads. Each
+    shard is pinned by its size and ETag, so its version does not change.
+
+    Prefetched images wait in memory until they have been read as many times as they were prefetched.
+
+    Args:
+        split: one whose `url` is not None. Where its index has no `checksums`, only the number of bytes is checked.
+        staged_bytes: limit of the memory for waiting images. Beyond it images are only put into the cache; without a
+            cache, the oldest waiting images are dropped, and fetched again when they are read.
+
+    Raises:
+        DatasetError: by `fetch`: a shard is missing, has changed, or an image is wrong and stays wrong.
+    """
+
+    portion_bytes = 8 << 20  # four portions in flight are hundreds of images of 110 kB
+
+    def __init__(self, split: Split, cache: Cache | None = None, *, staged_bytes: int = 0) -> None:
+        assert split.url is not None
+        self._bucket = Bucket(split.url)
+        self._rows, self._shards, self._checksums = split.rows, split.shards, split.checksums
+        self._etags: dict[int, str | None] = {}
+        self.num_requests = self.num_bytes = 0  # so far; for measurements, not exact when threads race
+        self._cache, self._most_bytes = cache, staged_bytes
+        self._staged: OrderedDict[int, tuple[Future[Image], int]] = OrderedDict()  # and how often it will be read
+        self._num_staged_bytes = 0
+        self._changing = threading.Lock()
+
+    @property
+    def keeps_windows(self) -> bool:
+        """Whether whole windows of a block order may be prefetched: only if they can wait on a disk."""
+        return self._cache is not None
+
+    def prefetch(self, images: NDArray[np.int64]) -> None:
+        """Fetch `images`, which are distinct, into memory or into the cache."""
+        mine: dict[int, Future[Image]] = {}
+        with self._changing:
+            for image in images.tolist():
+                if image in self._staged:
+                    future, count = self._staged[image]
+                    self._staged[image] = future, count + 1
+                else:
+                    mine[image] = Future()
+                    self._staged[image] = mine[image], 1
+                    self._num_staged_bytes += int(self._rows["size"][image])
+        self._bring(mine)
+        self._drop_surplus(mine)
+
+    def read(self, images: NDArray[np.int64]) -> list[Image]:
+        """Return the stored bytes of each of `images`, read-only, (size,) each.
+
+        Raises:
+            DatasetError: a shard is missing or has changed, or an image's checksum is wrong repeatedly.
+        """
+        futures: dict[int, Future[Image]] = {}
+        missing: dict[int, Future[Image]] = {}
+        with self._changing:
+            for image in dict.fromkeys(images.tolist()):
+                futures[image] = self._take(image) or missing.setdefault(image, Future())
+        self._bring(missing)
+        return [futures[image].result() for image in images.tolist()]
+
+    def _take(self, image: int) -> Future[Image] | None:
+        if image not in self._staged:
+            return None
+        future, count = self._staged[image]
+        if count > 1:
+            self._staged[image] = future, count - 1
+        else:
+            self._drop(image)
+        return future
+
+    def _drop(self, image: int) -> None:
+        del self._staged[image]
+        self._num_staged_bytes -= int(self._rows["size"][image])
+
+    def _drop_surplus(self, newest: Iterable[int]) -> None:
+        with self._changing:
+            if self._cache is not None:
+                for image in newest:
+                    if self._num_staged_bytes > self._most_bytes and image in self._staged:
+                        self._drop(image)
+            while self._num_staged_bytes > 2 * self._most_bytes:  # read before it arrived, and not prefetched again
+                self._drop(next(iter(self._staged)))
+
+    def _bring(self, futures: dict[int, Future[Image]]) -> None:
+        """Set the result of each future to its image, from the cache or from the store."""
+        try:
+            missing = []
+            for image, future in futures.items():
+                content = self._cache.load(image) if self._cache is not None else None
+                if content is not None:
+                    future.set_result(content)
+                else:
+                    missing.append(image)
+            for image, content in self.fetch(np.array(sorted(missing), dtype=np.int64)):
+                if self._cache is not None:
+                    self._cache.store(image, content)
+                futures[image].set_result(content)
+        except BaseException as error:
+            for future in futures.values():
+                if not future.done():
+                    future.set_exception(error)
+            raise
+
+    def image(self, number: int) -> NDArray[np.uint8]:
+        """Return what is stored of one image."""
+        return self.read(np.array([number]))[0]
+
+    def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, which are ascending."""
+        runs = adjacent(self._rows, images)
+        with dataset_errors():
+            for run, contents in zip(runs, self._bucket.map(self._read_run, runs), strict=True):
+                yield from zip(run, contents, strict=True)
+
+    def _read_run(self, run: list[int]) -> list[NDArray[np.uint8]]:
+        rows = self._rows[run]
+        shard = int(rows["shard"][0])
+        begin, end = int(rows["offset"][0]), int(rows["offset"][-1]) + int(rows["size"][-1])
+        for _ in range(_ATTEMPTS):
+            content = np.frombuffer(self.content(shard, begin, end), dtype=np.uint8)
+            contents = [
+                content[start - begin : start - begin + size]
+                for start, size in zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+            ]
+            wrong = None if self._checksums is None else self._first_wrong(run, contents)
+            if wrong is None:
+                return contents
+        assert wrong is not None
+        image, found, expected = wrong
+        raise DatasetError(
+            f"image {image} of {self._bucket.url}/{self._shards[shard].name} came {_ATTEMPTS} times with CRC32C "
+            f"{found:08x}, the index says {expected:08x}: copy that shard again, or index the dataset again"
+        )
+
+    def _first_wrong(self, run: list[int], contents: list[NDArray[np.uint8]]) -> tuple[int, int, int] | None:
+        assert self._checksums is not None
+        for image, content, expected in zip(run, contents, self._checksums[run].tolist(), strict=True):
+            found = crc32c(content.data)
+            if found != expected:
+                return image, found, expected
+        return None
+
+    @dataset_errors()
+    def content(self, shard: int, begin: int, end: int) -> memoryview:
+        """Return bytes `begin` to `end` of a shard. Raises DatasetError: as `fetch`."""
+        name, expected = self._shards[shard].name, self._shards[shard].num_bytes
+        try:
+            content, etag, size = self._bucket.read(name, begin, end, self._etags.get(shard))
+        except MissingObjectError as error:
+            raise DatasetError(f"{error}, dataset.json names it: copy the dataset's directory completely") from error
+        except ChangedObjectError as error:
+            raise DatasetError(f"{error}: start again with a dataset that stays as it is") from error
+        if size != expected:
+            raise DatasetError(
+                f"{self._bucket.url}/{name} has {size} bytes, the index was made for {expected}: it is another "
+                "version, copy shards and index together"
+            )
+        self._etags.setdefault(shard, etag)
+        self.num_requests, self.num_bytes = self.num_requests + 1, self.num_bytes + len(content)
+        return content
+
+
+STORAGES: dict[str, Callable[[Split, DataConfig, Cache | None], Storage]] = {
+    "file": lambda split, data, cache: MappedFiles(split),
+    **dict.fromkeys(
+        SCHEMES,
+        lambda split, data, cache: RemoteImages(split, cache, staged_bytes=max(32, data.read_ahead_mb) * 1_000_000),
+    ),
+}
+"""Functions that open a storage, by the scheme of the URL in data.root; a path without a scheme is a file."""
+
+
+def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> Storage:
+    """Return the storage with the images of `split`, which may be a split of data.root or of its local copy.
+
+    Args:
+        cache: of this node, for images of an object store.
+
+    Raises:
+        ConfigError: as `storage_of`.
+    """
+    return storage_of(data)(split, data, cache)
+
+
+def storage_of(data: DataConfig) -> Callable[[Split, DataConfig, Cache | None], Storage]:
+    """Return the row of `STORAGES` that data.root names.
+
+    Raises:
+        ConfigError: the URL's scheme is unknown.
+    """
+    scheme, separator, _ = data.root.partition("://")
+    if not separator or data.local_copy is not None:
+        scheme = "file"
+    if scheme not in STORAGES:
+        raise ConfigError(
+            f"data.root is {data.root}: there is no storage for {scheme}://, use one of {', '.join(STORAGES)}"
+        )
+    return STORAGES[scheme]
+
+
+def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
+    """Return each image as stored: encoded bytes, (size,), or pixels of raw records, (height, width, 3)."""
+    contents = storage.read(images)
+    if split.manifest.encoding == "image":
+        return contents
+    rows = split.rows[images]
+    sizes = zip(rows["height"].tolist(), rows["width"].tolist(), strict=True)
+    return [pixels.reshape(height, width, 3) for pixels, (height, width) in zip(contents, sizes, strict=True)]
+
+
+def open_shards(split: Split) -> MappedFiles | RemoteImages:
+    """Return the images of a split, wherever they are. Raises DatasetError: see `MappedFiles`."""
+    return MappedFiles(split) if split.url is None else RemoteImages(split)
