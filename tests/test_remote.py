@@ -212,6 +212,29 @@ def test_no_secret_of_a_url_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "SECRET" not in str(error.value)
 
 
+@pytest.mark.parametrize("endpoint", ["localhost:9000", "", "http://[bad", "http://host:99999", "ftp://me:SECRET@host"])
+def test_an_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(ObjectStoreError, match=r"^AWS_ENDPOINT_URL is '.*' in the environment: use .* http") as error:
+        Bucket("s3://bucket/x").size("y")
+    assert "SECRET" not in str(error.value)
+
+
+def test_a_server_without_byte_ranges_is_not_asked_again(server: ObjectServer) -> None:
+    images = open_images(server)
+
+    def whole(handler: Any, path: str, content: bytes) -> bool:
+        handler.reply(200, (server.directory / path.lstrip("/")).read_bytes(), handler.right_headers)
+        return True
+
+    server.fault = whole
+    with pytest.raises(
+        DatasetError, match=r"Range request not supported .*: the server must support byte ranges; copy"
+    ):
+        images.read(np.array([0]))
+    assert server.num_requests < 20
+
+
 def test_metadata_that_cannot_be_used_are_named_by_their_url(server: ObjectServer) -> None:
     file = server.directory / "dataset.json"
     content, remedy = file.read_bytes(), rf"[:;] index the dataset again .* copy it to {server.url}$"

@@ -49,6 +49,11 @@ _NUM_UPLOADED_PIECES = 4  # under way: at 1 MB/s they stay within that limit
 _ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
 _JITTER = random.Random()  # nothing that a run computes depends on it
 _METADATA_SERVICES = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")  # AWS, Google Cloud, Azure
+_ENDPOINTS = {  # environment variables that name one
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURITE_BLOB_STORAGE_URL"),
+}
 _requested_by: list[int] = []  # the process that has made requests
 
 
@@ -263,6 +268,10 @@ class Bucket:
                         hint = f": no answer in {limit_s:.0f} s, check the URL, the endpoint and the network"
                     raise ObjectStoreError(f"{what}: {_reason(error)}{hint}") from error
                 cause = error
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # of obstore's Rust, where something is very wrong
+                    raise
+                raise ObjectStoreError(f"{what}: {_reason(error)}; check URL, endpoint and credentials") from error
             else:
                 self._answered.add(kind)
                 return answer
@@ -340,6 +349,8 @@ def _open(url: str) -> "ObjectStore":
         "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=_REQUEST_S)},  # Bucket does more of it
     }
     scheme, _, rest = url.partition("://")
+    for name in _ENDPOINTS.get(scheme, ()):
+        _check_endpoint(name)
     if scheme == "gs" and "STORAGE_EMULATOR_HOST" in os.environ:
         account = {"gcs_base_url": os.environ["STORAGE_EMULATOR_HOST"], "disable_oauth": True}
         options["service_account_key"] = json.dumps(account | dict.fromkeys(_ACCOUNT_FIELDS, ""))
@@ -358,11 +369,28 @@ def _open(url: str) -> "ObjectStore":
         raise ObjectStoreError(f"{url} cannot be opened: {_reason(error)}; {_credentials(url)}") from error
 
 
+def _check_endpoint(name: str) -> None:
+    """Raise ObjectStoreError if an environment variable is no address: obstore would panic."""
+    value = os.environ.get(name)
+    if value is None:
+        return
+    try:
+        address = urlsplit(value)
+        valid = address.scheme in ("http", "https") and bool(address.hostname) and (address.port or 1) > 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ObjectStoreError(
+            f"{name} is {redacted(value)!r} in the environment: use a URL such as https://HOST or http://HOST:PORT, or "
+            "unset it"
+        )
+
+
 def _version(answer: Mapping[str, Any]) -> Version:
     return {name: answer[name] for name in ("e_tag", "version") if answer[name] is not None}
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return the first line of what the store said, `redacted`."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return redacted(" ".join(lines[0].split())) if lines else ""
@@ -375,6 +403,8 @@ def _hopeless(error: Exception, url: str) -> str:
         return ": there is no such bucket"
     if url.startswith("s3:") and any(word in text for word in ("redirect", "Redirect", "AuthorizationHeaderMalformed")):
         return ": the bucket is in another region, set AWS_REGION to it"
+    if "not supported by" in text and "Range request" in text:
+        return ": the server must support byte ranges; copy the dataset to one that does, or to a bucket or a disk"
     if isinstance(error, ValueError):
         return ": check the URL"
     return ""
