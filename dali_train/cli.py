@@ -16,6 +16,7 @@ from dali_train.commands.arguments import command_parser, launch_parser
 from dali_train.commands.boundary import importing, run_command
 from dali_train.config import Config, load_config
 from dali_train.config.override import config_with, read_overrides
+from dali_train.config.recipes import find_recipe, recipe_table
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover, is_first_on_host
 from dali_train.runtime.orphan import exit_if_launcher_dies
@@ -29,7 +30,7 @@ from dali_train.runtime.status import (
     stopped_before_restart,
 )
 from dali_train.runtime.stop import StopReason, StopRequests
-from dali_train.text import printable
+from dali_train.text import aligned, printable, shortened
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 
@@ -42,10 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, settings = _split_settings(argv)
     options, unknown = command_parser().parse_known_args(words)
     options.launch = vars(launch)
-    if getattr(options, "config", "") is None and unknown and unknown[0].endswith((".py", ".json")):
-        options.config = unknown.pop(0)  # `train photos.py` can only mean --config
+    if getattr(options, "config", "") is None and unknown and _is_config(unknown[0]):
+        options.config = unknown.pop(0)
     run = options.run if options.command == "data" else _COMMANDS[options.command]
     return run_command(f"dali-train {options.command}", lambda: run(options, [*unknown, *settings]))
+
+
+def _is_config(word: str) -> bool:
+    """Return whether a word without an option, as in `train photos.py`, can only mean --config."""
+    return word.endswith((".py", ".json")) or find_recipe(word) is not None
 
 
 def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -237,6 +243,14 @@ def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     return FINISHED if diff(*options.run_dir, steps=options.steps) else 1
 
 
+def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse_settings(options, overrides)
+    titles = ("--config", "recipe", "target", "source", "measured")
+    rows = [[shortened(cell, 60) for cell in row] for row in [titles, *recipe_table()]]
+    print("\n".join(aligned(rows)))
+    return FINISHED
+
+
 def _report(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     if options.serve:
@@ -292,7 +306,7 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
         raise SystemExit(0)
     try:
         if options.config is None:
-            raise ConfigError("--config FILE is missing; the recipes are in configs/")
+            raise ConfigError("--config FILE is missing; `dali-train recipes` lists those that ship")
         return config_with(options.config, overrides, f"dali-train {options.command}")
     except ConfigError as error:
         error.is_said = not is_first_on_host(options.launch["local_rank"])
@@ -309,5 +323,6 @@ _COMMANDS: dict[str, Command] = {
     "export": _export,
     "predict": _predict,
     "diff": _diff,
+    "recipes": _recipes,
     "report": _report,
 }

@@ -86,7 +86,7 @@ def test_plan_tells_the_order_and_idle_ranks_in_words(tiny_config: Path, capsys:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("train", "--config FILE is missing; the recipes are in configs/"),
+        ("train", "--config FILE is missing; `dali-train recipes` lists"),
         (
             f"train --config {B16} --data.root nowhere",
             "nowhere: this directory does not exist; data.root names a dataset",

@@ -438,7 +438,7 @@ def test_the_config_of_a_run_is_read_again(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_loading_by_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--config .*none.py: this file does not exist; the recipes are in configs/"):
+    with pytest.raises(ConfigError, match=r"--config .*none.py: this file does not exist; use a file, or a recipe"):
         load_config(tmp_path / "none.py")
     path = tmp_path / "with-hyphen.py"
     path.write_text("config = 3")

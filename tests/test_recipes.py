@@ -1,17 +1,23 @@
-"""Each shipped config against the numbers of its source, and what it builds."""
+"""The recipes that ship: each loads and plans, what it builds is what its source describes, and a wheel holds them."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import timm
 import torch
 
+from dali_train.cli import main
 from dali_train.commands.plan import print_plan
 from dali_train.config import Config, OptimizerConfig, load_config
 from dali_train.config.augment_spec import parse_augment
+from dali_train.config.recipes import recipe_names, recipe_table
 from dali_train.data.loading.augment import OPERATORS
 from dali_train.errors import ConfigError
 from dali_train.training.model import build_model, check_sizes
@@ -24,237 +30,63 @@ IMAGENET = 1_281_167
 CONFIGS = REPOSITORY / "configs"
 
 
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.py"))
+ON_IMAGENET = [name for name in NAMES if not any(word in name for word in ("cifar10", "mnist", "digits"))]
+
+
 def recipe(name: str) -> Config:
     return load_config(CONFIGS / f"{name}.py")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
-def test_every_config_loads_and_says_how_to_run_it(path: Path) -> None:
-    load_config(path)
-    docstring = path.read_text().split('"""')[1]
-    assert f"--config configs/{path.name}" in docstring or "make quickstart" in docstring
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_loads_and_says_how_to_run_it(name: str) -> None:
+    docstring = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
+    assert f"--config configs/{name}.py" in docstring or "make quickstart" in docstring
+    config = recipe(name)
+    assert config.run.dir == f"runs/{name}" or name in docstring.split()
+    claimed, target = config.run.published_top1, next(row[2] for row in recipe_table() if row[0] == name)
+    assert claimed is None or f"{100 * claimed:g}" in docstring
+    assert claimed is None or re.search(rf"{100 * claimed:g}(\.0)? %", target)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The numbers of the sources: a config that is changed to them stays as it is. None: the source has no such argument.
-# ---------------------------------------------------------------------------------------------------------------
-
-Numbers = dict[str, dict[str, Any]]
-COLOSSALAI: Numbers = dict(
-    model=dict(kwargs=dict(pos_drop_rate=0.1, proj_drop_rate=0.1)),
-    batch=dict(global_batch=32_768, micro_batch=256),
-    optimizer=dict(name="lamb", lr=1.8e-2, weight_decay=0.1, clip_grad_norm=1.0),
-    schedule=dict(name="linear", step_every="epoch"),
-    mixup=dict(alpha=0.2, cutmix_alpha=0),
-    precision=dict(dtype="fp16"),
-    data=dict(train_size=224, eval_size=224, crop_area=(0.08, 1.0), crop_aspect=(3 / 4, 4 / 3), normalise="inception"),
-    run=dict(epochs=300),
-)
-BASE: Numbers = dict(model=dict(name="vit_base_patch16_224"))
-LONG_WARMUP: Numbers = dict(schedule=dict(warmup_epochs=150), data=dict(horizontal_flip=0.5))
-COSINE: Numbers = dict(schedule=dict(name="cosine", warmup_epochs=5))
-RSB: Numbers = dict(
-    model=dict(name="resnet50"),
-    batch=dict(global_batch=2048),
-    optimizer=dict(name="lamb", exclude_vectors=True),
-    loss=dict(name="binary-cross-entropy", target_threshold=0.2),
-    schedule=dict(min_lr=1e-6),
-    data=dict(interpolation="bicubic", eval_size=224, eval_resize_to=236),
-    mixup=dict(cutmix_alpha=1.0),
-)
-RSB_LONG: Numbers = dict(
-    optimizer=dict(lr=5e-3),
-    data=dict(train_size=224, repeats=3, augment="rand-m7-mstd0.5-inc1"),
-    model=dict(kwargs=dict(drop_path_rate=0.05)),
-    schedule=dict(warmup_lr=5e-7),
-)
-FACEBOOK: Numbers = dict(mixup=dict(alpha=0.8, cutmix_alpha=1.0), schedule=dict(warmup_lr=1e-6, min_lr=1e-5))
-DEIT: Numbers = dict(
-    batch=dict(global_batch=1024),
-    optimizer=dict(name="adamw", lr=2.5e-4, scale_lr="linear", weight_decay=0.05),
-    run=dict(epochs=300),
-    data=dict(augment="rand-m9-mstd0.5-inc1", random_erasing=0.25, repeats=3, color_jitter=0.3),
-    loss=dict(name="cross-entropy", label_smoothing=0.1),
-    model=dict(kwargs=dict(drop_path_rate=0.1)),
-)
-DEIT3: Numbers = dict(
-    batch=dict(global_batch=2048),
-    optimizer=dict(name="lamb", weight_decay=0.05, eps=1e-8, clip_grad_norm=1.0),
-    run=dict(epochs=800),
-    loss=dict(name="binary-cross-entropy", target_threshold=0.0, label_smoothing=0.0),
-    data=dict(augment="3-augment", color_jitter=0.3, repeats=3),
-)
-DEIT3_192: Numbers = dict(optimizer=dict(lr=3e-3), data=dict(train_size=192), model=dict(kwargs=dict(img_size=192)))
-FINETUNE: Numbers = dict(
-    run=dict(epochs=20),
-    data=dict(train_size=224, eval_size=224, augment="rand-m9-mstd0.5-inc1", repeats=1, color_jitter=0.0),
-    optimizer=dict(name="adamw", lr=1e-5, weight_decay=0.1, clip_grad_norm=None),
-    batch=dict(global_batch=512),
-    loss=dict(name="cross-entropy", label_smoothing=0.1),
-)
-BIG_VISION: Numbers = dict(
-    model=dict(name="dali_vit_small_patch16"),
-    batch=dict(global_batch=1024),
-    optimizer=dict(name="adamw", lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0),  # 1e-4 a step at this rate
-    schedule=dict(name="cosine", warmup_epochs=10_000 * 1024 / 1_281_167, warmup_lr=0.0),
-    data=dict(
-        augment="big-vision",
-        crop="inception",
-        crop_area=(0.05, 1.0),
-        crop_aspect=(0.75, 1.33),
-        horizontal_flip=0.5,
-        normalise="inception",
-    ),
-    mixup=dict(alpha=0.2),
-    loss=dict(name="cross-entropy"),
-)
-CIFAR: Numbers = dict(data=dict(crop_side=32, crop_padding=4, normalise="cifar10"))
-RESNET34: Numbers = dict(
-    batch=dict(global_batch=256, micro_batch=128),
-    optimizer=dict(name="sgd", lr=0.1, kwargs=dict(momentum=0.9, nesterov=False), weight_decay=5e-4),
-    schedule=dict(name="cosine", step_every="epoch"),
-    precision=dict(dtype="fp16"),
-    data=dict(horizontal_flip=0.5),
-    loss=dict(name="cross-entropy"),
-)
-VIT_CIFAR: Numbers = dict(
-    model=dict(name="vit_base_patch16_224"),
-    batch=dict(micro_batch=256),
-    run=dict(epochs=300),
-    optimizer=dict(clip_grad_norm=1.0),
-    data=dict(augment="auto-cifar10", train_size=224, eval_size=224, eval_resize_to=224),
-)
-VIT_CIFAR_LAMB: Numbers = COLOSSALAI | dict(
-    batch=dict(global_batch=256 * 16), schedule=dict(name="linear", warmup_epochs=50), data={}
-)
-SMALL_VIT: Numbers = dict(
-    model=dict(name="vit_tiny_patch16_224"),
-    run=dict(epochs=100),
-    optimizer=dict(weight_decay=0.05, clip_grad_norm=1.0),
-    mixup=dict(alpha=0),
-)
-OURS: Numbers = dict(
-    model=dict(name="vit_base_patch16_224", kwargs=dict(drop_path_rate=0.1, pos_drop_rate=None)),
-    batch=dict(global_batch=32_768),
-    schedule=dict(name="cosine", warmup_epochs=30),
-    data=dict(augment="rand-m9-mstd0.5"),
-    mixup=dict(alpha=0.8, cutmix_alpha=1.0),
-    loss=dict(name="binary-cross-entropy"),
-    ema=dict(decay=0.999),
-)
-LARS: Numbers = dict(
-    model=dict(name="resnet50"),
-    optimizer=dict(name="lars", kwargs=dict(momentum=0.95, trust_coeff=1e-3)),
-    schedule=dict(name="polynomial", power=2.0),
-    loss=dict(label_smoothing=0.1),
-)
+def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row[0] for row in recipe_table()] == [*dict.fromkeys(row[0] for row in recipe_table())]
+    assert sorted(row[0] for row in recipe_table()) == recipe_names() == NAMES
+    assert main(["recipes"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("rsb-a3 "))
+    assert all(part in line for part in ("100 epochs", "78.1 %", "arXiv 2110.00476", "not run"))
 
 
-def published(top1: float, **more: dict[str, Any]) -> Numbers:
-    return dict(run=dict(published_top1=top1, **more.pop("run", {})), **more)
+def test_a_wheel_holds_the_recipes(tmp_path: Path) -> None:
+    """Installed away from the repository: a recipe is found by name, and a file of that name still wins."""
+    for name in ("dali_train", "configs"):
+        shutil.copytree(REPOSITORY / name, tmp_path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, tmp_path / "source")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index"]
+    build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", str(tmp_path), str(tmp_path / "source")]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    subprocess.run([*pip, "install", *offline, "--target", str(installed), str(wheel)], check=True)
+    elsewhere.mkdir()
 
+    def dali_train(*words: str) -> str:
+        process = subprocess.run(
+            [sys.executable, "-m", "dali_train", *words],
+            cwd=elsewhere,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+        )
+        return process.stdout + process.stderr
 
-SOURCES: dict[str, tuple[Numbers, ...]] = {
-    "vit-b16": (COLOSSALAI, LONG_WARMUP, BASE),
-    "vit-b32": (COLOSSALAI, LONG_WARMUP, dict(model=dict(name="vit_base_patch32_224"))),
-    "vit-l32": (COLOSSALAI, LONG_WARMUP, dict(model=dict(name="vit_large_patch32_224"))),
-    "vit-b16-per-step": (COLOSSALAI | dict(schedule=dict(step_every="step")), LONG_WARMUP, BASE),
-    "vit-b16-warmup50": (COLOSSALAI, BASE, dict(schedule=dict(warmup_epochs=50))),
-    "vit-b16-randaugment": (COLOSSALAI, BASE, dict(data=dict(augment="colossalai", horizontal_flip=0.0))),
-    "vit-b16-randaugment-dali": (COLOSSALAI, BASE, dict(data=dict(horizontal_flip=0.0))),
-    "rsb-a1": (
-        *(RSB, COSINE, RSB_LONG),
-        published(0.804, run=dict(epochs=600), optimizer=dict(weight_decay=0.01), mixup=dict(alpha=0.2)),
-        dict(loss=dict(label_smoothing=0.1)),
-    ),
-    "rsb-a2": (
-        *(RSB, COSINE, RSB_LONG),
-        published(0.798, run=dict(epochs=300), optimizer=dict(weight_decay=0.02), mixup=dict(alpha=0.1)),
-        dict(loss=dict(label_smoothing=0.0)),
-    ),
-    "rsb-a3": (
-        *(RSB, COSINE),
-        published(0.781, run=dict(epochs=100), optimizer=dict(lr=8e-3, weight_decay=0.02), mixup=dict(alpha=0.1)),
-        dict(
-            loss=dict(label_smoothing=0.0), schedule=dict(warmup_lr=8e-7), model=dict(kwargs=dict(drop_path_rate=None))
-        ),
-        dict(data=dict(train_size=160, repeats=1, augment="rand-m6-mstd0.5-inc1")),
-    ),
-    "deit-ti": (DEIT, FACEBOOK, COSINE, published(0.722, model=dict(name="deit_tiny_patch16_224"))),
-    "deit-s": (DEIT, FACEBOOK, COSINE, published(0.799, model=dict(name="deit_small_patch16_224"))),
-    "deit-b": (DEIT, FACEBOOK, COSINE, published(0.818, model=dict(name="deit_base_patch16_224"))),
-    "deit3-s": (
-        *(DEIT3, FACEBOOK, COSINE),
-        published(0.814, model=dict(name="deit3_small_patch16_224", kwargs=dict(drop_path_rate=0.05))),
-        dict(optimizer=dict(lr=4e-3), data=dict(train_size=224)),
-    ),
-    "deit3-b": (
-        *(DEIT3, FACEBOOK, COSINE, DEIT3_192),
-        dict(model=dict(name="deit3_base_patch16_224", kwargs=dict(drop_path_rate=0.2))),
-    ),
-    "deit3-l": (
-        *(DEIT3, FACEBOOK, COSINE, DEIT3_192),
-        dict(model=dict(name="deit3_large_patch16_224", kwargs=dict(drop_path_rate=0.45))),
-    ),
-    "deit3-b-finetune": (
-        *(FINETUNE, FACEBOOK, COSINE),
-        published(0.838, model=dict(name="deit3_base_patch16_224", kwargs=dict(img_size=224, drop_path_rate=0.2))),
-    ),
-    "deit3-l-finetune": (
-        *(FINETUNE, FACEBOOK, COSINE),
-        published(0.849, model=dict(name="deit3_large_patch16_224", kwargs=dict(img_size=224, drop_path_rate=0.45))),
-    ),
-    "vit-s16-90ep": (BIG_VISION, published(0.765, run=dict(epochs=90))),
-    "vit-s16-300ep": (BIG_VISION, published(0.80, run=dict(epochs=300))),
-    "resnet34-cifar10": (RESNET34, CIFAR, published(0.3589, run=dict(epochs=2), model=dict(name="resnet34"))),
-    "resnet34-cifar10-stem": (
-        *(RESNET34, CIFAR),
-        published(0.953, run=dict(epochs=200), model=dict(name="dali_resnet34_cifar")),
-    ),
-    "vit-b16-cifar10": (VIT_CIFAR, VIT_CIFAR_LAMB, dict(data=dict(crop_side=224, crop_padding=192))),
-    "vit-b16-cifar10-corrected": (VIT_CIFAR, VIT_CIFAR_LAMB, CIFAR),
-    "vit-b16-cifar10-adamw": (
-        VIT_CIFAR,
-        dict(batch=dict(global_batch=256), optimizer=dict(name="adamw", lr=3e-3, weight_decay=0.3)),
-        dict(schedule=dict(name="cosine", warmup_epochs=32), loss=dict(label_smoothing=0.1)),
-        dict(model=dict(activation_checkpointing=True, kwargs=dict(pos_drop_rate=None))),
-    ),
-    "small-vit-cifar10-adamw": (
-        *(SMALL_VIT, COSINE, CIFAR),
-        dict(batch=dict(global_batch=512), optimizer=dict(name="adamw", lr=1e-3, betas=(0.9, 0.999))),
-    ),
-    "small-vit-cifar10-lamb": (
-        *(SMALL_VIT, COSINE, CIFAR),
-        dict(batch=dict(global_batch=4096), optimizer=dict(name="lamb", lr=1e-2, betas=(0.9, 0.95))),
-    ),
-    "mnist": (
-        dict(model=dict(name="dali_lenet"), batch=dict(micro_batch=128), run=dict(epochs=10)),
-        dict(optimizer=dict(name="sgd", lr=0.01, kwargs=dict(momentum=0.5, nesterov=False))),
-        dict(data=dict(seed=1, normalise="mnist"), loss=dict(name="cross-entropy")),
-    ),
-    "vit-b16-32k": (OURS, dict(optimizer=dict(name="lamb", kwargs={}, exclude_vectors=True))),
-    "vit-b16-32k-adamw": (OURS, dict(optimizer=dict(name="adamw", betas=(0.9, 0.95), scale_lr="sqrt"))),
-    "resnet50-lars-57k": (
-        LARS,
-        published(0.762, run=dict(epochs=78), batch=dict(global_batch=57_344), schedule=dict(warmup_epochs=32)),
-        dict(optimizer=dict(lr=23.0, weight_decay=2.5e-5)),
-    ),
-    "resnet50-lars-40k": (
-        LARS,
-        published(0.762, run=dict(epochs=70), batch=dict(global_batch=40_448), schedule=dict(warmup_epochs=24)),
-        dict(optimizer=dict(lr=19.4, weight_decay=1e-4)),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_config_has_the_numbers_of_its_source(name: str) -> None:
-    for numbers in SOURCES[name]:
-        assert recipe(name).replace(**numbers) == recipe(name)
-
-
-def test_every_config_is_compared() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.py")} == SOURCES.keys() | {"digits"}
+    assert {line.split()[0] for line in dali_train("recipes").splitlines()[1:]} == set(NAMES)
+    assert "--run.epochs = 100\n" in dali_train("train", "--config", "rsb-a3", "--help", "run.epochs")
+    assert "did you mean rsb-a3, which ships?" in dali_train("train", "--config", "configs/rsb-a3.py")
+    (elsewhere / "rsb-a3.py").write_text("config = 1 / 0")
+    assert "rsb-a3.py, line 1: ZeroDivisionError" in dali_train("train", "--config", "rsb-a3.py")
 
 
 def test_recipe_a_lamb_has_the_sources_arguments() -> None:
@@ -325,9 +157,6 @@ def test_dalis_randaugment_at_magnitude_10_of_30() -> None:
         "SolarizeIncreasing": 171,
     }
     assert {name: arguments[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-
-
-ON_IMAGENET = [name for name in SOURCES if not any(word in name for word in ("cifar10", "mnist"))]
 
 
 @pytest.mark.parametrize("name", ON_IMAGENET)

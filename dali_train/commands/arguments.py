@@ -42,7 +42,7 @@ def _add_commands_with_config(commands: Commands) -> None:
         command.add_argument(
             "--config",
             metavar="FILE",
-            help="a Python file that defines `config` (recipes are in configs/), or a run's config.json"
+            help="a Python file that defines `config`, a recipe by name, or a run's config.json"
             + (f"; beside RUN {_OWN_PARTS}" if name == "eval" else ""),
         )
         return command
@@ -152,6 +152,8 @@ def _path_or_url(text: str) -> Path | str:
 
 
 def _add_init(commands: Commands) -> None:
+    summary = "List the recipes that ship, for --config NAME: source, target and what was measured."
+    commands.add_parser("recipes", help=summary, description=summary)
     summary = "Write a config file that fits a dataset: sizes, network, batch."
     init = commands.add_parser("init", help=summary, description=summary)
     init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")

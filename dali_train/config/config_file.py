@@ -5,12 +5,14 @@ import sys
 import traceback
 import warnings
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
 from dali_train.config.config import Config
 from dali_train.config.names import unknown_setting
+from dali_train.config.recipes import find_recipe, recipe_names
 from dali_train.config.sections import ParallelConfig
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json, read_limited
@@ -21,7 +23,7 @@ _files: dict[Path, bytes] = {}  # all files executed since the outermost began, 
 
 
 def load_config(path: Path | str) -> Config:
-    """Return the ``config`` that a Python file defines, or that a run's config.json holds.
+    """Return the ``config`` that a Python file or the recipe of that name defines, or that a run's config.json holds.
 
     A Python file is executed, so load only files that you trust. Relative paths in it are relative to its directory:
     ``load_config("vit-b16.py")`` loads a file next to it. A config.json has only the names of user hooks, so these are
@@ -31,15 +33,22 @@ def load_config(path: Path | str) -> Config:
         ConfigError: there is no such file, it has an error, or it defines no Config named ``config``; the message names
             file and line.
     """
+    name = str(path)
     path = Path(path)
     if _running:
         path = _running[-1].parent / path
+    if not path.exists():
+        path = find_recipe(name) or path
     if path.is_dir():
         raise ConfigError(
             f"--config {path}: this is a directory; use a file, for a run directory {path / 'config.json'}"
         )
     if not path.is_file():
-        raise ConfigError(f"--config {path}: this file does not exist; the recipes are in configs/")
+        close = [path.stem] if find_recipe(path.stem) else get_close_matches(path.stem, recipe_names(), n=1)
+        hint = f" (did you mean {close[0]}, which ships?)" if close else ""
+        raise ConfigError(
+            f"--config {name}: this file does not exist; use a file, or a recipe that `dali-train recipes` lists{hint}"
+        )
     if path.suffix == ".json":
         try:
             return config_from_json(read_limited(path, _LARGEST_JSON), str(path))
