@@ -212,7 +212,7 @@ FILE_MISTAKES = [
         "loss.name is 'cross-entropi': use cross-entropy (of cross-entropy, ",
     ),
     ("Config(", 'Config(precision=PrecisionConfig(dtype="float16"),', "precision.dtype is 'float16': use fp16 (of "),
-    ("Config(", "Config(hooks=HooksConfig(user=Hook),", "hooks.user is <class 'dali_train.hooks.base.Hook'>: use "),
+    ("Config(", "Config(hooks=HooksConfig(user=Hook),", "hooks.user is <class 'dali_train.hooks.Hook'>: use "),
     ("Config(", "Config(hook=HooksConfig(),", "line 3: hook is not a setting: use hooks"),
     ("    batch=BatchConfig(global_batch=8, micro_batch=2),\n", "", "line 3: batch is missing: Config has no default"),
     ("Config(", "Config(mixup=0.2,", "line 3: mixup is 0.2: use MixupConfig"),

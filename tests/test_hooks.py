@@ -29,15 +29,12 @@ from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import ConfigError
 from dali_train.hooks import Hook, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
-from dali_train.hooks.class_names import class_names
 from dali_train.hooks.console import Console, fitting
-from dali_train.hooks.health import HISTORY, Health
+from dali_train.hooks.health import HISTORY, Health, LambView
+from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.jsonl import JsonLines
-from dali_train.hooks.lamb import LambView
-from dali_train.hooks.observers import Observers
-from dali_train.hooks.profile import Profile
-from dali_train.hooks.samples import sample_images, sheet
-from dali_train.hooks.standard import make_hooks
+from dali_train.hooks.machine import Profile
+from dali_train.hooks.predictions import class_names, sample_images, sheet
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.events import goodput, read_events
 from dali_train.runtime.launch import LaunchOptions, discover
@@ -571,7 +568,7 @@ def test_the_header_comes_before_the_model_is_built(caplog: pytest.LogCaptureFix
         total_steps=1,
     )
     with caplog.at_level(logging.INFO, "dali_train"):
-        Observers([Console()]).announce(plan)
+        HookList([Console()]).announce(plan)
     assert "1 image, 1 class" in caplog.text and "1 = 1 image x 1 accumulated x 1 rank" in caplog.text
     assert "precision.dtype is fp16, which a CPU computes many times slower" in caplog.text
     assert caplog.messages[-1] == "waiting for the model to be built and compiled, which can take minutes"

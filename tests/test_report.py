@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from dali_train.cli import main
-from dali_train.report.bound import what_bounds
+from dali_train.report.page import what_bounds
 from dali_train.report.runs import ReportedRun, differences, load_run
 from dali_train.report.serve import make_server
 from dali_train.runtime.events import STEP_PHASES, best_evaluation, decisive

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dali_train.errors import ConfigError
-from dali_train.hooks.observers import HookUnavailableError
+from dali_train.hooks import HookUnavailableError
 from dali_train.hooks.trackers import make_trackers
 from dali_train.hooks.trackers.tracker import load_id
 

@@ -13,7 +13,7 @@ from dali_train.checkpoint.model import MODEL_FILE, write_model
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.data.loading.loader import Loader
 from dali_train.files import write_atomically
-from dali_train.hooks.observers import Observers
+from dali_train.hooks.hook_list import HookList
 from dali_train.hooks.records import RunPlan
 from dali_train.report import write_report
 from dali_train.runtime.status import RunStatus, newest_step
@@ -52,7 +52,7 @@ class Run:
     loader: Loader
     evaluator: Evaluator | None
     saver: CheckpointWriter
-    hooks: Observers
+    hooks: HookList
     flops: ModelFlops | None  # None: no figure for this device, such as a CPU
     lock_holder: str
     accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included

@@ -24,8 +24,8 @@ from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.commands.run import Run, RunResult
 from dali_train.config import Config, load_config
 from dali_train.errors import ConfigError, DatasetError, RunError
+from dali_train.hooks.hook_list import make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
-from dali_train.hooks.standard import make_hooks
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.agreement import StepAgreement

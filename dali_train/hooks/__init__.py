@@ -1,8 +1,12 @@
-"""Hooks observe a run; the loop acts. A hook gets frozen records and may only measure, log or trace."""
+"""Hooks observe a run; the loop acts. A hook gets frozen records and may only measure, log or trace.
 
-from typing import TYPE_CHECKING, Any
+Config files import `Hook` from here, and are executed before torch is imported.
+"""
 
-from dali_train.hooks.base import Hook
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
@@ -17,3 +21,48 @@ def __getattr__(name: str) -> Any:
     from dali_train.hooks import records
 
     return getattr(records, name)
+
+
+class Hook:
+    """The base class of hooks. Override the methods that you need; others cost nothing. Every rank calls its own hooks,
+    with records of what it knows. In a config file::
+
+        class ModelNorm(Hook):
+            def start(self, record):
+                self.model = record.model
+
+            def measure(self):
+                return {"model_norm": sum(p.norm() ** 2 for p in self.model.parameters()).sqrt().item()}
+
+        config = Config(..., hooks=HooksConfig(user=(ModelNorm,)))
+
+    If a hook raises, or calls `sys.exit`, the error is logged and the run continues, unless the hook is `required`.
+    Callbacks that a hook registers with torch (`Module.register_forward_hook`, ...) are called by torch: an exception
+    in one ends the run.
+    """
+
+    required: ClassVar[bool] = False
+
+    def announce(self, record: RunPlan) -> None:
+        """Called before the model is built and compiled, which can take minutes."""
+
+    def start(self, record: RunStart) -> None:
+        """Called before the first step. A hook that fails here is not called again."""
+
+    def measure(self) -> Mapping[str, float]:
+        """Called on logging steps, when the device has finished: return numbers by name, for files, trackers and the
+        report. Tensors and arrays with one element count as numbers. Rank 0's return value is recorded."""
+        return {}
+
+    def step(self, record: StepRecord) -> None:
+        """Called after every step."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Called after every evaluation, and after `step` of the same step."""
+
+    def end(self, record: RunEnd) -> None:
+        """Called after the last step, or after the error that ended the run."""
+
+
+class HookUnavailableError(RuntimeError):
+    """A hook cannot work here, for a reason that the user can fix; the message says how."""

@@ -1,11 +1,122 @@
-"""Early warnings about a run that is going wrong."""
+"""Early warnings about a run that is going wrong, and LAMB's trust ratios by layer: large-batch training fails in
+single layers long before the loss shows it."""
 
 import logging
+import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
-from dali_train.hooks.base import Hook
-from dali_train.hooks.records import RunStart, StepRecord
+import torch
+import torch.distributed as dist
+from timm.optim import Lamb
+from torch.optim import Optimizer
+
+from dali_train.hooks import Hook
+from dali_train.hooks.jsonl import JsonLines
+from dali_train.hooks.records import RunEnd, RunStart, StepRecord
+from dali_train.parallel.layout import Layout
+from dali_train.parallel.shardwise import Shardwise
+
+EVERY_STEPS = 50
+
+
+class LambView(Hook):
+    """Trust ratios, weight norms and update norms of the first step and every `EVERY_STEPS`, computed just before LAMB
+    steps.
+
+    LAMB moves a weight w by lr * |w| / |r| * r, with r = m / (sqrt(v) + eps) + weight_decay * w; |w| / |r| is the trust
+    ratio. LAMB stores neither, so r is computed from the gradient and the moments before the step, layer by layer,
+    without copying weights. This never waits for the device: `measure` reads after the loop has waited. All layers are
+    written to ``lamb.jsonl``; the scalars are minimum, median and maximum over the layers with a gradient. Without a
+    gradient, as behind the zero gammas at the start of timm's ResNets, the ratio is 1 / weight_decay and meaningless.
+    With other optimizers, which have no trust ratio, the hook does nothing.
+    """
+
+    def __init__(self, layout: Layout, every_steps: int = EVERY_STEPS) -> None:
+        self._layout, self._every_steps = layout, every_steps
+
+    def start(self, record: RunStart) -> None:
+        self._pending: tuple[int, list[str], torch.Tensor] | None = None
+        self._file: JsonLines | None = None
+        if not isinstance(record.optimizer, Lamb):
+            return
+        self._names = {parameter: name for name, parameter in record.model.named_parameters()}
+        if self._layout.rank == 0:
+            self._file = JsonLines(record.directory / "lamb.jsonl", record.start_step)
+        self._step = record.start_step
+        record.optimizer.register_step_pre_hook(self._before_step)
+
+    def measure(self) -> Mapping[str, float]:
+        if self._pending is None:
+            return {}
+        (step, names, values), self._pending = self._pending, None
+        layers = dict(zip(names, values.tolist(), strict=True))
+        if self._layout.pipeline > 1:
+            stages: list[dict[str, list[float]]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(stages, layers)
+            layers = {name: row for stage in stages for name, row in stage.items()}
+        if self._file is None:  # rank 0 writes
+            return {}
+        if not all(math.isfinite(value) for row in layers.values() for value in row):
+            return {}  # the step was skipped for an overflow, there is nothing to see
+        self._file.write({"step": step, "layers": layers})
+        ratios, weights, updates, gradients = zip(*layers.values(), strict=True)
+        reached = [ratio for ratio, gradient in zip(ratios, gradients, strict=True) if gradient > 0] or ratios
+        return {
+            "trust_ratio_min": min(reached),
+            "trust_ratio_median": statistics.median(reached),
+            "trust_ratio_max": max(reached),
+            "weight_norm": _norm(weights),
+            "update_norm": _norm(updates),
+            "clipped_grad_norm": _norm(gradients),
+        }
+
+    def end(self, record: RunEnd) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._step += 1
+        if self._step % self._every_steps and self._step != 1:
+            return
+        names, rows = [], []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    names.append(self._names[parameter])
+                    with Shardwise():
+                        rows.append(_layer(parameter, optimizer.state.get(parameter, {}), group))
+        self._pending = self._step, names, torch.stack(rows)
+
+
+def _layer(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
+    """Return (trust ratio, norm of the weight, of its update, of its gradient) of one parameter in the coming step."""
+    gradient, step = parameter.grad, int(group.get("step", 0)) + 1  # LAMB's own count is on the host
+    assert gradient is not None
+    beta1, beta2 = group["betas"]
+    first = gradient * (1 - beta1)
+    second = gradient.square() * (1 - beta2)
+    if state:
+        first.add_(state["exp_avg"], alpha=beta1)
+        second.add_(state["exp_avg_sq"], alpha=beta2)
+    if group["bias_correction"]:
+        first.div_(1 - beta1**step)
+        second.div_(1 - beta2**step)
+    direction = first.div_(second.sqrt_().add_(group["eps"]))
+    direction.add_(parameter, alpha=group["weight_decay"])
+    weight_norm, direction_norm, gradient_norm = parameter.norm(), direction.norm(), gradient.norm()
+    ratio = torch.ones_like(weight_norm)
+    if group["weight_decay"] != 0 or group["always_adapt"]:
+        ratio = torch.where((weight_norm > 0) & (direction_norm > 0), weight_norm / direction_norm, ratio)
+    return torch.stack([ratio, weight_norm, group["lr"] * ratio * direction_norm, gradient_norm]).double()
+
+
+def _norm(norms: tuple[float, ...]) -> float:
+    return sum(norm * norm for norm in norms) ** 0.5
+
 
 logger = logging.getLogger("dali_train")
 

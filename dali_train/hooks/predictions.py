@@ -1,11 +1,14 @@
-"""The predictions of an evaluation: a table of some images, confused classes, accuracy by class.
+"""What the network sees and answers, as pictures and tables.
 
-``predictions/step-NNNNNNNN/`` holds ``predictions.csv`` (always the same images), ``classes.csv`` and
-``confusion.csv`` (up to 20 classes) or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once.
+``samples.png`` shows training images: cropped, mirrored and mixed, with their labels. ``predictions/step-NNNNNNNN/``
+holds ``predictions.csv`` (always the same validation images), ``classes.csv`` and ``confusion.csv`` (up to 20 classes)
+or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once.
 """
 
 import csv
 import io
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +16,79 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from timm.data import ImageNetInfo
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.pictures import picture
+from dali_train.data.dataset.pictures import contact_sheet, picture
 from dali_train.data.dataset.storage import open_storage, read_stored
+from dali_train.data.loading.pipelines import Batch
 from dali_train.files import write_atomically
-from dali_train.hooks.base import Hook
-from dali_train.hooks.class_names import class_names
-from dali_train.hooks.records import EvaluationRecord, RunStart
+from dali_train.hooks import Hook
+from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
+from dali_train.text import printable
 from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
 from dali_train.training.metrics import ClassTables
+
+
+def class_names(record: RunStart) -> tuple[str, ...]:
+    """Return a unique name per class: the dataset's, with WordNet ids replaced by words; without names, the labels."""
+    names = record.class_names or tuple(str(number) for number in range(record.num_classes))
+    return _in_words(names) if all(re.fullmatch(r"n\d{8}", name) for name in names) else names
+
+
+def _in_words(synsets: tuple[str, ...]) -> tuple[str, ...]:
+    """Return "tench" for "n01440764". Words of several classes (crane, maillot) get the number too."""
+    info, words = ImageNetInfo(), []  # knows the 21,841 synsets of ImageNet-21k as well
+    for name in synsets:
+        try:
+            words.append(info.label_name_to_description(name).split(",")[0])
+        except KeyError:
+            words.append(name)
+    counts = Counter(words)
+    return tuple(word if counts[word] == 1 else f"{word} ({name})" for word, name in zip(words, synsets, strict=True))
+
+
+_TILE = 224  # pixels
+
+
+def sample_images(
+    batch: Batch, data: DataConfig, names: tuple[str, ...], count: int
+) -> list[tuple[NDArray[np.uint8], str]]:
+    """Return the first `count` images of a batch, (height, width, 3) with the normalisation undone, and captions."""
+    pixels = batch.images[:count].float().permute(0, 2, 3, 1).cpu().numpy() * np.array(data.std) + np.array(data.mean)
+    targets, lambdas = batch.targets[:count].tolist(), batch.lambdas[:count].tolist()
+    captions = [_caption(classes, weight, names) for classes, weight in zip(targets, lambdas, strict=True)]
+    return list(zip(pixels.round().clip(0, 255).astype(np.uint8), captions, strict=True))
+
+
+def _caption(classes: list[int], weight: float, names: tuple[str, ...]) -> str:
+    image, partner = (printable(names[number]) for number in classes)
+    if image == partner or weight > 0.995:
+        return image
+    return partner if weight < 0.005 else f"{weight:.0%} {image} + {1 - weight:.0%} {partner}"
+
+
+def sheet(images: list[tuple[NDArray[np.uint8], str]]) -> Image.Image:
+    """Return a picture of all images in rows of four with their captions below."""
+    return contact_sheet([(Image.fromarray(pixels), [caption]) for pixels, caption in images], columns=4, side=_TILE)
+
+
+NUM_SAMPLES = 16
+"""Images of the first step that are kept as the network sees them."""
+
+
+class SampleImages(Hook):
+    """``samples.png``: images of the first step that this process trained."""
+
+    def start(self, record: RunStart) -> None:
+        self._start, self._names = record, class_names(record)
+
+    def step(self, record: StepRecord) -> None:
+        if record.step == self._start.start_step + 1:
+            images = sample_images(record.batch, self._start.config.data, self._names, NUM_SAMPLES)
+            sheet(images).save(self._start.directory / "samples.png")
+
 
 _THUMBNAIL = 128  # pixels
 

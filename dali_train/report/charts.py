@@ -118,17 +118,17 @@ def sections(runs: list[ReportedRun]) -> dict[str, list[Chart]]:
     """Return the charts that have data, by heading."""
     published = {run.config.run.published_top1 for run in runs} - {None}
     measured = dict.fromkeys(f"train/{field}" for run in runs for event in run.train for field in event)
-    own = [field for field in measured if field not in _KNOWN][:_MOST_MEASURED]
-    charts = {**SECTIONS, "Measured by hooks": tuple(_measured(field) for field in own)}
-    found = {}
+    by_hooks = [field for field in measured if field not in _KNOWN][:_MOST_MEASURED]
+    charts = {**SECTIONS, "Measured by hooks": tuple(_measured(field) for field in by_hooks)}
+    shown = {}
     for heading, candidates in charts.items():
         present = [chart for chart in (_present(chart, runs) for chart in candidates) if chart.fields]
         if heading == "Accuracy and loss" and len(published) == 1 and present:
             (mark,) = published
             present[0] = replace(present[0], title=f"{present[0].title} (published {mark:.2%})", mark=mark)
         if present:
-            found[heading] = present
-    return found
+            shown[heading] = present
+    return shown
 
 
 def _measured(field: str) -> Chart:

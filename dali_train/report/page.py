@@ -2,24 +2,77 @@
 
 import base64
 import hashlib
+import html
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dali_train.files import write_atomically
-from dali_train.report.answers import answers
-from dali_train.report.bound import what_bounds
+import numpy as np
+
+from dali_train.files import read_limited, write_atomically
 from dali_train.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
-from dali_train.report.markup import escape, folded, live, table
 from dali_train.report.runs import ReportedRun, by_dataset, differences, find_runs, load_run
 from dali_train.runtime.events import best_evaluation, decisive
 from dali_train.runtime.events import goodput as goodput_of
-from dali_train.text import duration, plural, shortened
+from dali_train.text import duration, plural, printable, shortened
 from dali_train.training.schedule import describe_peak
+
+# ------------------------------------------------------------------------------------------------ pieces of HTML
+
+_LARGEST_PICTURE = 20_000_000  # bytes; a run's have at most 3 MB
+
+
+class Markup(str):
+    """Text that is HTML already, and is not escaped again."""
+
+    __slots__ = ()
+
+
+def escape(value: Any, keep: str = "") -> str:
+    """Escape `value` for HTML, between tags or in quotes, and remove control characters other than `keep`."""
+    return value if isinstance(value, Markup) else html.escape(printable(str(value), keep=keep))
+
+
+def table(heads: Sequence[Any], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
+    """Return a table whose first column is a head, and which scrolls sideways if it is too wide; empty without rows."""
+    body = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+        for name, *values in rows
+    )
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    if not body:
+        return ""
+    return (
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def folded(heading: str, content: str, *, is_open: bool = False) -> str:
+    """Return `content` below a heading that opens and closes it; empty without content."""
+    if not content:
+        return ""
+    return f"<details{' open' if is_open else ''}><summary>{escape(heading)}</summary>{content}</details>"
+
+
+def live(identity: str, content: str) -> str:
+    """Return a part that page.js updates if the page is served during the run."""
+    return f'<div id="{identity}" data-live>{content}</div>'
+
+
+def picture(path: Path, description: str, kind: str = "") -> str:
+    """Return a PNG file as part of the page; empty if it is missing, unreadable or too large."""
+    try:
+        content = base64.b64encode(read_limited(path, _LARGEST_PICTURE)).decode()
+    except OSError:
+        return ""
+    return f'<img class="{kind}" src="data:image/png;base64,{content}" alt="{escape(description)}">'
+
+
+# ------------------------------------------------------------------------------------------------ the page
 
 _STATIC = files("dali_train.report") / "static"
 _PHASE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
@@ -94,8 +147,8 @@ def document(
     for number, run in enumerate(runs if with_answers else []):
         texts = (run.config.to_json(), json.dumps(run.environment, indent=1))
         settings = "".join(f"<pre>{escape(text, keep=chr(10))}</pre>" for text in texts)
-        own = live(f"answers{number}", answers(run)) + folded("Config and environment", settings)
-        parts.append(own if len(runs) == 1 else folded(run.name, own))
+        tables = live(f"answers{number}", answers(run)) + folded("Config and environment", settings)
+        parts.append(tables if len(runs) == 1 else folded(run.name, tables))
     parts.append(
         "<footer>Written by <code>dali-train report</code>. Dotted vertical lines: the run was resumed.</footer>"
     )
@@ -192,8 +245,8 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         "throughput": "none yet"
         if throughput is None or step is None
         else f"{throughput:,.0f} images/s, {duration(step)} per step",
-        "time": f"{duration(sum(seconds.values()))}, of it evaluation {duration(seconds['evaluation_s'])}, "
-        f"checkpoints {duration(seconds['checkpoint_s'])}",
+        "time": f"{duration(sum(seconds.values()))} (evaluation: {duration(seconds['evaluation_s'])}, checkpoints: "
+        f"{duration(seconds['checkpoint_s'])})",
         "first step": _first_steps(run),
         "goodput": goodput.describe() if goodput is not None else "not known",
         "model": f"{config.model.name}, {config.precision.dtype}",
@@ -222,7 +275,7 @@ def _epochs(run: ReportedRun) -> str:
 
 
 def _best(run: ReportedRun) -> str:
-    """Describe the evaluation by which the best checkpoint is chosen; with a moving average of the weights, its own."""
+    """Describe the evaluation by which the best checkpoint is chosen: the moving average's, if the run has one."""
     best, published = best_evaluation(run.events), run.config.run.published_top1
     if best is None:
         return "no evaluation yet"
@@ -282,3 +335,131 @@ def _bars(runs: list[ReportedRun], fields: Sequence[str], seconds_of: Callable[[
     shown = [field for field in fields if any(each[field] > 0.005 * longest for each in seconds)]
     key = "".join(f'<span><i style="background: {colours[field]}"></i>{PHASE_NAMES[field]}</span>' for field in shown)
     return f'<div class="bars">{"".join(rows)}</div><p class="key">{key}</p>'
+
+
+# ------------------------------------------------------------------------------------------------ classes and images
+
+NUM_WRONG, NUM_WORST, NUM_PAIRS = 24, 20, 20
+"""How many wrong predictions, classes and pairs of classes the page shows."""
+_NAME = 40  # characters of a class
+
+
+def answers(run: ReportedRun) -> str:
+    """Return the sections for which the run has tables."""
+    side_by_side = "".join(f"<section>{part}</section>" for part in (_worst(run), _confusion(run), _pairs(run)) if part)
+    return (
+        folded("Classes", f'<div class="row">{side_by_side}</div>' if side_by_side else "", is_open=True)
+        + folded("Wrong answers", _wrong(run))
+        + folded("Training images as the network sees them", _samples(run))
+    )
+
+
+def _worst(run: ReportedRun) -> str:
+    rows = [row for row in run.tables.classes if row.images]
+    worst = sorted(rows, key=lambda row: row.accuracy)[:NUM_WORST]
+    cells = (
+        (
+            shortened(row.name, _NAME),
+            row.images,
+            Markup(f'<span class="meter"><i style="width: {100 * row.accuracy:.1f}%"></i></span>'),
+            f"{row.accuracy:.1%}",
+        )
+        for row in worst
+    )
+    name = "class" if len(worst) == len(rows) else f"{NUM_WORST} classes with the lowest accuracy"
+    return table((name, "images", "top-1", ""), cells, "wide")
+
+
+def _confusion(run: ReportedRun) -> str:
+    counts, names = run.tables.confusion, [shortened(name, _NAME) for name in run.tables.confusion_classes]
+    if not names:
+        return ""
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    heads = "".join(f"<th>{escape(name)}</th>" for name in names)
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(map(_cell, row.tolist(), row_shares.tolist()))}</tr>"
+        for name, row, row_shares in zip(names, counts, shares, strict=True)
+    )
+    return (
+        f'<div class="scroll"><table class="confusion"><thead><tr><th>truth, and the predictions</th>{heads}</tr>'
+        f"</thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _cell(count: int, share: float) -> str:
+    dark = ' class="dark"' if share > 0.55 else ""
+    return f'<td{dark} style="--share: {share:.3f}">{count or ""}</td>'
+
+
+def _pairs(run: ReportedRun) -> str:
+    pairs = run.tables.pairs[:NUM_PAIRS]
+    rows = ((pair.truth, pair.predicted, pair.images) for pair in pairs)
+    return table(("most confused", "taken for", "images"), rows)
+
+
+def _wrong(run: ReportedRun) -> str:
+    rows = run.tables.predictions
+    wrong = [row for row in rows if row.truth != row.predicted]
+    if not wrong:
+        return ""
+    tiles = []
+    for row in wrong[:NUM_WRONG]:
+        image = picture(run.directory / "predictions" / "images" / f"{row.image}.png", f"validation image {row.image}")
+        tiles.append(
+            f"<div>{image}<b>{escape(row.truth)}</b>, taken for {escape(row.predicted)} ({row.score:.0%})</div>"
+        )
+    small = " pixels" if run.is_small() else ""
+    return (
+        f"<p>{len(wrong)} of {plural(len(rows), 'image')} in the table of predictions.</p>"
+        f'<div class="wrong{small}">{"".join(tiles)}</div>'
+    )
+
+
+def _samples(run: ReportedRun) -> str:
+    return picture(run.directory / "samples.png", "training images after augmentation", "samples")
+
+
+# ------------------------------------------------------------------------------------------------ what bounds a run
+
+LIMITS = {"data_wait_s": 0.10, "exchange_s": 0.15, "optimizer_s": 0.15, "logging_s": 0.03}
+"""A phase other than computation with at least this fraction of a step is reported as the bottleneck."""
+
+
+def what_bounds(run: ReportedRun) -> str:
+    """Return a sentence on the bottleneck, from the medians of the logged phases."""
+    step = run.median("step_s")
+    if not step or run.median("forward_s") is None:
+        return "The run has logged no phases yet."
+    if all(event.get("first_step_s") == event["step_s"] for event in run.train):
+        return "Only the process's first step is logged, in which caches fill: later steps will show the bottleneck."
+
+    share = {phase: (run.median(phase) or 0.0) / step for phase in (*LIMITS, "forward_s", "backward_s")}
+    worst = max(LIMITS, key=lambda phase: share[phase] / LIMITS[phase])
+    if share[worst] < LIMITS[worst]:
+        return (
+            f"Computing bounds the run: forward and backward take {share['forward_s'] + share['backward_s']:.0%} of "
+            f"the step, waiting for data {share['data_wait_s']:.0%}."
+        )
+    takes = f"takes {share[worst]:.0%} of the step"
+    sentences = {
+        "data_wait_s": f"Waiting for data {takes}: {_decoding(run)}",
+        "exchange_s": f"The all-reduce of gradients {takes} that the backward pass does not hide: accumulate more "
+        "(larger batch.global_batch), or look for a rank that is slower than the others in logs/rank*.log.",
+        "optimizer_s": f"The optimizer {takes}: a larger batch.global_batch makes it rarer.",
+        "logging_s": f"Logging {takes}: raise hooks.log_every_steps, or turn off hooks that are not needed.",
+    }
+    return sentences[worst]
+
+
+def _decoding(run: ReportedRun) -> str:
+    smaller = "store the images smaller (dali-train data convert)"
+    if run.is_small():  # decoding such images costs little
+        smaller = "read from faster storage"
+    threads, cores = run.environment.get("decoding_threads"), run.environment.get("host_cores")
+    if threads is None or cores is None:
+        return f"raise data.num_threads, or {smaller}."
+    ranks = max(1, run.environment.get("ranks_on_host", 1))
+    here = f"{plural(threads, 'decoding thread')} {'per rank ' if ranks > 1 else ''}on {plural(cores, 'core')}"
+    if threads * ranks < cores:
+        return f"{here}; raise data.num_threads to {cores // ranks}, or {smaller}."
+    return f"{here}, all in use; {smaller}, or give each rank more cores."

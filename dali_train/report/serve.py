@@ -12,8 +12,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from dali_train.errors import ConfigError
-from dali_train.report.markup import Markup, escape, live
-from dali_train.report.page import document, overview, page
+from dali_train.report.page import Markup, document, escape, live, overview, page
 from dali_train.report.runs import ReportedRun, by_dataset, find_runs, load_run
 from dali_train.text import plural, printable
 

@@ -23,7 +23,7 @@ from dali_train.config import Config
 from dali_train.config.override import config_with
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import blank_images, pixel_format
-from dali_train.hooks.base import Hook
+from dali_train.hooks import Hook
 from dali_train.hooks.records import RunStart, StepRecord
 from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import LaunchOptions, discover

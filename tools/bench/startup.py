@@ -45,7 +45,7 @@ loaded = time.monotonic()
 
 
 def first_step():
-    from dali_train.hooks.base import Hook
+    from dali_train.hooks import Hook
 
     class FirstStep(Hook):
         def start(self, record):

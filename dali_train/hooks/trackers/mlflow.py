@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.hooks.observers import HookUnavailableError
+from dali_train.hooks import HookUnavailableError
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
 from dali_train.text import redacted

@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.files import ForeignFileError, json_field, read_json, write_atomically
-from dali_train.hooks.base import Hook
-from dali_train.hooks.class_names import class_names
-from dali_train.hooks.observers import HookUnavailableError
+from dali_train.hooks import Hook, HookUnavailableError
+from dali_train.hooks.predictions import NUM_SAMPLES, class_names, sample_images, sheet
 from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
-from dali_train.hooks.samples import NUM_SAMPLES, sample_images, sheet
 
 _LARGEST_ID = 10_000  # bytes
 DEFAULT_PROJECT = "dali-train"

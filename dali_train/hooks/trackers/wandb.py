@@ -2,6 +2,7 @@
 or `wandb login`."""
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.hooks.observers import logger
 from dali_train.hooks.predictions import prediction_table, thumbnail_path
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart
 from dali_train.hooks.trackers.tracker import DEFAULT_PROJECT, Tracker, load_id, load_package, save_id
 from dali_train.training.metrics import ClassTables
+
+logger = logging.getLogger("dali_train")
 
 REACH_TIMEOUT_S = 30
 """A server that does not answer within this time is unreachable."""

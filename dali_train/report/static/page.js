@@ -39,18 +39,18 @@
   }
 
   function curves(chart, log) {
-    const several = data.runs.length > 1, found = [];
-    chart.fields.forEach(([kind, field, name], place) => data.runs.forEach((run, number) => {
+    const several = data.runs.length > 1, drawn = [];
+    chart.fields.forEach(([kind, field, name], index) => data.runs.forEach((run, number) => {
       if (!run[kind].y[field]) return;
       const label = !several ? name : chart.fields.length > 1 ? `${run.name}: ${name}` : run.name;
       const smooth = kind === "train" ? +smoothing.value : 0;
-      found.push({ label, colour: COLOURS[(several ? number : place) % COLOURS.length],
-        dash: several ? DASHES[place % DASHES.length] : [], table: points(run[kind], field, smooth, log) });
+      drawn.push({ label, colour: COLOURS[(several ? number : index) % COLOURS.length],
+        dash: several ? DASHES[index % DASHES.length] : [], table: points(run[kind], field, smooth, log) });
     }));
-    return found;
+    return drawn;
   }
 
-  // The legend shows the last value at or before the cursor: each curve has points of its own.
+  // The legend shows the last value at or before the cursor: each curve has its own points.
   function lastValue(plot, series, index) {
     const ys = plot.data[series];
     for (let i = index; i >= 0; i--) if (ys[i] != null) return i;
@@ -78,12 +78,12 @@
   function marks(plot, chart) {
     const { left, top, width, height } = plot.bbox, { x, y } = plot.scales;
     data.runs.forEach((run, number) => run.resumed.x[xChoice.value].forEach((at) => {
-      const place = plot.valToPos(at, "x", true);
-      if (at >= x.min && at <= x.max) line(plot, COLOURS[number % COLOURS.length], place, top, place, top + height);
+      const pixel = plot.valToPos(at, "x", true);
+      if (at >= x.min && at <= x.max) line(plot, COLOURS[number % COLOURS.length], pixel, top, pixel, top + height);
     }));
     if (chart.mark !== null && chart.mark >= y.min && chart.mark <= y.max) {
-      const place = plot.valToPos(chart.mark, "y", true);
-      line(plot, "#555", left, place, left + width, place);
+      const pixel = plot.valToPos(chart.mark, "y", true);
+      line(plot, "#555", left, pixel, left + width, pixel);
     }
   }
 
@@ -98,27 +98,27 @@
   class Drawing {
     constructor(figure, number) {
       this.number = number;
-      this.place = figure.appendChild(document.createElement("div"));
+      this.box = figure.appendChild(document.createElement("div"));
       this.log = figure.querySelector("input");
       this.log.checked = data.charts[number].log;
       this.log.addEventListener("change", () => this.draw());
       // Folded parts have no width until they are opened.
-      new ResizeObserver(() => this.place.clientWidth && (this.plot ? this.resize() : this.draw())).observe(this.place);
+      new ResizeObserver(() => this.box.clientWidth && (this.plot ? this.resize() : this.draw())).observe(this.box);
     }
 
     resize() {
-      this.plot.setSize({ width: this.place.clientWidth, height: HEIGHT });
+      this.plot.setSize({ width: this.box.clientWidth, height: HEIGHT });
     }
 
     draw(keepsZoom = false) {
-      const old = this.plot, width = this.place.clientWidth;
+      const old = this.plot, width = this.box.clientWidth;
       if (!width) return;
-      const chart = data.charts[this.number], log = this.log.checked, found = curves(chart, log);
+      const chart = data.charts[this.number], log = this.log.checked, lines = curves(chart, log);
       const hidden = new Set(old ? old.series.filter((series) => !series.show).map((series) => series.label) : []);
       const grid = { stroke: "#e6e6e6", width: 1 }, ticks = { show: false };
       const axis = { stroke: "#555", grid, ticks, font: "12px system-ui, sans-serif" };
       const text = (v, digits) => (chart.percent ? percent(v, digits) : short(v));
-      const yTexts = (plot, splits, place, space, increment) =>
+      const yTexts = (plot, splits, axis, space, increment) =>
         splits.map((v) => text(v, log ? 1 : digitsOf(increment)));
       const unit = xChoice.value === "time" ? data.time_unit : "";
       const plot = new uPlot({
@@ -131,14 +131,14 @@
         axes: [{ ...axis, size: 28, values: (_, splits) => splits.map(short) }, { ...axis, size: 62, values: yTexts }],
         series: [
           { label: xChoice.value, value: shown((v) => `${short(v)} ${unit}`) },
-          ...found.map((curve) => ({
+          ...lines.map((curve) => ({
             label: curve.label, stroke: curve.colour, dash: curve.dash, width: 1.6, show: !hidden.has(curve.label),
             points: { show: curve.table[0].length <= 40, size: 5 },
             value: shown((v) => text(v, 2)),
           })),
         ],
         hooks: { draw: [(drawn) => marks(drawn, chart)] },
-      }, found.length ? uPlot.join(found.map((curve) => curve.table)) : [[]], this.place);
+      }, lines.length ? uPlot.join(lines.map((curve) => curve.table)) : [[]], this.box);
       if (old) {
         const { min, max } = old.scales.x, xs = old.data[0];
         if (keepsZoom && (min > xs[0] || max < xs[xs.length - 1])) plot.setScale("x", { min, max });

@@ -1,5 +1,6 @@
-"""All hooks of a rank. If one raises, the error is logged with its name and training continues."""
+"""The hooks of a rank: which there are, and calling each so that an error in one does not end the run."""
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +10,24 @@ from typing import Any
 
 import torch
 
+from dali_train.config import Config
+from dali_train.errors import ConfigError
 from dali_train.files import NO_SPACE
-from dali_train.hooks.base import Hook
+from dali_train.hooks import Hook, HookUnavailableError
+from dali_train.hooks.console import Console, RunLogs
+from dali_train.hooks.health import Health, LambView
+from dali_train.hooks.jsonl import MetricsFile, SampleTrace
+from dali_train.hooks.machine import Profile, SystemFacts
+from dali_train.hooks.predictions import PredictionFiles, SampleImages
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
+from dali_train.hooks.trackers import make_trackers
+from dali_train.parallel.layout import Layout
 from dali_train.text import plural, shortened
 
 logger = logging.getLogger("dali_train")
 
 
-class HookUnavailableError(RuntimeError):
-    """A hook cannot work here, for a reason that the user can fix; the message says how."""
-
-
-class Observers:
+class HookList:
     """Calls each hook at the moments that it overrides, in the order given."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
@@ -114,3 +120,48 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, for a tensor of several numbers
         shown = shortened(repr(value), 200)
         raise ValueError(f"measure() returns {name} = {shown}: return one number for each name") from None
+
+
+def make_hooks(config: Config, layout: Layout) -> HookList:
+    """Return the hooks of this rank: logs first, so that every other hook can log, and the user's own last.
+
+    Raises:
+        ConfigError: hooks.trackers has an unknown name, or hooks.user something that is no hook; on every rank.
+    """
+    settings, trackers = config.hooks, make_trackers(config.hooks.trackers)
+    hooks: list[Hook] = [RunLogs(), Console()]
+    if layout.rank == 0:
+        hooks += [MetricsFile(), SystemFacts(), Health()]
+    # No rank has all layers of a split model, so all ranks compute its norms together.
+    if layout.rank == 0 or layout.splits_model:
+        hooks.append(LambView(layout))
+    if layout.rank == 0:
+        hooks.append(SampleImages())
+        if settings.predictions:
+            hooks.append(PredictionFiles())
+        if settings.profile is not None:
+            hooks.append(Profile(*settings.profile))
+        hooks += trackers
+    if settings.trace_samples:
+        hooks.append(SampleTrace(writes=layout.pipeline_rank == 0 and layout.tensor_rank == 0))  # once per micro-batch
+    return HookList([*hooks, *map(_make_user_hook, settings.user)])
+
+
+def _make_user_hook(make: Callable[[], Any]) -> Hook:
+    """Raises ConfigError: `make` needs arguments, or makes something else. An error inside it is the user's to see."""
+    name = getattr(make, "__name__", repr(make))
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"hooks.user: {name} cannot be called without arguments ({error}): name a function that returns the hook, "
+            f"such as lambda: {name}(...)"
+        ) from None
+    except ValueError:  # some classes in C have no signature
+        pass
+    hook = make()
+    if not isinstance(hook, Hook):
+        raise ConfigError(
+            f"hooks.user: {name} makes {type(hook).__name__}, which is not a hook: use a subclass of dali_train.Hook"
+        )
+    return hook
