@@ -17,6 +17,7 @@ import hashlib
 import html
 import importlib.metadata
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -41,7 +42,7 @@ from dali_train.config import Config
 from dali_train.config.config_file import config_from_json
 from dali_train.config.override import config_with
 from dali_train.data.convert import datasets
-from dali_train.errors import ConfigError, DatasetError
+from dali_train.errors import ConfigError, DatasetError, UserError
 from dali_train.files import sha256
 from dali_train.report import write_report
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
@@ -235,6 +236,7 @@ def _run(options: argparse.Namespace, config: Config, machine: Machine) -> Train
     else:
         machine = replace(machine, work=str(options.work.absolute()))
         flyte.init()
+    logging.getLogger("flyte").addFilter(_shows_more)
     trackers = {name: os.environ[name] for name in TRACKER_VARIABLES if name in os.environ}
     context = flyte.with_runcontext(mode="remote" if options.remote else "local", env_vars=trackers)
     action = context.run(train_workflow, options.dataset, config.to_json(), machine)
@@ -243,6 +245,13 @@ def _run(options: argparse.Namespace, config: Config, machine: Machine) -> Train
         action.wait()
     outputs: TrainingOutputs = action.outputs()[0]
     return outputs
+
+
+def _shows_more(record: logging.LogRecord) -> bool:
+    """Return whether Flyte's log has more than the line with which `main` ends: it shows 25 lines of traceback for each
+    attempt and each task around it, which only a bug needs."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, UserError | flyte.errors.BaseRuntimeError)
 
 
 def _with_batch(config: Config, options: argparse.Namespace, machine: Machine) -> Config:
@@ -258,7 +267,7 @@ def _with_batch(config: Config, options: argparse.Namespace, machine: Machine) -
 def _data(action: str, *words: str) -> None:
     status = data.main(action, words)
     if status:
-        text = f"dali-train data {action} {' '.join(words)} ended with status {status}: its last line says why"
+        text = f"dali-train data {action} {' '.join(words)} ended with status {status}: its own line says why"
         raise _never_again(DatasetError(text)) if status == MISTAKE else flyte.errors.RuntimeUserError("Data", text)
 
 

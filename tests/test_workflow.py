@@ -116,20 +116,24 @@ def test_each_file_that_decides_is_in_the_key(place: Path, tmp_path: Path) -> No
     assert len(keys) == 8
 
 
-def test_retries(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stop on request is one and continues; a mistake is none."""
+def test_retries(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A stop on request is one and continues; a mistake is none. Flyte's log has the traceback of neither."""
     dataset = str(place / "digits-1")
     more = ("--run.epochs", "4000", "--run.max_seconds", "0.1", "--run.eval_every_epochs", "None")
     assert workflow.main(words(place, *more, dataset=dataset, work="stopped")) == 1
-    assert re.search(r"stopped after saving step \d+: a retry resumes", capsys.readouterr().err)
+    printed = "".join(capfd.readouterr())
+    assert re.search(r"stopped after saving step \d+: a retry resumes", printed)
+    assert "retrying" in printed and "Traceback" not in printed
     begun = starts(next((place / "stopped").glob("runs/*")))
     assert len(begun) == 3 and begun[0] == 0 < begun[1] < begun[2]
 
     assert workflow.main(words(place, "--data.eval_size", "24", dataset=dataset, work="mistake")) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("dali_train.workflow: data.eval_size is 24")
+    printed = capfd.readouterr().err
+    assert printed.splitlines()[-1].startswith("dali_train.workflow: data.eval_size is 24")
+    assert "Traceback" not in printed
     assert not list((place / "mistake").glob("runs/*/metrics.jsonl"))
     assert workflow.main(words(place, dataset="nowhere")) == 2
-    assert "nowhere: neither a dataset's directory nor one of cifar10, " in capsys.readouterr().err
+    assert "nowhere: neither a dataset's directory nor one of cifar10, " in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("s3_server")
