@@ -15,7 +15,7 @@ if ! command -v srun >/dev/null || [[ -z ${SLURM_JOB_ID:-} ]]; then
 fi
 if ! python -c 'import dali_train' 2>/dev/null; then
     echo "$(command -v python || echo 'python (not found)') on $(hostname) has no dali_train: activate its environment" \
-        "before sbatch, or set DALI_TRAIN_ENV (slurm/train.sbatch)" >&2
+        "before sbatch, set DALI_TRAIN_ENV (slurm/train.sbatch), or submit from the repository" >&2
     exit 2
 fi
 # In an array each task's number stands for %a, as in Slurm's own patterns, and is part of what is requeued: a number alone

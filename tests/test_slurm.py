@@ -99,13 +99,16 @@ def stand_in(config: Path, run: Path, action: str) -> str:
     return str(path)
 
 
+TRAIN = str(REPOSITORY / "slurm" / "train.sbatch")
+
+
 class Job:
-    """A job that a test follows, and what it says."""
+    """A job that a test submits from another directory than the repository and follows, and what it says."""
 
     def __init__(self, cluster: Cluster, run: Path, *words: str) -> None:
         self._cluster, self._run = cluster, run
         self.log = run.parent / "job.log"
-        words = ("sbatch", "--parsable", f"--output={self.log}", *words)
+        words = ("env", "-C", str(run.parent), "sbatch", "--parsable", f"--output={self.log}", *words)
         self.number = cluster.run(*words, environment=ENVIRONMENT).split()[-1]
 
     def until(self, what: str, happened: Callable[[], bool]) -> None:
@@ -185,9 +188,7 @@ os._exit(0)
 def test_slurm_takes_the_nodes_and_gives_them_back(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
     """The tasks have the time to save."""
     run = tmp_path / "run"
-    job = Job(
-        cluster, run, *one_per_node(2), "--partition=low", "slurm/train.sbatch", stand_in(tiny_config, run, UNTIL_TERM)
-    )
+    job = Job(cluster, run, *one_per_node(2), "--partition=low", TRAIN, stand_in(tiny_config, run, UNTIL_TERM))
     # A person, or a maintenance, requeues it.
     job.until("the start", lambda: job.count("begun") == 2)
     cluster.run("scontrol", "requeue", job.number)
@@ -211,7 +212,7 @@ def test_each_task_of_an_array_has_its_seed_and_is_queued_again_alone(
     cluster: Cluster, tiny_config: Path, tmp_path: Path
 ) -> None:
     config = stand_in(tiny_config, tmp_path / "run", ONCE_MORE)
-    words = ("--array=0-1", "--open-mode=append", *one_per_node(1), "slurm/train.sbatch", config)
+    words = ("--array=0-1", "--open-mode=append", *one_per_node(1), TRAIN, config)
     job = Job(cluster, tmp_path / "run", *words, "--data.seed", "%a", "--run.dir", f"{tmp_path}/run-%a")
     job.until("the end of all", lambda: job.number not in cluster.run("squeue", "--format=%A %F"))
     begun = [f"begun with seed {task} in {tmp_path}/run-{task}." for task in (0, 1)]
@@ -257,7 +258,7 @@ def test_the_life_of_a_run(cluster: Cluster, tiny_config: Path, tmp_path: Path, 
     end.touch()
     config = extended(tiny_config, ENDLESS.replace("END", repr(str(end))).replace("RUN", repr(str(run))))
     options = ("--partition=low", "--time=60", "--signal=USR1@600")
-    job = Job(cluster, run, *one_per_node(2), *options, "slurm/train.sbatch", str(config))
+    job = Job(cluster, run, *one_per_node(2), *options, TRAIN, str(config))
 
     # The time limit comes near: USR1 to all tasks.
     job.trains_on(1)
