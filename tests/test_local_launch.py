@@ -1,5 +1,6 @@
 """Several ranks from one process: they find each other, their errors arrive, and none outlives the process."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -116,3 +117,39 @@ def test_a_rank_that_was_killed_is_named() -> None:
     message = r"^rank 1 of 2 was killed \(SIGKILL\), perhaps for lack of memory: start again to resume$"
     with pytest.raises(RunError, match=message):
         launch_locally(kill_rank_1, num_processes=2)
+
+
+HOOKS = """
+class Marks(Hook):
+    def step(self, record):
+        print(f"step {record.step} was seen", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("forked_launch")
+def test_hooks_come_from_the_config_file(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A class that it defines is not found by other processes in another way."""
+    from dali_train.commands.train import run
+    from dali_train.config import load_config
+    from dali_train.hooks import Hook
+
+    from .helpers import extended
+
+    monkeypatch.chdir(tiny_config.parent)
+    config = load_config(extended(tiny_config, HOOKS)).replace({"run.max_steps": 1})
+    assert run(config, num_processes=2).step == 1
+    assert capfd.readouterr().out.count("step 1 was seen") == 2
+    with pytest.raises(ConfigError, match=r"hooks.user is Hook, but .* has Marks.* set hooks.user there"):
+        run(config.replace({"hooks.user": (Hook,)}), num_processes=2)
+    with pytest.raises(ConfigError, match=r"hooks.user with num_processes.* only in a config file"):
+        run(config.from_files({}), num_processes=2)
+
+
+def test_too_many_processes_are_refused_before_they_start(tiny_config: Path) -> None:
+    from dali_train.commands.train import run
+
+    with pytest.raises(ConfigError, match="40 data-parallel ranks need at least one each: start at most 8"):
+        run(tiny_config, num_processes=40)
+    assert not multiprocessing.active_children()
