@@ -30,9 +30,9 @@ from dali_train.data.loading.decoder import (
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.mixing import mix
 from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline
-from dali_train.data.sampling.augment import IDENTITY, draw_operators, erased_boxes, policy_of
 from dali_train.data.sampling.draws import Images, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.data.sampling.policy import IDENTITY, draw_operators, erased_boxes, policy_of
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 from dali_train.errors import ConfigError, DatasetError
 

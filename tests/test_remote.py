@@ -19,9 +19,8 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import fetched_metadata
 from dali_train.data.dataset.storage import MappedFiles, RemoteImages
 from dali_train.data.loading import cache as cache_module
-from dali_train.data.loading.cache import Eviction, ImageCache
+from dali_train.data.loading.cache import Eviction, ImageCache, NextUse, simulate_cache
 from dali_train.data.sampling.micro_batch import MicroBatches
-from dali_train.data.sampling.next_use import NextUse, simulate_cache
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import try_lock
 from dali_train.runtime import object_store

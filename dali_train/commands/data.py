@@ -24,7 +24,7 @@ from dali_train.text import printable, shortened
 if TYPE_CHECKING:
     from dali_train.data.convert.image import EncodingOptions
     from dali_train.data.convert.sources import Sources
-    from dali_train.data.dataset.index_bucket import Fetch
+    from dali_train.data.dataset.build_index import Fetch
 
 
 def add_data_command(commands: Any) -> None:
@@ -284,7 +284,7 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
 
 
 def _index(options: argparse.Namespace) -> int:
-    from dali_train.data.dataset.index_bucket import bucket_as_directory
+    from dali_train.data.dataset.build_index import bucket_as_directory
 
     if isinstance(options.dataset, Path):
         return _index_directory(options, options.dataset, options.out or options.dataset, nullcontext)
@@ -406,7 +406,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _show(options: argparse.Namespace) -> int:
     from dali_train.data.dataset.index import Split
     from dali_train.data.dataset.manifest import SPLITS, Manifest
-    from dali_train.data.dataset.show import describe, overview
+    from dali_train.data.dataset.pictures import describe, overview
 
     manifest = Manifest.read(options.dataset)
     splits = [Split(options.dataset, name) for name in SPLITS if name in manifest.splits]

@@ -7,7 +7,7 @@ import numpy as np
 
 from dali_train.config import Config
 from dali_train.data.dataset.storage import RUN_BYTES
-from dali_train.data.sampling.next_use import simulate_cache
+from dali_train.data.loading.cache import simulate_cache
 from dali_train.parallel.layout import Layout
 from dali_train.text import plural
 

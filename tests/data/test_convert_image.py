@@ -11,8 +11,7 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare
-from dali_train.data.dataset.decode import DecodeChecker
-from dali_train.data.dataset.image_file import BadImageError
+from dali_train.data.dataset.image_file import BadImageError, DecodeChecker
 from dali_train.errors import DatasetError
 from tests.conftest import encoded, photograph
 from tests.data.files import small_photograph

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.data.sampling.next_use import NextUse, simulate_cache
+from dali_train.data.loading.cache import NextUse, simulate_cache
 from tools.bench.turns import loading_config
 
 NUM_IMAGES = 4096

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare, reencode
 from dali_train.data.convert.sources import Source
 from dali_train.data.dataset.build_index import IndexedShard
-from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
-from dali_train.data.dataset.image_file import BadImageError
+from dali_train.data.dataset.image_file import BATCH_PIXELS, BadImageError, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.dataset.manifest import Encoding, Shard
 from dali_train.data.dataset.tfrecord import Buffer, encode_example, frame_record

@@ -1,26 +1,34 @@
 """Building the index of a dataset once: by the converter, or by ``dali-train data index`` for existing TFRecords.
 
 A walk over every shard locates the images and checks labels, framing and image headers, so that training need not.
+Shards are found in the layouts in use and linked into ours. Those in an object store are fetched one by one, read and
+discarded.
 """
 
 import io
+import os
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from dali_train.data.dataset.found import converter_for
 from dali_train.data.dataset.image_file import BadImageError, check_size, image_size
 from dali_train.data.dataset.index import INDEX_DTYPE, map_file
 from dali_train.data.dataset.manifest import (
     IMAGE_KEY,
     LABEL_KEY,
     MAX_CLASSES,
+    SPLITS,
     Encoding,
     Manifest,
     Shard,
@@ -30,11 +38,11 @@ from dali_train.data.dataset.manifest import (
     index_path,
     text_index_path,
 )
-from dali_train.data.dataset.shard_files import find_splits, link_shards
 from dali_train.data.dataset.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
 from dali_train.data.progress import Progress
-from dali_train.errors import DatasetError
+from dali_train.errors import DatasetError, RunError
 from dali_train.files import write_atomically
+from dali_train.runtime.object_store import Bucket
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -363,3 +371,143 @@ def _class_names(indexed: dict[SplitName, list[IndexedShard]], *, label_base: in
             for label, synset in part.synsets.items():
                 names[label - label_base] = synset
     return names
+
+
+# A split's folder, or the beginning of its files' names where all lie in one folder; the first that is there counts.
+_NAMES: dict[SplitName, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "val")}
+_NUMBERED_SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?:\.tfrecords?)?$")
+
+
+def find_splits(root: Path) -> dict[SplitName, list[Path]]:
+    """Find the shards of each split in order, in ``ROOT/train`` and ``ROOT/validation`` or ``ROOT/val``, or as
+    ``ROOT/train-*`` and ``ROOT/validation-*`` or ``ROOT/val-*``.
+
+    Raises:
+        DatasetError: no shards, the same split in two places, or `_in_order`'s errors.
+    """
+    if not root.is_dir():
+        raise DatasetError(f"{root}: this directory does not exist")
+    files = _files(root)
+    splits: dict[SplitName, list[Path]] = {}
+    for split, names in _NAMES.items():
+        places: dict[str, list[Path]] = defaultdict(list)
+        for name in names:
+            if (root / name).is_dir():
+                places[str(root / name)] = _files(root / name)
+            places[str(root / f"{name}-*")] = [path for path in files if _is_flat_shard(path.name, name)]
+        found = {place: paths for place, paths in places.items() if paths}
+        # What an earlier run linked is there twice, and is the same.
+        if len({frozenset(path.resolve() for path in paths) for paths in found.values()}) > 1:
+            raise DatasetError(f"{root}: the {split} split is in {' and in '.join(found)}: keep one of them")
+        if found:
+            place, paths = next(iter(found.items()))
+            splits[split] = _in_order(place, paths)
+    if not splits:
+        raise DatasetError(
+            f"{root} has no shard: expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*; "
+            f"{converter_for(root, indexing=True)}"
+        )
+    return splits
+
+
+def link_shards(root: Path, shards: dict[SplitName, list[Path]]) -> None:
+    """Make each shard appear as ``ROOT/SPLIT/NAME``: those elsewhere are linked.
+
+    Raises:
+        DatasetError: other files are in the way.
+    """
+    for split, paths in shards.items():
+        directory = root / split
+        if directory == paths[0].parent:
+            continue
+        names = {path.name for path in paths}
+        unexpected = sorted({path.name for path in directory.iterdir()} - names) if directory.is_dir() else []
+        if unexpected:
+            raise DatasetError(
+                f"{directory} holds {', '.join(unexpected[:5])}, which is not of this dataset: use an empty --out"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            link = directory / path.name
+            if link.exists() and link.samefile(path):
+                continue
+            if link.exists() or link.is_symlink():
+                raise DatasetError(f"{link} is there already and is not {path}: use an empty --out")
+            # Within one directory tree the links survive a move of it.
+            inside = path.absolute().is_relative_to(root.absolute())
+            link.symlink_to(os.path.relpath(path.absolute(), directory.absolute()) if inside else path.resolve())
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
+
+
+def _is_flat_shard(file: str, prefix: str) -> bool:
+    return file.startswith(f"{prefix}-") and bool(_NUMBERED_SHARD.search(file) or "tfrecord" in file)
+
+
+def _in_order(place: str, files: list[Path]) -> list[Path]:
+    """``SPLIT-00000-of-00042`` where such names exist, else every file in the order of the names.
+
+    Raises:
+        DatasetError: numbered shards of which some are missing, or of two different totals.
+    """
+    numbered = [(match, path) for path in files if (match := _NUMBERED_SHARD.search(path.name))]
+    if not numbered:
+        return files
+    totals = {int(match[2]) for match, _ in numbered}
+    if len(totals) > 1:
+        raise DatasetError(f"{place} mixes shards of {' and '.join(map(str, sorted(totals)))}: keep one set of them")
+    (total,) = totals
+    missing = sorted(set(range(total)) - {int(match[1]) for match, _ in numbered})
+    if missing:
+        names = ", ".join(f"{number:05d}" for number in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise DatasetError(f"{place} lacks {len(missing)} of {total} shards: {names}")
+    return [path for _, path in numbered]
+
+
+Fetch = Callable[[Path], AbstractContextManager[Path]]
+
+
+@contextmanager
+def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
+    """Yield a directory that looks like the dataset at `url`: shards have their names and sizes, and their content only
+    while they are fetched. At the end the index written there is uploaded to `url`, dataset.json last.
+
+    Raises:
+        DatasetError, RunError: also those that are raised within, with the URL in place of the directory.
+    """
+    if url.startswith("http"):
+        raise DatasetError(f"{url}: a server of this kind is only read; index the dataset where it can be written")
+    bucket = Bucket(url)
+    with TemporaryDirectory(prefix="dali-train-") as place:
+        directory = Path(place)
+
+        @contextmanager
+        def fetch(path: Path) -> Iterator[Path]:
+            size = path.stat().st_size
+            path.unlink()
+            bucket.download(str(path.relative_to(directory)), path, size)
+            yield path
+            path.unlink()  # not made shorter: it may still be mapped
+            _stand_in(path, size)
+
+        try:
+            sizes = {name: size for split in SPLITS for name, size in bucket.sizes(f"{split}/").items()}
+            if not sizes:
+                raise DatasetError(f"{url} has no objects in train/ or validation/, where a dataset has its shards")
+            for name, size in sizes.items():
+                _stand_in(directory / name, size)
+            yield directory, fetch
+            for path in (*directory.glob("index/*"), *directory.glob("idx_files/*/*"), directory / "dataset.json"):
+                bucket.upload(str(path.relative_to(directory)), path)
+        except (DatasetError, RunError) as error:
+            kind = DatasetError if isinstance(error, DatasetError) else RunError
+            raise kind(str(error).replace(place, url)) from error
+
+
+def _stand_in(path: Path, size: int) -> None:
+    """Make a sparse file of this size."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.truncate(path, size)

@@ -1,15 +1,21 @@
-"""Checking by the header whether training can decode an image of unknown origin, and finding its size.
+"""Whether training can decode an image of unknown origin, and its size: by its header, and by DALI itself.
 
-A JPEG's is parsed here because every image passes twice in a conversion: this takes 6 us where PIL's header takes 70,
-with which converting ImageNet's photographs costs 8 % more CPU time, and 30 % more without the decode check. Markers
-are those of ITU-T T.81, table B.1. An EXIF block, which few images have, is PIL's to read.
+A JPEG's header is parsed here because every image passes twice in a conversion: this takes 6 us where PIL's header
+takes 70, with which converting ImageNet's photographs costs 8 % more CPU time, and 30 % more without the decode check.
+Markers are those of ITU-T T.81, table B.1. An EXIF block, which few images have, is PIL's to read. Whether the rest
+decodes is tried with DALI, since decoders disagree about damaged files.
 """
 
 import io
+import re
 import struct
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 MAX_PIXELS = 100_000_000  # ImageNet's largest image has 61 million; many more would stop a run for want of memory
@@ -168,3 +174,64 @@ def _exif_orientation(block: bytes) -> int:
     except Exception:  # of nearly any kind
         return 1
     return orientation if orientation in range(1, 9) else 1
+
+
+BATCH_PIXELS = 8_000_000  # decoded together at most, but for a larger single image
+_NOISE = re.compile(r"Current pipeline object|Critical error in pipeline|C\+\+ context|\[")
+
+
+def _why_undecodable(encoded: bytes, error: RuntimeError) -> str:
+    """Return why DALI failed on an image with `error`: PIL's message if PIL fails too, since DALI's says little."""
+    try:
+        image_size(encoded)
+        open_image(encoded).load()
+    except BadImageError as fault:
+        return f"it {fault}"
+    except Exception as fault:  # PIL's decoders raise nearly any kind on damaged files
+        return str(fault)
+    return f"DALI says: {dali_reason(error)}"
+
+
+def dali_reason(error: RuntimeError) -> str:
+    """Return DALI's own message in `error`, without its traceback of the graph."""
+    lines = str(error).rpartition("encountered:")[2].splitlines()
+    words = " ".join(line.strip() for line in lines if line.strip() and not _NOISE.match(line))
+    return words.strip(" :")
+
+
+class DecodeChecker:
+    """Decodes images with DALI on one thread and says which of them fail.
+
+    It decodes only luminance: all coefficients of all components are read and checked as for RGB, but colour is not
+    computed, which is a quarter faster. On 3,000 JPEGs damaged at random both always gave the same result.
+    """
+
+    BATCH = 16
+
+    def __init__(self) -> None:
+        from nvidia.dali import Pipeline, fn, types  # takes half a second: imported only where something is decoded
+
+        pipeline: Any = Pipeline(batch_size=self.BATCH, num_threads=1, device_id=None, prefetch_queue_depth=1)
+        with pipeline:
+            encoded = fn.external_source(name="encoded", no_copy=True)
+            pipeline.set_outputs(
+                fn.decoders.image(encoded, device="cpu", output_type=types.GRAY, adjust_orientation=False)
+            )
+        pipeline.build()
+        self._pipeline = pipeline
+
+    def failures(self, images: Sequence[bytes | NDArray[np.uint8]]) -> dict[int, str]:
+        """Positions in `images` (at most ``BATCH``) of those that do not decode, with the reason."""
+        if self._fault(images) is None:
+            return {}
+        # DALI names no sample of a failed batch, so each is tried alone. The pipeline works on after an error.
+        faults = ((number, self._fault([image])) for number, image in enumerate(images))
+        return {number: fault for number, fault in faults if fault is not None}
+
+    def _fault(self, images: Sequence[bytes | NDArray[np.uint8]]) -> str | None:
+        try:
+            self._pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in images])
+            self._pipeline.run()
+        except RuntimeError as error:
+            return _why_undecodable(bytes(images[0]), error)
+        return None

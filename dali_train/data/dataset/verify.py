@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards
-from dali_train.data.dataset.decode import BATCH_PIXELS, DecodeChecker
+from dali_train.data.dataset.image_file import BATCH_PIXELS, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file
 from dali_train.data.dataset.manifest import (
     SPLITS,

@@ -3,7 +3,7 @@
 A row maps a level to the operator's argument (degrees, pixels, a factor), and has two forms: for one image on the CPU,
 mostly by PIL, and for a batch in a DALI graph, meant for a GPU. A test compares the two on photographs. To add an
 operator, add a row; `data.augment rand-tNAME+NAME` draws from any rows, and the policies are in
-data/sampling/augment.py.
+data/sampling/policy.py.
 
 Ranges are timm's, so that magnitudes have the same meaning; names with Increasing are those of timm's `inc1`, names
 with Wide those of TrivialAugment. All forms interpolate bilinearly and fill with 128.
@@ -26,8 +26,8 @@ from nvidia.dali.auto_aug.core import select
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from dali_train.config import DataConfig
-from dali_train.data.sampling.augment import IDENTITY, Policy, policy_of
 from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.data.sampling.policy import IDENTITY, Policy, policy_of
 from dali_train.errors import ConfigError
 
 Argument = Callable[[NDArray[np.float32], int], NDArray[np.floating[Any]]]

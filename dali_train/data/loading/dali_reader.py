@@ -14,7 +14,7 @@ from nvidia.dali import fn, tfrecord
 from nvidia.dali.pipeline import pipeline_def
 
 from dali_train.config import DataConfig
-from dali_train.data.dataset.decode import dali_reason
+from dali_train.data.dataset.image_file import dali_reason
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import text_index_path
 from dali_train.data.loading.dali import INPUTS, Feed, graph_options, normalised, resized, run_graph, to_device

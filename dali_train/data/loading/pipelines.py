@@ -14,7 +14,7 @@ from nvidia.dali.pipeline import Pipeline
 from torch.autograd.profiler import record_function
 
 from dali_train.config import DataConfig
-from dali_train.data.dataset.decode import DecodeChecker
+from dali_train.data.dataset.image_file import DecodeChecker
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import Storage, open_storage, read_stored
 from dali_train.data.loading.augment import Augmentation

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config
 from dali_train.config.check import require
-from dali_train.data.sampling.augment import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
+from dali_train.data.sampling.policy import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.rng import Purpose, torch_seed
 
 
