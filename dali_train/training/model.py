@@ -17,7 +17,14 @@ from dali_train.config import Config, ModelConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.training import models, position_embedding  # noqa: F401 - what they add to timm
-from dali_train.training.pretrained import Tensors, check_arguments, check_name, create_pretrained, freeze
+from dali_train.training.model_arguments import (
+    argument_names,
+    build_on_meta,
+    check_host_memory,
+    check_name,
+    is_timms,
+)
+from dali_train.training.pretrained import Tensors, create_pretrained, freeze
 from dali_train.training.recompute import recompute_activations
 from dali_train.training.stochastic_depth import share_graphs
 
@@ -52,31 +59,33 @@ def build_model(
         tensors, keep_classifier: for model.weights, see `create_pretrained`.
 
     Raises:
-        ConfigError: timm does not know the name, the model refuses the arguments, or does not support a setting.
+        ConfigError: timm does not know the name, the model cannot be built with the arguments or does not fit into
+            memory, or it does not support a setting.
     """
     name = config.model.name
     check_name(name, "model.name")
-    check_arguments(config.model.kwargs)
+    on_meta = build_on_meta(name, num_classes, config.model.kwargs)
+    if device.type != "meta":
+        check_host_memory(on_meta, name, config.model.kwargs)
     # On the meta device autocast cannot be queried for its dtype (torch 2.11 raises), and there is nothing to gain.
     fast_norm = config.model.fast_norm and device.type != "meta"
     torch.manual_seed(torch_seed(config.data.seed, Purpose.INITIALISATION))
-    try:
-        # Drawn on the CPU: the same on every kind of GPU.
-        with torch.device("meta" if device.type == "meta" else "cpu"), _normalising(fast=fast_norm):
-            if with_weights and config.model.weights is not None:
-                model = create_pretrained(
-                    name,
-                    config.model.weights,
-                    num_classes,
-                    config.model.kwargs,
-                    field="model.weights",
-                    keep_classifier=keep_classifier,
-                    tensors=tensors,
-                )
-            else:
-                model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
-    except (TypeError, AssertionError) as error:
-        raise ConfigError(f"model.kwargs {config.model.kwargs} do not fit model.name {name}: {error}") from error
+    # Drawn on the CPU: the same on every kind of GPU.
+    with torch.device("meta" if device.type == "meta" else "cpu"), _normalising(fast=fast_norm):
+        if with_weights and config.model.weights is not None:
+            model = create_pretrained(
+                name,
+                config.model.weights,
+                num_classes,
+                config.model.kwargs,
+                field="model.weights",
+                keep_classifier=keep_classifier,
+                tensors=tensors,
+            )
+        elif device.type == "meta":
+            model = on_meta
+        else:
+            model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
     model.to(
         device="cpu" if on_host else device,
         dtype=torch.float64 if config.precision.dtype == "fp64" else torch.float32,
@@ -225,21 +234,36 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
-    except (AssertionError, RuntimeError, ValueError) as error:
+            output = model(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
+    except Exception as error:
+        if not isinstance(error, AssertionError | RuntimeError | ValueError) and not is_timms(model):
+            raise  # a mistake in the user's own model
         own = input_size(model)
-        takes = f"takes images of {own} pixels" if own is not None and own != size else "does not take such images"
-        advice = (
-            f"set {setting} {own}, or build the model for {size} pixels with --model.kwargs.img_size {size}"
-            if own not in (None, size)
-            else "choose another size"
-        )
+        kwargs = f"with model.kwargs {config.model.kwargs} " if config.model.kwargs else ""
+        takes = f"takes images of {own} pixels" if own not in (None, size) else f"{kwargs}does not take such images"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{setting} is {size}, but model.name {config.model.name} {takes} ({reason}): {remedy or advice}"
+            f"{setting} is {size}, but model.name {config.model.name} {takes} ({reason}): "
+            f"{remedy or _advise_size(model, setting, size)}"
         ) from error
     finally:
         model.train(training)
+    num_classes = getattr(model, "num_classes", None)
+    if is_timms(model) and getattr(output, "shape", None) != (1, num_classes):
+        raise ConfigError(
+            f"model.name {config.model.name} with model.kwargs {config.model.kwargs} returns no logits, one for each "
+            "class: leave out what changes its output, such as features_only or global_pool"
+        )
+
+
+def _advise_size(model: nn.Module, setting: str, size: int) -> str:
+    own = input_size(model)
+    if own in (None, size):
+        return "choose another size"
+    takes_size = "img_size" in argument_names(type(model))
+    return f"set {setting} {own}" + (
+        f", or build the model for {size} pixels with --model.kwargs.img_size {size}" if takes_size else ""
+    )
 
 
 def input_size(model: nn.Module) -> int | None:

@@ -2,7 +2,6 @@
 
 import difflib
 import fnmatch
-import inspect
 import math
 import re
 import warnings
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dali_train.errors import ConfigError
+from dali_train.training.model_arguments import check_name
 
 ALL_BUT_HEAD = "all-but-head"
 """In model.freeze: all weights except the classifier's, or the classifiers', if there are several."""
@@ -172,8 +172,18 @@ def read_weights(weights: str, field: str) -> Tensors:
         tensors = load_state_dict(weights, weights_only=True)
         if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
             raise ValueError(f"it has {', '.join(map(str, list(tensors)[:3])) or 'nothing'}, and not tensors by name")
+        for name, tensor in tensors.items():
+            if tensor.is_quantized or tensor.layout != torch.strided or tensor.is_complex():
+                kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
+                raise ValueError(f"{name} is of {kind}, and not of plain numbers")
+            # An expanded tensor repeats its numbers, and a small file could fill the memory with them.
+            if tensor.numel() > 1 and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise ValueError(f"{name} has the shape {list(tensor.shape)}, and fewer numbers than that")
     except (SafetensorError, OSError, RuntimeError, ValueError, AttributeError, EOFError, UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, UnpicklingError) or "weights_only" in reason:  # torch advises to execute the file's code
+            objects = re.search(r"[Uu]nsupported globals?: (?:GLOBAL )?([\w.]+)", str(error))
+            reason = f"it holds a {objects[1]}, and only tensors are read" if objects else "it is no file of tensors"
         raise ConfigError(
             f"{field}: {weights} cannot be read as weights ({reason}): use a safetensors file, or one written by "
             "torch.save(model.state_dict(), FILE)"
@@ -226,41 +236,6 @@ def _misfits(message: str) -> list[str]:
         for key in re.findall('"(.*?)"', line)
     ]
     return [f"{key} {theirs} there, {ours} here" for key, theirs, ours in sizes] + absent
-
-
-# Arguments of timm.create_model that are not part of the architecture. With some it loads files or fetches URLs, and a
-# config.json may come from an untrusted source.
-_NOT_FOR_THE_MODEL = {
-    *inspect.signature(timm.create_model).parameters,
-    "pretrained_strict",
-    "pretrained_filter_fn",
-} - {"model_name", "kwargs"}
-
-
-def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Check that model.kwargs only describe an architecture.
-
-    Raises:
-        ConfigError: one of them would load weights.
-    """
-    if names := sorted(_NOT_FOR_THE_MODEL & kwargs.keys()):
-        raise ConfigError(
-            f"model.kwargs has {names[0]}, which is not an argument of the model: set model.weights to load weights"
-        )
-
-
-def check_name(name: str, field: str) -> None:
-    """Check that timm has a model of that name.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
-        raise ConfigError(
-            f"{field} is {name!r}, which timm does not know; "
-            + (f"close: {', '.join(close)}" if close else "see timm.list_models()")
-        )
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -1,0 +1,104 @@
+"""model.kwargs that no model can be built with: each is refused in one line, which names the argument."""
+
+import os
+import random
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dali_train.errors import ConfigError
+from dali_train.training.model import build_model, check_sizes
+
+from .test_config import PLAIN
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+def build(name: str, kwargs: dict[str, Any], device: torch.device = META, size: int = 32) -> None:
+    config = PLAIN.replace(model={"name": name, "kwargs": kwargs}, data={"train_size": size, "eval_size": size})
+    check_sizes(build_model(config, 5, device), config)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"embed_dim": -1}, r"model\.kwargs\.embed_dim is -1, .*: use other values"),
+        ({"embed_dim": "x"}, r"model\.kwargs\.embed_dim is x, "),
+        ({"patch_size": 0}, r"model\.kwargs\.patch_size is 0, .*ZeroDivisionError"),
+        ({"num_heads": 5}, r"model\.kwargs is .*'num_heads': 5.*dim should be divisible"),
+        ({"num_heads": 5, "depth": -1}, r"model\.kwargs is .*'num_heads': 5.*, with which timm cannot build"),
+        ({"depth": 60_000}, r"model\.kwargs\.depth is 60000, .*more than 3,000 modules"),
+        ({"img_size": 10**9}, r"model\.kwargs\.img_size is 1000000000: use whole numbers of at most 65,536"),
+        ({"img_size": [[10**400]]}, r"model\.kwargs\.img_size is .*: use whole numbers of at most 65,536"),
+        ({"drop_path_rate": 5.0}, r"model\.kwargs\.drop_path_rate is 5\.0, .*from 0 to 1"),
+        ({"drop_rate": float("nan")}, r"model\.kwargs\.drop_rate is nan, "),
+        ({"act_layer": "nonsense"}, r"model\.kwargs\.act_layer is nonsense, "),
+        ({"num_heds": 3}, r"model\.kwargs\.num_heds is not an argument of vit_tiny_\w+: use model\.kwargs\.num_heads"),
+        ({"x": 3}, r"model\.kwargs\.x is not an argument of vit_tiny_patch16_224: leave it out"),
+        ({"device": "cuda"}, r"model\.kwargs has device: leave it out, and set run\.device"),
+        # A config.json may be somebody else's, and must not load files.
+        ({"checkpoint_path": "a.pth"}, r"model\.kwargs has checkpoint_path, .*set model\.weights"),
+        ({"pretrained": True}, r"model\.kwargs has pretrained, .*set model\.weights"),
+        ({"pretrained_cfg": {}}, r"model\.kwargs has pretrained_cfg, .*set model\.weights"),
+        ({"pretrained_cfg_overlay": {}}, r"model\.kwargs has pretrained_cfg_overlay, .*set model\.weights"),
+        ({"features_only": True, "depth": 12}, r"model\.kwargs .*features_only.* returns no logits"),
+        ({"global_pool": ""}, r"model\.kwargs .*global_pool.* returns no logits"),
+        ({"img_size": 64}, r"data\.train_size is 32, .*: set data\.train_size 64, .* --model\.kwargs\.img_size 32"),
+    ],
+    ids=str,
+)
+def test_arguments_that_no_model_takes(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build("vit_tiny_patch16_224", SMALL | kwargs)
+
+
+def test_weights_that_are_larger_than_the_hosts_memory() -> None:
+    """They are not allocated: the model is built on the meta device first."""
+    kwargs = {"img_size": 65_536, "patch_size": 1, "depth": 1}
+    with pytest.raises(ConfigError, match=r"has weights of 3,2\d\d GB, .* use smaller values in model\.kwargs"):
+        build("vit_tiny_patch16_224", kwargs, CPU)
+
+
+# Some arguments of each model, and what each of them may be set to. FUZZ_CASES sets another number of cases.
+ARGUMENTS = {
+    "vit_tiny_patch16_224": (
+        "img_size patch_size embed_dim depth num_heads mlp_ratio qkv_bias qk_norm init_values class_token global_pool "
+        "drop_rate pos_drop_rate drop_path_rate patch_drop_rate weight_init act_layer norm_layer reg_tokens pos_embed"
+    ),
+    "dali_vit_small_patch16": "img_size embed_dim depth num_heads class_token global_pool",
+    "dali_lenet": "img_size in_chans",
+    "test_resnet": "layers channels block stem_width stem_type output_stride drop_rate act_layer norm_layer avg_down",
+    "test_efficientnet": "depth_multiplier drop_rate act_layer in_chans round_chs_fn",
+}
+ANY_MODEL = "imgsize x device dtype pretrained cache_dir features_only out_indices scriptable model_cfg self variant"
+VALUES = [
+    *(-1, 0, 1, 2, 3, 5, 8, 32, 33, 10_000, 65_535, 10**9, -(2**40), 2**63, 10**400),
+    *(0.0, -0.5, 0.5, 1.5, 1e9, 1e308, float("inf"), float("nan"), None, True, False),
+    *("", "x", "1", "avg", "map", "gelu", "batchnorm", "cuda", "\x00", "é" * 300),
+    *([], [1, 2], (8, 8), [-1, 3], (0, 0, 0, 0), [10**6] * 3, (200,) * 4, {}, {"a": 1}, [[[]]]),
+]
+
+
+def test_any_arguments_build_a_model_or_are_refused_in_one_line() -> None:
+    """Without a traceback, in less than 5 seconds, and in less than 1 GB more."""
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for case in range(int(os.environ.get("FUZZ_CASES", "50"))):
+        draw = random.Random(case)
+        name = draw.choice(list(ARGUMENTS))
+        kwargs: dict[str, Any] = dict(SMALL) if "vit" in name else {}
+        for _ in range(draw.choice((1, 1, 1, 2, 3))):
+            argument = draw.choice((ARGUMENTS[name] if draw.random() < 0.85 else ANY_MODEL).split())
+            number = draw.choice((draw.randint(-100, 100), draw.randint(-70_000, 70_000), draw.uniform(-2, 2)))
+            kwargs[argument] = draw.choice(VALUES) if draw.random() < 0.8 else number
+        start = time.process_time()
+        try:
+            build(name, kwargs)
+        except ConfigError as error:
+            text = str(error)
+            assert "model.kwargs" in text and "\n" not in text and len(text) < 2000, (case, name, kwargs, text)
+        assert time.process_time() - start < 5, (case, name, kwargs)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 1_000_000
