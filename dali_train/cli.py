@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.commands import completion
 from dali_train.commands.arguments import command_parser, launch_parser
 from dali_train.commands.boundary import importing, run_command
 from dali_train.config import Config, load_config
@@ -37,6 +38,8 @@ Command = Callable[[argparse.Namespace, list[str]], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    if completion.is_asked():
+        completion.answer(command_parser())
     argv = list(sys.argv[1:] if argv is None else argv)
     # torch.distributed.launch puts --local-rank before the command, ColossalAI's scripts put such options after it.
     launch, argv = launch_parser().parse_known_args(argv)
@@ -251,6 +254,12 @@ def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
     return FINISHED
 
 
+def _completion(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse_settings(options, overrides)
+    completion.print_script(options.shell)
+    return FINISHED
+
+
 def _report(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     if options.serve:
@@ -324,5 +333,6 @@ _COMMANDS: dict[str, Command] = {
     "predict": _predict,
     "diff": _diff,
     "recipes": _recipes,
+    "completion": _completion,
     "report": _report,
 }

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,7 +217,7 @@ def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     os.close(reader)
 
     def work() -> int:
-        print("a line", flush=True)
+        print("a line\n" * 100_000)
         return 0
 
     assert run_command("dali-train plan", raising(BrokenPipeError(32, "Broken pipe"))) == 1
@@ -225,3 +226,38 @@ def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         monkeypatch.setattr(sys, "stdout", pipe)
         assert run_command("dali-train data show", work) == 1
     assert capfd.readouterr().err == ""
+
+
+COMPLETIONS = {
+    "dali-train tr": "train",
+    "dali-train train --data.sh": "--data.shuffle",
+    "dali-train train --data.shuffle b": "block balanced",
+    "dali-train eval --config rsb": "rsb-a1 rsb-a2 rsb-a3",
+    "dali-train data convert im": "imagenet imagenet21k",
+}
+TAB = {
+    "bash": """
+        source <(dali-train completion bash)
+        COMP_LINE=$LINE COMP_POINT=${#LINE} COMP_WORDS=($LINE) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMP_TYPE=9
+        $(complete -p dali-train | sed 's/.*-F \\([^ ]*\\).*/\\1/') dali-train
+        echo "${COMPREPLY[@]}"
+    """,
+    "fish": 'source (dali-train completion fish | psub); complete -C "$LINE"',
+    "zsh": "dali-train completion zsh | zsh -n && echo no syntax error",  # completes at a terminal alone
+}
+
+
+@pytest.mark.parametrize("shell", TAB)
+def test_completion(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    program = tmp_path / "dali-train"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m dali_train "$@"\n')
+    program.chmod(0o755)
+    for line, expected in COMPLETIONS.items() if shell != "zsh" else {"": "no syntax error"}.items():
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LINE": line}
+        printed = subprocess.run(
+            [shell, "-c", TAB[shell]], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        words = " ".join(line.partition("\t")[0] for line in printed.stdout.splitlines())  # fish: and what they mean
+        assert sorted(words.split()) == sorted(expected.split()), printed.stderr

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_train import __version__
+from dali_train.commands import completion
 from dali_train.commands.data import add_data_command
 from dali_train.runtime.object_store import is_remote
 
@@ -39,12 +40,14 @@ def _add_commands_with_config(commands: Commands) -> None:
             f"`dali-train {name} --config FILE --help` lists them all.",
         )
         command.set_defaults(help=command.print_help)
-        command.add_argument(
+        config = command.add_argument(
             "--config",
             metavar="FILE",
             help="a Python file that defines `config`, a recipe by name, or a run's config.json"
             + (f"; beside RUN {_OWN_PARTS}" if name == "eval" else ""),
         )
+        if completion.is_asked():
+            completion.add_settings(command, config)
         return command
 
     train = add("train", "Train a model, or resume a run that was stopped.")
@@ -154,6 +157,11 @@ def _path_or_url(text: str) -> Path | str:
 def _add_init(commands: Commands) -> None:
     summary = "List the recipes that ship, for --config NAME: source, target and what was measured."
     commands.add_parser("recipes", help=summary, description=summary)
+    summary = "Print a script for your shell that completes commands, settings, choices and recipes."
+    how = "bash, in ~/.bashrc: source <(dali-train completion bash). zsh: dali-train completion zsh >DIR/_dali-train, "
+    how += "with DIR in $fpath. fish: dali-train completion fish >~/.config/fish/completions/dali-train.fish"
+    completing = commands.add_parser("completion", help=summary, description=summary, epilog=how)
+    completing.add_argument("shell", choices=completion.SHELLS)
     summary = "Write a config file that fits a dataset: sizes, network, batch."
     init = commands.add_parser("init", help=summary, description=summary)
     init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")

@@ -5,11 +5,12 @@ Only a bug passes it: its traceback is what helps to correct it.
 
 import io
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from dali_train.errors import UserError, explain
@@ -48,11 +49,12 @@ def run_command(name: str, work: Callable[[], int]) -> int:
 
 def _nobody_reads_on() -> bool:
     """Return whether it is the standard output that is broken, as in `dali-train plan ... | head`, and silence it."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes what is left when it ends
-        return True
+    with suppress(OSError):  # in a notebook it is no file
+        descriptor, poll = sys.stdout.fileno(), select.poll()
+        poll.register(descriptor, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # Python flushes what is left when it ends
+            return True
     return False
 
 
