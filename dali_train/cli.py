@@ -92,7 +92,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
         try:
             result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt("ended without saving") from None
+            raise KeyboardInterrupt(stop_requests.last_words) from None
         finally:
             stop_requests.ignore_further()  # torchrun sends TERM as soon as another rank has ended
     return FINISHED if result.stopped == StopReason.NONE else START_AGAIN

@@ -28,6 +28,7 @@ from dali_train.checkpoint.storage import CheckpointError
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.status import newest_step
 
@@ -183,21 +184,23 @@ def test_missing_files_and_nothing_complete(tmp_path: Path) -> None:
         ({"format": None}, "format is None and this version reads 1"),
         ({"files": {"/dev/zero": "0" * 64}}, "plain file name"),
         ({"files": {"../elsewhere": "0" * 64}}, "plain file name"),
-        ({"files": {"fifo": "0" * 64}}, "is not a regular file: .*fifo"),
-        ({"files": {"link": "0" * 64}}, "is not a regular file: .*link"),
-        ({"files": {"manifest.json": 7}}, "not a SHA-256"),
-        ({"files": []}, "files is not"),
-        ({"files": {}}, "files is not"),
-        ({"step": "1"}, "step is not"),
-        ({"step": True}, "step is not"),
-        ({"step": 10**30}, "step is not"),
-        ({"values": 3}, "values is not"),
+        ({"files": {"fifo": "0" * 64}}, "fifo .*is not a regular file"),
+        ({"files": {"link": "0" * 64}}, "link .*is not a regular file"),
+        ({"files": {"manifest.json": 7}}, "json is a whole number instead of text"),
+        ({"files": []}, "files is an array instead of an object"),
+        ({"files": {}}, "files has 0 names"),
+        ({"step": "1"}, "step is text instead of a whole number"),
+        ({"step": True}, "step is true or false"),
+        ({"step": 10**18}, "step is 1000"),
+        ({"step": 10**400}, "the number 1000"),
+        ({"values": 3}, "values is a whole number"),
+        ({"values": {"recipe": {"a": [[[]]] * 3 + [eval("[" * 40 + "]" * 40)]}}}, "levels deep"),
+        ({"values": {"class_names": [1, 2]}}, "values.class_names is not"),
         ({"values": {"optimizer": []}}, "values.optimizer is not"),
         ({"values": {"optimizer": {"class": "Lamb", "groups": [{"step": "x"}], "numbers": {}}}}, "values.optimizer is"),
         ({"values": {"scaler": [1]}}, "values.scaler is not"),
         ({"values": {"recipe": None}}, "values.recipe is not"),
         ({"values": {"dropout": "layer"}}, "values.dropout is not"),
-        ({"more": 1}, "more"),
         *((text, r"manifest\.json is not the manifest") for text in (b"[]", b"null", b"[" * 100_000, b"\xff", b"{}")),
     ],
 )
@@ -220,6 +223,34 @@ def test_a_crafted_score_is_none(tmp_path: Path, score: str) -> None:
     save(make_writer(tmp_path), 1, top1=0.5)
     (tmp_path / "step-00000001" / "evaluation.json").write_text(score)
     assert CheckpointWriter(tmp_path, None, keep=2).prepare(1) is None
+
+
+def test_what_cannot_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the disk or Ctrl-C: the checkpoint is neither skipped, set aside nor removed."""
+    writer = make_writer(tmp_path, keep=1)
+    save(writer, 1, top1=0.9)
+    save(writer, 2, top1=0.1)
+    for name in (TENSORS, "manifest.json", "manifest.json.sha256"):
+        file, kept = tmp_path / "step-00000002" / name, tmp_path / "kept"
+        file.rename(kept)
+        file.symlink_to("/proc/self/mem")  # a regular file, whose first bytes are an I/O error
+        with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read .*Input/output error"):
+            load_newest(tmp_path)
+        kept.rename(file)
+    score, kept = tmp_path / "step-00000001" / "evaluation.json", tmp_path / "kept"
+    score.rename(kept)
+    score.symlink_to("/proc/self/mem")
+    save(writer, 3)
+    assert {"step-00000001", "step-00000002", "step-00000003"} <= {*names(tmp_path)}, "the best one is not known"
+    kept.rename(score)
+
+    class Interrupted(dcp.HuggingFaceStorageReader):
+        def read_data(self, *_: Any) -> Any:
+            raise KeyboardInterrupt  # which DCP wraps in an error of its own
+
+    monkeypatch.setattr(dcp, "HuggingFaceStorageReader", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_newest(tmp_path)
 
 
 def test_tensor_files_of_others_are_not_read(tmp_path: Path) -> None:
@@ -261,6 +292,8 @@ def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
     save(make_writer(directory), 1, 2)
     shutil.copytree(directory / "step-00000002", directory / "step-00000002.bak")
     (directory / "step-best").mkdir()
+    (directory / ".step-mine.partial").mkdir()
+    (directory / "step-00000001" / "notes.txt").write_text("mine")
     for name in ("step-00000003", "step-00000009", ".step-00000004.partial", ".step-00000001.removed"):
         (directory / name).symlink_to(elsewhere)
     (directory / ".step-00000005.partial").write_text("mine")
@@ -274,7 +307,9 @@ def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
     assert newest_step(tmp_path) == 5
     assert load_checkpoint(directory / "newest").step == 5 and (directory / "best").is_symlink()
     assert (elsewhere / "precious").read_text() == "mine"
+    assert (directory / "set-aside-1-step-00000001" / "notes.txt").read_text() == "mine"
     assert names(directory) == [
+        ".step-mine.partial",
         "best",
         "newest",
         "set-aside-1-.step-00000001.removed",
@@ -282,6 +317,7 @@ def test_foreign_things_are_left_alone(tmp_path: Path) -> None:
         "set-aside-1-.step-00000005.partial",
         "set-aside-1-best",
         "set-aside-1-newest",
+        "set-aside-1-step-00000001",
         "set-aside-1-step-00000003",
         "step-00000002.bak",
         "step-00000005",
@@ -397,21 +433,21 @@ def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: 
         found = []
         for _ in range(2):
             file.write_bytes((file.read_bytes() if file.exists() else b"") + b"other")
-            found.append(recipe(changed, Split(root, "train")))
+            found.append(recipe(changed, Manifest.read(root)))
         (change,) = changes_between(*found)
         assert re.fullmatch(rf"{setting} content (\w{{16}}) -> content (?!\1)\w{{16}}", change)
     for name, numbers in SHARDS.items():
-        before = recipe(config, Split(root, "train"))
+        before = recipe(config, Manifest.read(root))
         records = [(jpeg(photograph(100 + i, 30 + 7 * (i % 9), 80 - 5 * (i % 11))), 1 + i % 5) for i in numbers]
         write_shard(root / name, records)
         build_index(root)
-        (change,) = changes_between(before, recipe(config, Split(root, "train")))
+        (change,) = changes_between(before, recipe(config, Manifest.read(root)))
         assert change.startswith("dataset 50 images, content ")
     manifest = json.loads((root / "dataset.json").read_text())
     manifest["class_names"].reverse()
     (root / "dataset.json").write_text(json.dumps(manifest))
-    permuted = recipe(config, Split(root, "train"))
-    (change,) = changes_between(recipe(config, Split(dataset, "train")) | {"dataset": permuted["dataset"]}, permuted)
+    permuted = recipe(config, Manifest.read(root))
+    (change,) = changes_between(recipe(config, Manifest.read(dataset)) | {"dataset": permuted["dataset"]}, permuted)
     assert re.fullmatch(r"class_names class 0, .* \(5 names, .*\w{16}\) -> class 4, class 3, .*\w{16}\)", change)
     older = {name: value for name, value in permuted.items() if name != "class_names"}
     assert changes_between(older, permuted) == []

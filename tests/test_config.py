@@ -490,22 +490,24 @@ def test_what_belongs_to_the_recipe(dataset: Path) -> None:
     """Every setting that is not marked NotInRecipe; one that a checkpoint lacks has its default."""
     split = Split(dataset, "train")
     model = ModelConfig(name="vit", kwargs={"img_size": (32, 32)})
-    current = json.loads(json.dumps(recipe(replace(PLAIN, model=model), split)))
-    assert current == recipe(replace(PLAIN, model=model), split)
+    current = json.loads(json.dumps(recipe(replace(PLAIN, model=model), split.manifest)))
+    assert current == recipe(replace(PLAIN, model=model), split.manifest)
     assert {"data.seed", "data.mean", "optimizer.lr", "batch.micro_batch", "run.epochs", "mixup.alpha"} <= set(current)
     assert not {"data.root", "run.dir", "run.device", "run.published_top1", "hooks.trackers"} & set(current)
 
     older = {name: value for name, value in current.items() if name not in ("data.antialias", "optimizer.betas")}
     assert changes_between({**older, "run.published_top1": 0.7}, current) == []
-    changed = recipe(PLAIN.replace(optimizer=dict(betas=(0.9, 0.98))), split)
+    changed = recipe(PLAIN.replace(optimizer=dict(betas=(0.9, 0.98))), split.manifest)
     assert changes_between({**older, "model.name": "other"}, {**changed, "dataset": "another"}) == [
         f"dataset {current['dataset']} -> another",
         "model.kwargs {'img_size': [32, 32]} -> {}",
         "model.name other -> vit_tiny_patch16_224",
         "optimizer.betas [0.9, 0.999] -> [0.9, 0.98]",
     ]
-    block = recipe(PLAIN.replace({"data.shuffle": "block"}), split)
+    block = recipe(PLAIN.replace({"data.shuffle": "block"}), split.manifest)
     assert block.keys() - current.keys() == {"data.block_images", "data.window_blocks"}, "elsewhere they decide nothing"
-    imagenet = recipe(PLAIN.replace({"data.normalise": "imagenet"}), split)
-    numbers = recipe(PLAIN.replace({"data.normalise": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))}), split)
+    imagenet = recipe(PLAIN.replace({"data.normalise": "imagenet"}), split.manifest)
+    numbers = recipe(
+        PLAIN.replace({"data.normalise": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375))}), split.manifest
+    )
     assert changes_between(imagenet, numbers) == []

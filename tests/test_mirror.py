@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import threading
 import time
 import uuid
@@ -20,7 +21,7 @@ from dali_train.checkpoint.claim import Claim
 from dali_train.checkpoint.directory import checkpoint_paths, record_top1
 from dali_train.checkpoint.load import load_checkpoint
 from dali_train.checkpoint.mirror import Mirror, mirrored
-from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest
+from dali_train.checkpoint.storage import CheckpointError
 from dali_train.cli import main
 from dali_train.commands.doctor_run import run_directory
 from dali_train.config import load_config
@@ -80,11 +81,12 @@ def upload(directory: Path, url: str, grace_s: float | None = None) -> None:
     mirror.close()
 
 
-def restore(config: RunConfig) -> list[int]:
-    """The steps that `run.dir` has after it."""
+def restore(config: RunConfig, **changed: object) -> list[int]:
+    """The steps that `run.dir` has after it, in a run of the mirror's recipe but for what is `changed`."""
     mirror = Mirror(config)
+    folder = max(mirror._claim.checkpoints)
     try:
-        mirror.restore(config)
+        mirror.restore(config, lambda: {**(mirror._saved_recipe(folder) or {}), **changed})
     finally:
         mirror.close()
     return [int(path.name.removeprefix("step-")) for path in checkpoint_paths(Path(config.dir) / "checkpoints")]
@@ -215,24 +217,27 @@ def test_the_further_one_of_directory_and_mirror_is_taken(
     assert restore(run(behind, url)) == [3, 4, 5, 6]
     assert f"{url} is at step 6 and {behind} at step 4: resuming from the mirror" in caplog.text
     assert events(behind, "train") and (behind / "set-aside-1-metrics.jsonl").exists()
-    # What the directory has no longer, the mirror need not have.
+    # What the directory has no longer, the mirror need not have; what others put there is theirs.
+    (folder,) = (name for name in folders(url) if name.startswith("step-00000006"))
+    theirs = {"my-best-copy/manifest.json", "step-00000006-0123456789abcdef/manifest.json", f"{folder}/notes.txt"}
+    for name in theirs:
+        Bucket(url).write(f"checkpoints/{name}", b"")
     shutil.rmtree(behind / "checkpoints" / "step-00000006")
     upload(behind, url)
-    assert steps(url) == [5] and len(folders(url)) == 1
+    assert steps(url) == [5]
+    rest = {name.removeprefix("checkpoints/") for name in Bucket(url).sizes("checkpoints/")}
+    assert theirs == {name for name in rest if not name.startswith("step-00000005")}
 
 
 def test_other_runs_are_refused(url: str, finished: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"run.resume is never, but run.mirror {url} has checkpoints"):
         restore(run(tmp_path, url, resume="never"))
-    other = tmp_path / "other"
-    shutil.copytree(finished, other, symlinks=True)
-    path = checkpoint_paths(other / "checkpoints")[-1]
-    manifest = CheckpointManifest.read(path)
-    manifest.values["recipe"]["data.seed"] = 7
-    manifest.write(path)
-    with pytest.raises(ConfigError, match=r"holds a run of another recipe than run.dir .*: data.seed 0 -> 7"):
-        restore(run(other, url))
-    assert restore(run(other, url, accept_changed_recipe=True))[-1] == 6
+    empty = tmp_path / "empty"
+    refused = rf"not the one of run.mirror {url}: data.seed 0 -> 7. Set it back, choose another prefix as run.mirror"
+    with pytest.raises(ConfigError, match=refused):
+        restore(run(empty, url), **{"data.seed": 7})
+    assert not list(empty.glob("*/*")), "nothing is downloaded before"
+    assert restore(run(empty, url, accept_changed_recipe=True), **{"data.seed": 7})[-1] == 6
     Bucket(f"{url}/x").write("photo.jpg", b"")
     with pytest.raises(ConfigError, match=f"run.mirror {url}/x has no mirror.json but other objects, such as photo"):
         restore(run(tmp_path, f"{url}/x"))
@@ -330,10 +335,10 @@ def test_a_store_that_is_away_ends_nothing(
     s3_server.fault = lambda method, path: "503 Slow Down"
     mirror_.start(set())
     mirror_.grace_s = 1.0
-    mirror_.finish()
+    missing = mirror_.finish()
+    assert re.search(rf"{url} lacks \d+ parts of {finished}: checkpoint step-00000005, .*longer than 1 s.*503", missing)
     mirror_.close()
     assert "the run continues, and the upload is retried" in caplog.text
-    assert "start the same command again to complete it" in caplog.text
     wait(mirror_._tasks)
     with suppress(ObjectStoreError):  # `close` may have given up before its own release did
         mirror_._claim.release()
@@ -363,3 +368,50 @@ def test_what_cannot_be_written_is_told_before_training(s3_server: S3Server, tin
     s3_server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
     findings = {finding.check: finding for finding in run_directory(config.run, discover(LaunchOptions()), 0)}
     assert findings["mirror"].verdict == "fail" and "is refused" in findings["mirror"].found
+
+
+REFUSED = """
+from dali_train.checkpoint import mirror
+
+mirror._STALLED_S, mirror._IMPATIENT_S = 2.0, 0.5
+"""
+
+
+def test_a_store_that_refuses_from_some_moment_on(
+    start_training: StartTraining, train: Train, in_bucket: Path, s3_server: S3Server, tmp_path: Path
+) -> None:
+    """Credentials expire during the last upload: a finished run ends, says what is missing, and sends it when it is
+    started again. Ctrl-C ends such an upload too."""
+
+    def expired(method: str, path: str) -> str | None:
+        return "403 Forbidden" if method == "PUT" and "checkpoints/" in path else None
+
+    url, status = f"s3://bucket/{uuid.uuid4().hex}", tmp_path / "run" / "status.json"
+
+    def ends(stalled_s: float, interrupted: bool) -> str:
+        status.unlink(missing_ok=True)
+        impatient = REFUSED.replace("2.0,", f"{stalled_s},")
+        ranks = start_training("run", "--run.mirror", url, config=extended(in_bucket, impatient), ranks=2)
+        while interrupted and not (status.exists() and json.loads(status.read_text())["state"] == "finished"):
+            assert ranks.running(), ranks.log.read_text()
+            time.sleep(0.1)
+        if interrupted:
+            time.sleep(1)
+            for pid in ranks.pids():
+                os.kill(pid, signal.SIGINT)
+        assert set(ranks.wait()) == {1}, ranks.log.read_text()
+        return ranks.log.read_text()
+
+    s3_server.fault = expired
+    output = ends(2.0, interrupted=False)
+    assert re.search(
+        rf"{url} lacks \d parts of .*: checkpoint step-0+4, checkpoint step-0+7, .*no progress for 2 s .*refused",
+        output,
+    ), output
+    assert "start the same command again to complete the mirror" in output and "Traceback" not in output
+    output = ends(60.0, interrupted=True)
+    assert "the run is saved, ending its upload" in output and "Ctrl-C ended the upload" in output
+    assert "without saving" not in output and "Traceback" not in output
+    s3_server.fault = None
+    train("run", "--run.mirror", url, config=in_bucket)
+    assert steps(url)[-1] == 7

@@ -4,19 +4,20 @@ Checkpoints are real directories named ``step-NNNNNNNN``. Anything else there, s
 foreign: it is not read and never removed, at most renamed if it is in the way.
 """
 
+import errno
 import itertools
 import json
-import math
 import os
 import re
 from pathlib import Path
 
 from dali_train.checkpoint.storage import MANIFEST
 from dali_train.errors import ConfigError
-from dali_train.files import read_limited, write_atomically
+from dali_train.files import ForeignFileError, json_field, read_json, write_atomically
 
 SCORE = "evaluation.json"
 _NAME = re.compile(r"step-(\d{8,18})")
+_OWN_FILES = re.compile(r"manifest\.json(\.sha256)?|evaluation\.json|[\w.-]+\.safetensors|\..*\.partial")
 
 
 def checkpoint_paths(directory: Path) -> list[Path]:
@@ -46,6 +47,17 @@ def checkpoint_paths(directory: Path) -> list[Path]:
     return sorted((directory / name for name in names), key=step_of)
 
 
+def is_unfinished(path: Path) -> bool:
+    """Return whether a name is that of a checkpoint that is being written, fetched or removed, or was when a run was
+    killed."""
+    return re.fullmatch(r"\.step-\d{8,18}\.(partial|removed|copy)", path.name) is not None
+
+
+def foreign_files(path: Path) -> list[str]:
+    """Return the names in a checkpoint's directory that no run writes there."""
+    return sorted(child.name for child in path.iterdir() if not _OWN_FILES.fullmatch(child.name) or child.is_dir())
+
+
 def step_of(path: Path) -> int:
     """Return the step in a checkpoint's name, -1 if it has another name."""
     name = _NAME.fullmatch(path.name)
@@ -55,12 +67,18 @@ def step_of(path: Path) -> int:
 def saved_top1(path: Path) -> float | None:
     """Return the accuracy of a checkpoint, a fraction, if it was evaluated.
 
-    It is in a file beside the manifest, since it comes later.
+    It is in a file beside the manifest, since it comes later. What no run writes there counts as no accuracy.
+
+    Raises:
+        OSError: the file cannot be read, so that nobody knows.
     """
     try:
-        top1 = float(json.loads(read_limited(path / SCORE, 1000))["top1"])
-        return top1 if math.isfinite(top1) else None
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
+        return json_field(read_json(path / SCORE, 1000), "top1", float)
+    except FileNotFoundError:
+        return None
+    except ForeignFileError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno != errno.EINVAL:
+            raise error.__cause__ from None
         return None
 
 

@@ -9,7 +9,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dali_train.checkpoint.directory import checkpoint_paths, step_of, wrong_path
-from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, read_safetensors
+from dali_train.checkpoint.storage import (
+    CheckpointError,
+    CheckpointManifest,
+    DamagedError,
+    Tensors,
+    read_safetensors,
+    saved_value,
+)
 from dali_train.checkpoint.transfer import at_hand
 from dali_train.errors import ConfigError
 from dali_train.runtime.process_group import first_fault, on_rank_0
@@ -30,13 +37,18 @@ class Checkpoint:
     state: dict[str, Tensors]
     values: dict[str, Any]
 
+    def value(self, name: str) -> Any:
+        """Return one of the values that every run writes. Raises CheckpointError: it is missing."""
+        return saved_value(self.values, name, self.path)
+
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint on the CPU, in this process only.
 
     Raises:
         ConfigError: the path is not a checkpoint's.
-        CheckpointError: a part is missing or damaged, or holds more than tensors and plain values.
+        DamagedError: a file is missing, or has another checksum.
+        CheckpointError: it cannot be read for another reason, or holds more than tensors and plain values.
     """
     if problem := wrong_path(path):
         raise ConfigError(problem)
@@ -44,7 +56,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         manifest = CheckpointManifest.read(path)
         named = step_of(path.resolve())
         if named not in (-1, manifest.step):
-            raise CheckpointError(f"{path} is the checkpoint of step {manifest.step} under another name")
+            raise DamagedError(f"{path} is the checkpoint of step {manifest.step} under another name")
         manifest.verify(path)
         state: dict[str, Tensors] = {}
         for name, tensor in read_safetensors(path, set(manifest.files)).items():
@@ -53,8 +65,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, manifest.step, state, manifest.values)
     except CheckpointError:
         raise
-    except (Exception, CheckpointException) as error:  # damaged bytes may raise anything
-        raise CheckpointError(f"{path} is not a complete checkpoint ({type(error).__name__}: {error})") from error
+    except (Exception, CheckpointException) as error:  # the latter is DCP's, around errors of any kind
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next((cause for cause, _ in error.failures.values()), error)
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise CheckpointError(
+            f"{path} cannot be read ({type(cause).__name__}: {cause}), which does not mean that it is damaged: start "
+            "again when that is mended, or move it away to resume from an older one"
+        ) from error
 
 
 def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tuple[Checkpoint | None, list[str]]:
@@ -64,13 +84,15 @@ def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tupl
 
     Raises:
         ConfigError: the directory cannot be listed.
-        CheckpointError: there are checkpoints and all of them are damaged.
+        CheckpointError: the newest that is not damaged cannot be read, or all are damaged.
     """
     faults: list[str] = []
     for path in reversed(_agreed_paths(directory, group)):
-        checkpoint, fault = _try_to_load(path, group)
+        checkpoint, fault, is_damaged = _try_to_load(path, group)
         if checkpoint is not None:
             return checkpoint, [f"{fault}; resuming from {path} instead" for fault in faults]
+        if not is_damaged:
+            raise CheckpointError(fault)
         faults.append(fault)
     if faults:
         raise CheckpointError(
@@ -111,24 +133,29 @@ def find_checkpoint(
         checkpoint, warnings = load_newest(directory, group)
         ignored = f"run.resume {named} is not used, because this run has checkpoints: resuming from its newest one"
         return checkpoint, [f"{ignored}. Choose another run.dir to start from {named} again", *warnings]
-    checkpoint, fault = _try_to_load(named, group)
+    checkpoint, fault, _ = _try_to_load(named, group)
     if checkpoint is None:
         raise CheckpointError(fault)
     return checkpoint, []
 
 
-def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, str]:
-    """Return the checkpoint if every rank can read it; else None and the error of the first rank that cannot."""
-    checkpoint, fault = None, ""
-    with at_hand(path, group) as place:
+def _try_to_load(path: Path, group: dist.ProcessGroup | None) -> tuple[Checkpoint | None, str, bool]:
+    """Return the checkpoint if every rank can read it; else None, the error of the first rank that cannot, and whether
+    the checkpoint is damaged."""
+    checkpoint, fault, is_damaged = None, "", True
+    with at_hand(path, group) as directory:
         try:
-            checkpoint = replace(load_checkpoint(place), path=path)
+            checkpoint = replace(load_checkpoint(directory), path=path)
         except (CheckpointError, ConfigError) as error:
-            fault = str(error)
-        fault, rank = first_fault(fault, group)
+            fault, is_damaged = str(error), isinstance(error, DamagedError)
+        undecided, rank = first_fault("" if is_damaged else fault, group)
+        if undecided:
+            fault = undecided
+        else:
+            fault, rank = first_fault(fault, group)
     if fault and group is not None:
         fault = f"{fault} (seen by rank {rank})"
-    return (None if fault else checkpoint), fault
+    return (None if fault else checkpoint), fault, not undecided
 
 
 def _agreed_paths(directory: Path, group: dist.ProcessGroup | None) -> list[Path]:

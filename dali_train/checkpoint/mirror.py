@@ -1,33 +1,45 @@
 """The copy of a run in an object store: rank 0 uploads complete checkpoints, metrics and the like in the background.
 
 A checkpoint's files are in a folder named after its step and its manifest's SHA-256, which covers all of them. The
-checkpoint is complete once ``mirror.json`` names it (claim.py). Folders that it does not name are leftovers of a kill,
-or checkpoints that the run has removed from its directory, and are deleted.
+checkpoint is complete once ``mirror.json`` names it (claim.py). That file also lists the folders that the run has begun
+to upload, or has removed from its directory: only files in these are deleted.
 """
 
-import json
+import hashlib
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dali_train.checkpoint.claim import BEAT_S, FOLDER, STALE_S, Claim, complete_checkpoints
 from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
-from dali_train.checkpoint.recipe import changes_between
-from dali_train.checkpoint.storage import MANIFEST, MANIFEST_DIGEST, CheckpointError, CheckpointManifest
+from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
+from dali_train.checkpoint.storage import (
+    MANIFEST,
+    MANIFEST_DIGEST,
+    MAX_MANIFEST_BYTES,
+    CheckpointError,
+    CheckpointManifest,
+    DamagedError,
+    parse_manifest,
+)
 from dali_train.config import Config
 from dali_train.config.sections import RunConfig
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.progress import LINE_INTERVAL_S, Progress
-from dali_train.errors import ConfigError
+from dali_train.errors import ConfigError, RunError
 from dali_train.files import sha256, sync_directory
 from dali_train.runtime.events import METRICS
 from dali_train.runtime.launch import Launch
@@ -39,6 +51,8 @@ from dali_train.runtime.object_store import (
     is_remote,
 )
 from dali_train.runtime.process_group import host_group, on_rank_0
+from dali_train.runtime.stop import StopReason, StopRequests
+from dali_train.text import plural, shortened
 
 logger = logging.getLogger("dali_train")
 
@@ -47,10 +61,11 @@ _FILES = (
     *("model.safetensors", "report/index.html"),
 )
 _CHECKPOINTS = "checkpoints"
+_OWN_NAMES = re.compile(r"manifest\.json(\.sha256)?|[\w.-]+\.safetensors")  # what `_upload_checkpoint` writes
 _LOOK_S = 5.0  # between two checks for new checkpoints
 _IMPATIENT_S = 5.0  # in the background: failed uploads are retried at the next check
 _FIRST_WARNING_S, _LONGEST_WARNING_S = 30.0, 600.0  # pauses between warnings about an unreachable store
-_FAILED_S, _STALLED_S = 15.0, 60.0  # what a run that has failed waits for an upload; one that has finished, without any
+_FAILED_S, _STALLED_S = 15.0, 60.0  # how long a run that failed waits for an upload; a finished one, without progress
 _NO_LIMIT = timedelta(days=30)  # ranks wait for rank 0's transfers as long as those take
 
 
@@ -65,13 +80,15 @@ class Mirror:
     def __init__(self, run: RunConfig) -> None:
         assert run.mirror is not None
         self.grace_s: float | None = _FAILED_S
-        """Seconds that `finish` may take, before the few of `close`; None: as long as anything is sent."""
+        """Seconds that `finish` may take, before the few of `close`; None: as long as there is progress."""
         self._directory = Path(run.dir)
         self._bucket = Bucket(run.mirror)
         self._claim = Claim(self._bucket, say=partial(print, file=sys.stderr, flush=True))
         self._held: set[str] = set()
         self._sent: dict[str, tuple[int, int]] = {}  # object -> size and time of change of the file that it is
-        self._num_sent = 0  # bytes
+        self._num_sent = self._num_completed = 0  # bytes, each once however many attempts sent it; objects
+        self._furthest: tuple[str, int] = "", 0  # the object of the last attempts, and the bytes that any of them sent
+        self._fault = ""  # of the last failed attempt
         self._next_warning, self._pause = 0.0, _FIRST_WARNING_S
         self._finishing, self._closing = threading.Event(), threading.Event()
         self._tasks: list[Future[None]] = [self._bucket.submit(self._renew_always)]
@@ -82,27 +99,47 @@ class Mirror:
         self._bucket.retry_s = _IMPATIENT_S
         self._tasks.append(self._bucket.submit(self._upload_always))
 
-    def finish(self) -> None:
-        """Upload all new files, and wait until they are uploaded."""
+    def finish(self, asked: Callable[[], StopReason] = lambda: StopReason.NONE) -> str:
+        """Upload all new files, and wait until they are uploaded. Return what is not, and why; empty if all are.
+
+        Bytes that a failed attempt sent, and the next one sends again, are no progress.
+
+        Args:
+            asked: why to stop now, since the run was saved.
+        """
         self._finishing.set()
-        began = said = time.monotonic()
-        sent, limit_s = self._num_sent, _STALLED_S if self.grace_s is None else self.grace_s
+        began = progressed = said = time.monotonic()
+        progress = 0, 0
         while wait(self._tasks[1:], timeout=0.1).not_done:
             now = time.monotonic()
-            if self.grace_s is None and self._num_sent != sent:
-                sent, began = self._num_sent, now
-            if now - began > limit_s:
-                logger.warning(
-                    "run.mirror: %s may lack the newest of %s, whose upload took longer than %.0f s: start the same "
-                    "command again to complete it",
-                    self._bucket.url,
-                    self._directory,
-                    limit_s,
-                )
-                return
+            if (self._num_sent, self._num_completed) != progress:
+                progress, progressed = (self._num_sent, self._num_completed), now
+            reason = asked()
+            grace_s = min((s for s in (self.grace_s, reason.grace_s) if s is not None), default=None)
+            if reason == StopReason.INTERRUPT:
+                return self._missing("Ctrl-C ended the upload")
+            if grace_s is None and now - progressed > _STALLED_S:
+                return self._missing(f"no progress for {_STALLED_S:.0f} s")
+            if grace_s is not None and now - began > grace_s:
+                return self._missing(f"the upload took longer than {grace_s:.0f} s")
             if now - said > LINE_INTERVAL_S:
                 said = now
                 print(f"uploading to {self._bucket.url}: {self._num_sent / 1e6:,.0f} MB so far", file=sys.stderr)
+        return ""
+
+    def _missing(self, cause: str) -> str:
+        try:
+            folders = self._local().wanted - self._claim.checkpoints.keys()
+            names = [f"checkpoint step-{_step(folder):08d}" for folder in sorted(folders)]
+            names += [name for name in _FILES if self._is_new(name, self._directory / name)]
+        except (OSError, ConfigError) as error:
+            names = [f"({error})"]
+        fault = f" ({shortened(self._fault, 300)})" if self._fault else ""
+        return (
+            f"run.mirror: {self._bucket.url} lacks {plural(len(names), 'part')} of {self._directory}: "
+            f"{', '.join(names) or 'its last record'}; {cause}{fault}. The run itself is saved: start the same command "
+            "again to complete the mirror, nothing is trained twice"
+        )
 
     def close(self) -> None:
         """End the uploads, and release the mirror. This never raises, so that it does not hide why the run ended."""
@@ -118,11 +155,14 @@ class Mirror:
 
     # Download
 
-    def restore(self, run: RunConfig) -> None:
+    def restore(self, run: RunConfig, current: Callable[[], dict[str, Any]]) -> None:
         """Download the newest complete checkpoint, the best one and the metrics, if the mirror is ahead of run.dir.
 
+        Args:
+            current: returns the recipe of this run, which is compared before anything is downloaded.
+
         Raises:
-            ConfigError: run.resume is never, or the mirror belongs to another run.
+            ConfigError: run.resume is never, or the mirror has a run of another recipe.
             CheckpointError: there are checkpoints, but all of them are damaged.
         """
         folders = sorted(self._claim.checkpoints, key=_step, reverse=True)
@@ -134,8 +174,15 @@ class Mirror:
                 f"run.resume is never, but run.mirror {self._bucket.url} has checkpoints: choose another prefix, or "
                 "set run.resume auto"
             )
-        if local and not run.accept_changed_recipe:
-            self._check_recipe(folders[0], local[-1])
+        saved = next(filter(None, map(self._saved_recipe, folders)), None)
+        if saved is not None:  # else all are damaged
+            check_recipe(
+                saved,
+                current(),
+                source=f"run.mirror {self._bucket.url}",
+                remedy="choose another prefix as run.mirror",
+                accept=run.accept_changed_recipe,
+            )
         newest = step_of(local[-1]) if local else -1
         ahead = [folder for folder in folders if _step(folder) > newest]
         if not ahead or (local and run.resume != "auto"):
@@ -164,18 +211,19 @@ class Mirror:
                 set_aside(self._directory / METRICS)
             self._bucket.download(METRICS, self._directory / METRICS, size)
 
-    def _check_recipe(self, folder: str, path: Path) -> None:
-        """Refuse the mirror of another run, whose checkpoints this run would remove."""
+    def _saved_recipe(self, folder: str) -> dict[str, Any] | None:
+        """Return the recipe in a checkpoint's manifest; None if that is missing or damaged, which `_fetch` reports."""
+        name = f"{_CHECKPOINTS}/{folder}/{MANIFEST}"
         try:
-            theirs = json.loads(self._bucket.read_all(f"{_CHECKPOINTS}/{folder}/{MANIFEST}"))["values"]["recipe"]
-            changes = changes_between(theirs, CheckpointManifest.read(path).values["recipe"])
-        except (MissingObjectError, CheckpointError, OSError, ValueError, TypeError, KeyError):
-            return  # damaged, which is reported when a run resumes from it
-        if changes:
-            raise ConfigError(
-                f"run.mirror {self._bucket.url} holds a run of another recipe than run.dir {self._directory}: "
-                f"{'; '.join(changes)}. Choose another prefix, or set run.accept_changed_recipe true"
-            )
+            if self._bucket.size(name) > MAX_MANIFEST_BYTES:
+                return None
+            content = self._bucket.read_all(name)
+        except MissingObjectError:
+            return None
+        if _folder_of(content, _step(folder)) != folder:
+            return None
+        url = f"{self._bucket.url}/{name}"
+        return saved_recipe(parse_manifest(content, url).values, url)
 
     def _fetch(self, folder: str) -> bool:
         """Download a checkpoint; False, with a warning, if it is not what was uploaded."""
@@ -203,11 +251,12 @@ class Mirror:
         """Upload all new files; return False if that failed and should be retried."""
         try:
             self._upload_new(last)
-            self._pause = _FIRST_WARNING_S
+            self._pause, self._fault = _FIRST_WARNING_S, ""
             return True
         except FileNotFoundError:  # removed by the run, which has a newer one
             return False
         except Exception as error:
+            self._fault = str(error)
             if not self._claim.is_lost:
                 self._warn(error)
             return self._claim.is_lost
@@ -220,26 +269,36 @@ class Mirror:
 
     def _upload_new(self, last: bool) -> None:
         """Upload the newest checkpoint and the best one, then the small files, and only then record them as complete;
-        remove checkpoints that are no longer in the run directory."""
-        local = {}
-        for path in checkpoint_paths(self._directory / _CHECKPOINTS):
-            with suppress(FileNotFoundError):  # removed just now
-                local[_folder(path, step_of(path))] = path
-        known = self._claim.checkpoints
-        scores = {folder: saved_top1(path) for folder, path in local.items()}
-        best = max((folder for folder in local if scores[folder] is not None), key=lambda f: (scores[f], f), default="")
-        wanted = {*list(local)[-1:], best} - {""}
-        for folder in sorted(wanted - known.keys(), reverse=True):
-            self._upload_checkpoint(folder, local[folder])
-        complete = {folder: top1 for folder, top1 in scores.items() if folder in wanted or folder in known}
-        complete = complete or known  # a run directory that lost its checkpoints costs the mirror none
-        if (complete == known and not last and self._sent) or not self._claim.renew():
+        remove checkpoints that are no longer in the run directory.
+
+        For example: the mirror has steps 4 and 6, and 4 is the best. The run has saved 8 and removed 6. Then 8 is
+        uploaded, 4 and 8 are recorded as complete, and the files of 6 are deleted.
+        """
+        local, recorded = self._local(), self._claim.checkpoints
+        for folder in sorted(local.wanted - recorded.keys(), reverse=True):
+            if not self._claim.renew(begun=[folder]):
+                return
+            self._upload_checkpoint(folder, local.paths[folder])
+        complete = {
+            folder: top1 for folder, top1 in local.scores.items() if folder in local.wanted or folder in recorded
+        }
+        if not complete:
+            complete = recorded  # a run directory that lost its checkpoints costs the mirror none
+        is_news = complete != recorded or last or not self._sent
+        if not is_news or not self._claim.renew():
             return
         for name in _FILES:
             if (self._directory / name).is_file():
                 self._upload(name, self._directory / name)
         if self._claim.renew(complete):
-            self._remove_leftovers()
+            self._remove_unfinished()
+
+    def _local(self) -> "_Local":
+        paths = {}
+        for path in checkpoint_paths(self._directory / _CHECKPOINTS):
+            with suppress(FileNotFoundError):  # removed just now
+                paths[_folder(path, step_of(path))] = path
+        return _Local(paths, {folder: saved_top1(path) for folder, path in paths.items()})
 
     def _upload_checkpoint(self, folder: str, path: Path) -> None:
         self._held.add(path.name)
@@ -251,23 +310,56 @@ class Mirror:
 
     def _upload(self, name: str, path: Path) -> None:
         """Upload a file, unless it is unchanged since its last upload."""
-        status = path.stat()
-        if self._sent.get(name) != (status.st_size, status.st_mtime_ns):
-            self._bucket.upload(name, path, self._count)
-            self._sent[name] = status.st_size, status.st_mtime_ns
+        if self._is_new(name, path):
+            version = _version(path)
+            self._bucket.upload(name, path, partial(self._note_position, name))
+            self._note_position(name, version[0])
+            self._num_completed += 1
+            self._furthest = "", 0
+            self._sent[name] = version
 
-    def _count(self, num_bytes: int) -> None:
+    def _is_new(self, name: str, path: Path) -> bool:
+        return path.is_file() and self._sent.get(name) != _version(path)
+
+    def _note_position(self, name: str, position: int) -> None:
         if self._closing.is_set() or self._claim.is_lost:
             raise ObjectStoreError(f"{self._bucket.url}: the upload was aborted")
-        self._num_sent += num_bytes
+        furthest = self._furthest[1] if self._furthest[0] == name else 0
+        if position >= furthest:
+            self._num_sent += position - furthest
+            self._furthest = name, position
 
-    def _remove_leftovers(self) -> None:
-        names = self._bucket.sizes(f"{_CHECKPOINTS}/")
-        doomed = [name for name in names if name.split("/")[1] not in self._claim.checkpoints]
+    def _remove_unfinished(self) -> None:
+        """Delete what this run uploaded to folders that it does not need; a file of anybody else there stays."""
+        unfinished = {*self._claim.unfinished}
+        if not unfinished:
+            return
+        doomed = []
+        for name in self._bucket.sizes(f"{_CHECKPOINTS}/"):
+            folder, _, file = name.removeprefix(f"{_CHECKPOINTS}/").partition("/")
+            if folder in unfinished and _OWN_NAMES.fullmatch(file):
+                doomed.append(name)
         if doomed:
             self._bucket.delete(doomed)
         for name in doomed:
             self._sent.pop(name, None)
+        self._claim.removed(unfinished)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The checkpoints in the run directory by the names of their folders in the mirror, oldest first."""
+
+    paths: dict[str, Path]
+    scores: dict[str, float | None]  # top-1, a fraction, of those that were evaluated
+
+    @property
+    def wanted(self) -> set[str]:
+        """The newest and the best, which a mirror needs."""
+        evaluated = {folder: top1 for folder, top1 in self.scores.items() if top1 is not None}
+        best = max(evaluated, key=lambda folder: (evaluated[folder], folder), default=None)
+        newest = list(self.paths)[-1:]
+        return {*newest, best} if best is not None else {*newest}
 
 
 def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
@@ -282,7 +374,7 @@ def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
 
             def download(name: str) -> None:
                 if f"{prefix}/{name}" not in sizes:
-                    raise CheckpointError(f"{name} is missing")
+                    raise DamagedError(f"{name} is missing")
                 size = sizes[f"{prefix}/{name}"]
                 bucket.download(f"{prefix}/{name}", partial / name, size, progress.update)
 
@@ -293,8 +385,8 @@ def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
                 download(name)
         manifest.verify(partial)
         if _folder(partial, _step(folder)) != folder:
-            raise CheckpointError(f"{MANIFEST} is another checkpoint's")
-    except (CheckpointError, MissingObjectError, ChangedObjectError) as error:
+            raise DamagedError(f"{MANIFEST} is another checkpoint's")
+    except (DamagedError, MissingObjectError, ChangedObjectError) as error:
         logger.warning("run.mirror: %s/%s is damaged and skipped: %s", bucket.url, folder, error)
         shutil.rmtree(partial)
         return False
@@ -344,9 +436,19 @@ def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
         yield directory
 
 
+def _version(path: Path) -> tuple[int, int]:
+    """Return what changes with a file: its size, and its time of change in nanoseconds."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def _folder(path: Path, step: int) -> str:
     """Return the name of a checkpoint's folder. Raises OSError: it cannot be read."""
     return f"step-{step:08d}-{sha256(path / MANIFEST)[:16]}"
+
+
+def _folder_of(manifest: bytes, step: int) -> str:
+    return f"step-{step:08d}-{hashlib.sha256(manifest).hexdigest()[:16]}"
 
 
 def _step(folder: str) -> int:
@@ -356,14 +458,18 @@ def _step(folder: str) -> int:
 
 
 @contextmanager
-def mirrored(config: Config, launch: Launch) -> Iterator[Mirror | None]:
+def mirrored(config: Config, launch: Launch, stop: StopRequests | None = None) -> Iterator[Mirror | None]:
     """Open run.mirror on rank 0 for the duration of the context, after downloading its checkpoint if it is ahead.
 
     All ranks call this together, and wait for rank 0's download and for its last upload.
 
+    Args:
+        stop: requests to stop, which end the last upload too.
+
     Raises:
         ConfigError: on all ranks, if the mirror cannot be used.
         CheckpointError: on all ranks, if all its checkpoints are damaged.
+        RunError: on all ranks, if a finished run's last upload failed.
     """
     if config.run.mirror is None:
         yield None
@@ -373,18 +479,29 @@ def mirrored(config: Config, launch: Launch) -> Iterator[Mirror | None]:
     def begin() -> None:
         try:
             mirrors.append(Mirror(config.run))
-            mirrors[0].restore(config.run)
+            mirrors[0].restore(config.run, lambda: recipe(config, Manifest.read(config.data.root)))
         except ObjectStoreError as error:
             raise ConfigError(f"run.mirror: {error}") from error
+
+    def complete() -> None:
+        missing = mirrors[0].finish(stop.reason) if stop is not None else mirrors[0].finish()
+        if missing and mirrors[0].grace_s is None:
+            raise RunError(missing)
+        if missing:
+            logger.warning(missing)
 
     try:
         on_rank_0(begin, group)
         yield mirrors[0] if mirrors else None
-        on_rank_0(lambda: mirrors[0].finish(), group)
     except Exception:
         for mirror in mirrors:
-            mirror.finish()
+            if missing := mirror.finish():
+                logger.warning(missing)
         raise
+    else:
+        if stop is not None:
+            stop.saved()
+        on_rank_0(complete, group)
     finally:
         for mirror in mirrors:
             mirror.close()

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.checkpoint.directory import named_checkpoint
-from dali_train.checkpoint.load import Checkpoint
-from dali_train.checkpoint.storage import MANIFEST
+from dali_train.checkpoint.storage import MANIFEST, saved_value
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
@@ -28,13 +26,13 @@ _NAMES = "class_names"  # recipes of earlier versions lack it
 _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
 
 
-def recipe(config: Config, split: Split) -> dict[str, Any]:
+def recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
     """Return everything that decides what is computed, as plain JSON values by field name.
 
     The dataset is included by the checksums in ``dataset.json``; those of the index cover labels, sizes and places. For
     a shard that was indexed without reading all of it, only these and its size are known.
     """
-    dataset = {"dataset": dataset_content(split.manifest), _NAMES: names_content(split.manifest.class_names)}
+    dataset = {"dataset": dataset_content(manifest), _NAMES: names_content(manifest.class_names)}
     return {**recipe_settings(config), **dataset}
 
 
@@ -70,30 +68,41 @@ def recipe_settings(config: Config) -> dict[str, Any]:
     return fields | {"data.mean": list(config.data.mean), "data.std": list(config.data.std)}
 
 
-def check_recipe(checkpoint: Checkpoint, current: dict[str, Any], *, accept: bool) -> list[str]:
-    """Return warnings about changes since `checkpoint`, if they are accepted.
+def check_recipe(
+    saved: dict[str, Any], current: dict[str, Any], *, source: str, remedy: str, accept: bool
+) -> list[str]:
+    """Return warnings about changes since the checkpoint that `saved` is from, if they are accepted.
 
     A file of model.weights that was deleted after the start has no effect any more: `current` gets its old digest.
+
+    Args:
+        source: what has the checkpoint, in messages.
+        remedy: how to start anew.
 
     Raises:
         ConfigError: the recipe differs, which is not accepted; the message names the difference.
     """
-    saved = dict(checkpoint.values["recipe"])
-    if _NAMES not in saved and checkpoint.values.get("class_names"):
-        saved[_NAMES] = names_content(checkpoint.values["class_names"])
     began_with, weights = str(saved.get("model.weights")), str(current.get("model.weights"))
     if began_with.startswith(_CONTENT) and is_path(weights) and not Path(weights).exists():
         current["model.weights"] = began_with
     changes = changes_between(saved, current)
     if not changes:
         return []
-    difference = f"the recipe is not the one of {checkpoint.path}: " + "; ".join(changes)
+    difference = f"the recipe is not the one of {source}: " + "; ".join(changes)
     if not accept:
         raise ConfigError(
-            f"{difference}. Set it back, choose another run.dir to start at step 0, or set run.accept_changed_recipe "
-            "true to resume with the change"
+            f"{difference}. Set it back, {remedy} to start at step 0, or set run.accept_changed_recipe true to resume "
+            "with the change"
         )
-    return [f"{difference}; resuming with the change, as run.accept_changed_recipe says"]
+    return [f"{difference}; resuming with the change because run.accept_changed_recipe is set"]
+
+
+def saved_recipe(values: dict[str, Any], source: object) -> dict[str, Any]:
+    """Return the recipe in the values of a checkpoint. Raises CheckpointError: `source` has none."""
+    saved = dict(saved_value(values, "recipe", source))
+    if _NAMES not in saved and values.get("class_names"):
+        saved[_NAMES] = names_content(values["class_names"])
+    return saved
 
 
 def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dali_train.checkpoint.directory import saved_top1
 from dali_train.checkpoint.load import Checkpoint, find_checkpoint
 from dali_train.checkpoint.model import first_weights
-from dali_train.checkpoint.recipe import check_recipe, recipe
+from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
 from dali_train.checkpoint.state import capture, restore
 from dali_train.checkpoint.storage import Tensors
 from dali_train.config import Config
@@ -32,7 +32,7 @@ class Start:
     @property
     def seeding(self) -> str | None:
         """The dropout seeding of the checkpoint's run; None without a checkpoint."""
-        return self.checkpoint.values["dropout"] if self.checkpoint is not None else None
+        return self.checkpoint.value("dropout") if self.checkpoint is not None else None
 
     def restore(self, state: TrainState) -> None:
         """Restore weights, optimizer state and loss scale.
@@ -62,15 +62,21 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
         CheckpointError: the checkpoint is damaged.
     """
     directory = Path(config.run.dir) / "checkpoints"
-    current = recipe(config, split)
+    current = recipe(config, split.manifest)
     checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
     if checkpoint is None:
         return Start(recipe=current, checkpoint=None, warnings=warnings, weights=first_weights(config))
-    warnings += check_recipe(checkpoint, current, accept=config.run.accept_changed_recipe)
+    warnings += check_recipe(
+        saved_recipe(checkpoint.values, checkpoint.path),
+        current,
+        source=str(checkpoint.path),
+        remedy="choose another run.dir",
+        accept=config.run.accept_changed_recipe,
+    )
     start = Start(recipe=current, checkpoint=checkpoint, warnings=warnings, step=checkpoint.step)
     if checkpoint.path.parent == directory:
         top1 = saved_top1(checkpoint.path)
-        start.history = [*checkpoint.values["epoch_accuracies"], *([top1] if top1 is not None else [])]
+        start.history = [*checkpoint.value("epoch_accuracies"), *([top1] if top1 is not None else [])]
         start.evaluated = top1 is not None
     return start
 

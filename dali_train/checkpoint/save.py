@@ -20,7 +20,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from dali_train.checkpoint.directory import checkpoint_paths, point_link, record_top1, saved_top1, set_aside, step_of
+from dali_train.checkpoint.directory import (
+    checkpoint_paths,
+    foreign_files,
+    is_unfinished,
+    point_link,
+    record_top1,
+    saved_top1,
+    set_aside,
+    step_of,
+)
 from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, Writer
 from dali_train.checkpoint.transfer import collect, ranks_apart
 from dali_train.files import NO_SPACE, sync_directory
@@ -183,21 +192,22 @@ class CheckpointWriter:
     def _retire(self) -> None:
         """Point to the newest and the best checkpoint, and remove all but the best and the newest few."""
         paths = checkpoint_paths(self._directory)
-        scores = {path: top1 for path in paths if (top1 := saved_top1(path)) is not None}
-        best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)
         point_link(self._directory / "newest", paths[-1])
+        try:
+            scores = {path: top1 for path in paths if (top1 := saved_top1(path)) is not None}
+        except OSError as error:
+            logger.warning("no checkpoint is removed, since the best one is not known: %s", error)
+            return
+        best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)
         if best:
             point_link(self._directory / "best", best[0])
         for path in set(paths[: -self._keep]) - set(best[:1]):
-            if path.name in self.held:
-                continue
-            doomed = path.with_name(f".{path.name}.removed")
-            path.rename(doomed)  # at once, so that a kill leaves no half checkpoint
-            shutil.rmtree(doomed)
+            if path.name not in self.held:
+                _remove(path)
 
     def _tidy(self, start_step: int) -> float | None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        for rest in (*self._directory.glob(".step-*.partial"), *self._directory.glob(".step-*.removed")):
+        for rest in filter(is_unfinished, [*self._directory.iterdir()]):
             if rest.is_dir() and not rest.is_symlink():
                 shutil.rmtree(rest)
             else:
@@ -224,3 +234,14 @@ class CheckpointWriter:
                 "may allow less): free some space and start the same command again"
             )
         return text
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; one with files that no run writes is set aside."""
+    if foreign := foreign_files(path):
+        set_aside(path)
+        logger.warning("%s has %s, which no run wrote: it is kept under another name", path, foreign[0])
+        return
+    doomed = path.with_name(f".{path.name}.removed")
+    path.rename(doomed)  # at once, so that a kill leaves no half checkpoint
+    shutil.rmtree(doomed)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.load import Checkpoint
-from dali_train.checkpoint.storage import Tensors
+from dali_train.checkpoint.storage import CheckpointError, Tensors
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
@@ -79,11 +79,14 @@ def restore(
 
     Raises:
         ConfigError: the weights do not fit the model.
+        CheckpointError: the state is not that of a run.
     """
     restore_weights(checkpoint, model, parallel=parallel)
     warnings = _restore_optimizer(checkpoint, model, optimizer)
     scaler = checkpoint.values.get("scaler")
     if scaler and precision.scaler.is_enabled():
+        if missing := precision.scaler.state_dict().keys() - scaler.keys():
+            raise CheckpointError(f"{checkpoint.path}: values.scaler has no {min(missing)}, as that of a run has")
         precision.scaler.load_state_dict(scaler)
     return warnings
 

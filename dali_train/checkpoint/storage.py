@@ -5,10 +5,13 @@ ranks can read them. DCP does not detect flipped bits, so each file's SHA-256 is
 is in a file next to it.
 """
 
+import errno
 import hashlib
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,51 +24,40 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dali_train.errors import RunError
-from dali_train.files import read_limited, sha256, sync_directory, write_atomically
+from dali_train.files import (
+    ForeignFileError,
+    json_field,
+    read_json,
+    read_limited,
+    sha256,
+    sync_directory,
+    write_atomically,
+)
 
 FORMAT = 1  # of manifest and files; the next one gets the next number
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
-_MAX_MANIFEST_BYTES = 256 * 2**20
+MAX_MANIFEST_BYTES = 64 << 20  # a million class names are half of it
 
 Tensors = dict[str, torch.Tensor]
 
 
 class CheckpointError(RunError):
-    """A checkpoint that is damaged or incomplete; the message names the file."""
+    """A checkpoint that cannot be used; the message names the file."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is missing, or is not what was written: an older checkpoint is used instead. Anything else
+    that goes wrong while it is read, such as an error of the disk, says nothing about the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """The content of a checkpoint besides the tensors, with checked types."""
+    """The content of a checkpoint besides the tensors."""
 
     step: int  # optimizer steps done
     values: dict[str, Any]  # the state that is not tensors
     files: dict[str, str]  # SHA-256 in hexadecimal by plain file name
     format: int = FORMAT
-
-    def __post_init__(self) -> None:
-        def require(fulfilled: bool, name: str, kind: str) -> None:
-            if not fulfilled:
-                raise CheckpointError(f"{name} is not {kind}")
-
-        require(type(self.step) is int and 0 <= self.step < 10**18, "step", "a number of steps")
-        require(isinstance(self.values, dict), "values", "an object")
-        for name, fits in _KINDS.items():
-            require(
-                name not in self.values or fits(self.values[name]), f"values.{name}", "what a checkpoint holds there"
-            )
-        require(isinstance(self.files, dict) and 0 < len(self.files) < 10**6, "files", "an object with names of files")
-        for name, digest in self.files.items():
-            require(
-                re.fullmatch(r"[\w.-]+", name) is not None and name not in (".", ".."),
-                f"files: {name!r}",
-                "a plain file name",
-            )
-            require(
-                isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) is not None,
-                f"files.{name}",
-                "a SHA-256",
-            )
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointManifest":
@@ -73,22 +65,16 @@ class CheckpointManifest:
 
         Raises:
             OSError: it cannot be read.
-            CheckpointError: the manifest is damaged, has another format, or a value of the wrong type.
+            DamagedError: a file is missing, or damaged.
+            CheckpointError: the manifest has another format, or a value that no run writes.
         """
         path = directory / MANIFEST
-        content = read_limited(path, _MAX_MANIFEST_BYTES)
-        if read_limited(directory / MANIFEST_DIGEST, 1000) != _digest_line(content):
-            raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST_DIGEST}")
-        try:
-            fields = json.loads(content)
-            if isinstance(fields, dict) and fields.get("format") != FORMAT:
-                raise CheckpointError(
-                    f"its format is {fields.get('format')!r} and this version reads {FORMAT}, so resume with the "
-                    "version that wrote it, or choose another run.dir to start at step 0"
-                )
-            return cls(**fields)
-        except (ValueError, TypeError, RecursionError, CheckpointError) as error:
-            raise CheckpointError(f"{path} is not the manifest of a checkpoint that can be read: {error}") from None
+        with missing_is_damage():
+            content = read_limited(path, MAX_MANIFEST_BYTES)
+            digest = read_limited(directory / MANIFEST_DIGEST, 1000)
+        if digest != _digest_line(content):
+            raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST_DIGEST}")
+        return parse_manifest(content, str(path))
 
     def write(self, directory: Path) -> None:
         """Write and flush the manifest and the directory entry."""
@@ -102,11 +88,63 @@ class CheckpointManifest:
 
         Raises:
             OSError: a file cannot be read.
-            CheckpointError: a file is damaged.
+            DamagedError: a file is missing or damaged.
         """
         for name, digest in self.files.items():
-            if sha256(directory / name) != digest:
-                raise CheckpointError(f"{directory / name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+            with missing_is_damage():
+                actual = sha256(directory / name)
+            if actual != digest:
+                raise DamagedError(f"{directory / name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+
+
+def parse_manifest(content: bytes, name: str) -> CheckpointManifest:
+    """Return the manifest that `content` is, with checked types.
+
+    Raises:
+        CheckpointError: it has another format, or a value that no run writes; the message has the file's `name`.
+    """
+    try:
+        fields = read_json(content, MAX_MANIFEST_BYTES, name="it", non_finite=True)
+        if fields.get("format") != FORMAT:
+            raise ForeignFileError(
+                f"its format is {fields.get('format')!r} and this version reads {FORMAT}, so resume with the version "
+                "that wrote it, or choose another run.dir to start at step 0"
+            )
+        step = json_field(fields, "step", int)
+        values, files = json_field(fields, "values", dict), json_field(fields, "files", dict)
+        if not 0 <= step < 10**15:
+            raise ForeignFileError(f"step is {step} instead of a number of steps")
+        for field, is_right in _IS_RIGHT.items():
+            if field in values and not is_right(values[field]):
+                raise ForeignFileError(f"values.{field} is not what a run writes there")
+        if not 0 < len(files) < 10**6:
+            raise ForeignFileError(f"files has {len(files)} names")
+        for file in files:
+            if re.fullmatch(r"[\w-][\w.-]*", file) is None:
+                raise ForeignFileError(f"files: {file!r} is not a plain file name")
+            if re.fullmatch("[0-9a-f]{64}", json_field(files, file, str)) is None:
+                raise ForeignFileError(f"files.{file} is not a SHA-256")
+    except ForeignFileError as error:
+        raise CheckpointError(f"{name} is not the manifest of a checkpoint that can be read: {error}") from None
+    return CheckpointManifest(step=step, values=values, files=files)
+
+
+def saved_value(values: dict[str, Any], name: str, source: object) -> Any:
+    """Return one of the `values` that every run writes. Raises CheckpointError: the manifest of `source` lacks it."""
+    if name not in values:
+        raise CheckpointError(f"{source}: values.{name} is missing in {MANIFEST}, so this is no checkpoint of a run")
+    return values[name]
+
+
+@contextmanager
+def missing_is_damage() -> Iterator[None]:
+    """Turn an OSError into DamagedError if the file is missing, or something that is no file is in its place."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
+            raise DamagedError(f"{error.filename} is missing or damaged: {error.strerror}") from None
+        raise
 
 
 class Writer(dcp.HuggingFaceStorageWriter):
@@ -131,10 +169,11 @@ def read_safetensors(directory: Path, names: set[str]) -> Tensors:
     Any layout of ranks may have written them.
 
     Raises:
-        CheckpointError: a tensor lacks a part, or there are safetensors files of other names.
+        DamagedError: there are safetensors files of other names.
+        CheckpointError: a tensor lacks a part.
     """
     if foreign := {path.name for path in directory.glob("*.safetensors")} - names:
-        raise CheckpointError(
+        raise DamagedError(
             f"{directory / min(foreign)} does not belong to this checkpoint: {MANIFEST} does not name it"
         )
     reader = dcp.HuggingFaceStorageReader(str(directory))
@@ -173,10 +212,15 @@ def _is_optimizer(value: object) -> bool:
     )
 
 
-_KINDS = {
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
+
+
+_IS_RIGHT: dict[str, Callable[[Any], bool]] = {
     "optimizer": _is_optimizer,
     "scaler": _are_numbers,
     "recipe": lambda value: isinstance(value, dict),
+    "class_names": _are_texts,
     "epoch_accuracies": lambda value: isinstance(value, list) and all(map(_is_number, value)),
     "dropout": lambda value: value in ("block", "micro-batch"),
 }

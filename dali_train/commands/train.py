@@ -120,7 +120,7 @@ def train(
     directory, group = Path(config.run.dir), host_group(launch, config)
     with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog:
         require_equal_ranks(config, device, group)
-        with locked(directory, group) as holder, mirrored(config, launch) as mirror:
+        with locked(directory, group) as holder, mirrored(config, launch, stop_requests) as mirror:
             run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
             watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
             if mirror is not None:

@@ -46,6 +46,7 @@ _NUM_THREADS = 64  # requests in flight per process: at 50 ms each, 1,280 per se
 _END_S = 5.0  # how long a program that ends waits for requests in flight
 _PIECE_BYTES = 8 << 20  # of a whole object: it has obstore's limit of time per request
 _NUM_UPLOADED_PIECES = 4  # under way: at 1 MB/s they stay within that limit
+_SMALL_BYTES = 1 << 20  # of an object that is replaced by compare-and-swap
 _ACCOUNT_FIELDS = ("client_email", "private_key", "private_key_id")
 _JITTER = random.Random()  # nothing that a run computes depends on it
 _METADATA_SERVICES = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/")  # AWS, Google Cloud, Azure
@@ -134,8 +135,10 @@ class Bucket:
         """Return a small object and its version. Raises MissingObjectError."""
 
         def request(store: "ObjectStore") -> tuple[bytes, Version]:
-            found = store.get(name)
-            return bytes(found.bytes()), _version(found.meta)
+            answer = store.get(name)
+            if answer.meta["size"] > _SMALL_BYTES:
+                raise ObjectStoreError(f"{self.url}/{name} has {answer.meta['size']:,} bytes: this is another file")
+            return bytes(answer.bytes()), _version(answer.meta)
 
         return self._ask(f"{self.url}/{name}", request)
 
@@ -189,7 +192,8 @@ class Bucket:
         """Write a file's content as an object, with few pieces of it in memory.
 
         Args:
-            report: called with the size of each piece that is sent, or sent again; what it raises ends the upload.
+            report: called with the number of bytes before each piece is sent, from 0 again if the upload begins again;
+                what it raises ends the upload.
 
         Raises:
             OSError: the file cannot be read.
@@ -199,7 +203,7 @@ class Bucket:
             def pieces() -> Iterator[bytes]:
                 file.seek(0)
                 while piece := file.read(_PIECE_BYTES):
-                    report(len(piece))
+                    report(file.tell() - len(piece))
                     yield piece
 
             def request(store: "ObjectStore") -> object:

@@ -56,6 +56,7 @@ class StopRequests:
 
     def __init__(self, max_seconds: float | None, environ: Mapping[str, str] = os.environ) -> None:
         self._signal = StopReason.NONE
+        self._is_saved = False
         self._end = time.monotonic() + max_seconds if max_seconds is not None else None
         self._job_end = job_end(environ)
         # Idempotent, in any order, as often as they come: Slurm sends TERM twice before a time limit's KILL.
@@ -85,11 +86,24 @@ class StopRequests:
             raise KeyboardInterrupt
         self._hear()
 
+    def saved(self) -> None:
+        """Forget earlier signals, once the run is saved: from here on they only end its last upload."""
+        self._is_saved, self._signal = True, StopReason.NONE
+        self._interrupts = self._calls = 0
+
     def _hear(self) -> None:
         if self._signal != StopReason.INTERRUPT:
             self._signal = StopReason.INTERRUPT
+            now = "the run is saved, ending its upload" if self._is_saved else "stopping after this step"
             # print may be in use right now.
-            os.write(2, b"\nstopping after this step; Ctrl-C again ends at once, without saving\n")
+            os.write(2, f"\n{now}; Ctrl-C again ends at once{'' if self._is_saved else ', without saving'}\n".encode())
+
+    @property
+    def last_words(self) -> str:
+        """What to say if a second Ctrl-C ends the process."""
+        return (
+            "ended; the run is saved, its last upload may be incomplete" if self._is_saved else "ended without saving"
+        )
 
     def _listen(self) -> None:
         """Hear signals also while the main thread is outside Python: the C handler writes them into a pipe."""
@@ -119,7 +133,7 @@ class StopRequests:
             if self._interrupts == 1:
                 self._hear()
             elif self._interrupts > 2:
-                os.write(2, b"ended without saving\n")
+                os.write(2, f"{self.last_words}\n".encode())
                 os._exit(128 + signal.SIGINT)
 
     def ignore_further(self) -> None:
