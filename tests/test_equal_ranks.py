@@ -61,8 +61,8 @@ def compare(rank: int, path: Path, directory: Path) -> None:
         assert fault_of(where) == "", "where the files are, and how fast the node is"
         for name, value in DIFFERENT.items():
             assert f"rank 1 on {os.uname().nodename}: {name} is " in fault_of({name: value}), name
-        for other in ("permuted", "rewritten"):
-            assert "the dataset is" in fault_of({"data.root": str(directory / other)}), other
+        for other, part in (("permuted", "classes"), ("rewritten", "dataset")):
+            assert f": the {part} is " in fault_of({"data.root": str(directory / other)})
         assert "files is" in fault_of({"data.root": str(directory / "missing")})
         assert "model.weights is" in fault(config.replace({"model.weights": str(directory / f"{rank}.pth")}))
         assert "the config file is" in fault(config.from_files({Path("config.py"): bytes(rank + 1)}))

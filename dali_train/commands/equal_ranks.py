@@ -17,7 +17,7 @@ from crc32c import crc32c
 from nvidia import dali
 
 import dali_train
-from dali_train.checkpoint.recipe import dataset_content, recipe_settings
+from dali_train.checkpoint.recipe import dataset_content, names_content, recipe_settings
 from dali_train.checkpoint.storage import MANIFEST
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest, index_path, metadata_directory
@@ -95,10 +95,10 @@ def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:
         for name, split in manifest.splits.items()
         if split.index_crc32c is None
     ]
-    names = json.dumps(manifest.class_names)
     recipe = recipe_settings(config)
     digests = {
-        "the dataset": f"{dataset_content(manifest)} {_digest(names, *indexes)}",
+        "the dataset": " ".join([dataset_content(manifest), *indexes]),
+        "the classes": names_content(manifest.class_names),
         **{name: recipe[name] for name in _CONTENTS},
     }
     if checkpoint is not None:

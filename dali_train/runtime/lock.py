@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Annotated
 
 from dali_train.config.check import Rule, from_json
-from dali_train.errors import ConfigError
-from dali_train.files import open_regular
+from dali_train.errors import ConfigError, UserError
+from dali_train.files import open_regular, read_json
 from dali_train.text import printable
 
 BEAT_S = 3.0
@@ -211,12 +211,12 @@ def _read(path: Path) -> tuple[Holder | None, float] | None:
     try:
         with open_regular(path) as file:
             beat = os.fstat(file.fileno()).st_mtime
-            content = file.read(_LARGEST_FILE)
+            content = file.read(_LARGEST_FILE + 1)
     except FileNotFoundError:
         return None
     try:
-        return from_json(Holder, json.loads(content)), beat
-    except (ValueError, RecursionError):
+        return from_json(Holder, read_json(content, _LARGEST_FILE, name=path)), beat
+    except UserError:
         return None, beat
 
 

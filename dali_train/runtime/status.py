@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from dali_train.config.check import CountOr0, Fraction, from_json
-from dali_train.errors import ConfigError
-from dali_train.files import read_limited, write_atomically
+from dali_train.errors import ConfigError, UserError
+from dali_train.files import read_json, write_atomically
 from dali_train.runtime.events import METRICS, goodput, read_events
 from dali_train.runtime.lock import find_holder
 from dali_train.text import aligned
@@ -49,10 +49,10 @@ def read_status(run_directory: Path) -> RunStatus | None:
     """
     path = run_directory / _FILE
     try:
-        status = from_json(RunStatus, json.loads(read_limited(path, _LARGEST_FILE)))
+        status = from_json(RunStatus, read_json(path, _LARGEST_FILE))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except UserError as error:
         raise ConfigError(
             f"{path} is not the status of a run ({error}): move it away, checkpoints do not need it"
         ) from error
