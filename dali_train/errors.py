@@ -23,6 +23,18 @@ class DatasetError(UserError, ValueError):
     """A dataset that cannot be used as it is; the message gives the remedy."""
 
 
+class NoDatasetError(DatasetError):
+    """A directory that is no dataset yet; a command says which files are there, and how to convert or index them."""
+
+    def __init__(self, problem: str, root: Path, *, indexing: bool = False) -> None:
+        """`indexing`: `data index` has looked there for TFRecords."""
+        super().__init__(
+            f"{problem}: `dali-train data convert --help` lists what can be converted, `dali-train data index` takes "
+            "TFRecords"
+        )
+        self.problem, self.root, self.indexing = problem, root, indexing
+
+
 class RunError(UserError, RuntimeError):
     """A failure that is not due to the command or config: exit status 1, and a message without a traceback."""
 

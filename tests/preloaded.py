@@ -9,7 +9,7 @@ with importing_torch():
     for name in (
         "dali_train.commands.train",
         "dali_train.cli",
-        "dali_train.data.convert.run",
+        "dali_train.data.convert.conversion",
         "dali_train.data.convert.trees",
         "matplotlib.figure",
         "torch.distributed.checkpoint.state_dict",

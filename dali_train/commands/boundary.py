@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from dali_train.errors import UserError, explain
+from dali_train.data.convert.datasets import DATASETS, advice
+from dali_train.errors import NoDatasetError, UserError, explain
 from dali_train.runtime.imports import importing_torch
 from dali_train.runtime.launch import leave_to_torchrun, tell_torchrun
 from dali_train.text import printable
@@ -34,8 +35,10 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         explained = explain(error)
         if explained is None:
             raise
+        message, status = explained
+        if isinstance(error, NoDatasetError):
+            message = f"{error.problem}: {advice(error.root, DATASETS, indexing=error.indexing)}"
         is_said = isinstance(error, UserError) and error.is_said
-    message, status = explained
     line = printable(f"{name}: {message}", keep="\n")
     if is_said:
         leave_to_torchrun()

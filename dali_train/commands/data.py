@@ -236,7 +236,7 @@ def _check_writable(out: Path) -> None:
 
 
 def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding: "EncodingOptions") -> int:
-    from dali_train.data.convert.run import Conversion, convert
+    from dali_train.data.convert.conversion import Conversion, convert
 
     splits, class_names = sources
     conversion = Conversion(

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.data.convert import run, shards
+from dali_train.data.convert import conversion, shards
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.errors import RunError
@@ -419,7 +419,7 @@ def test_a_spoilt_note_costs_only_its_shard(folder: Path, tmp_path: Path, monkey
         raise RunError("power failure")
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "write_index", stop)
+        patch.setattr(conversion, "write_index", stop)
         assert convert_folder(folder, out) == 1
     notes = sorted((out / ".conversion").glob("*.npz"))
     assert len(notes) == 5

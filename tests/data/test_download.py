@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dali_train.data.convert.datasets import DATASETS
-from dali_train.data.convert.download import Download, download
+from dali_train.data.convert.datasets import DATASETS, Download, download
 from dali_train.errors import RunError
 from tests.data.files import convert, write_mnist
 from tests.object_server import ObjectServer

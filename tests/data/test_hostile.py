@@ -185,7 +185,7 @@ def test_an_indexing_that_was_killed_leaves_no_mixture(indexed: Path, monkeypatc
     monkeypatch.setattr(room, "write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         build_index(indexed, label_base=0)
-    with pytest.raises(DatasetError, match=r"dataset.json is missing: run `dali-train data index"):
+    with pytest.raises(DatasetError, match=r"dataset.json is missing: .* `dali-train data index` takes TFRecords"):
         Split(indexed, "train")
     (indexed / "dataset.json").write_bytes(old)  # as one sees it who had read it before
     with pytest.raises(DatasetError, match="they were not written together"):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from tfrecord import writer
 
+from dali_train.data.convert.datasets import DATASETS, advice
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.dataset.tfrecord import TFRecordError
-from dali_train.errors import DatasetError
+from dali_train.errors import DatasetError, NoDatasetError
 from tests.conftest import encoded, photograph, write_shard
 from tests.data.files import files_of, small_photograph
 from tests.ranks import FORK
@@ -134,14 +135,14 @@ def test_raw_pixels(tmp_path: Path) -> None:
 def test_which_files_are_shards(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="this directory does not exist"):
         build_index(tmp_path / "nowhere")
-    for files, remedy in (
-        ((), "convert --help` lists what can be converted$"),
-        (("a.tfrecord",), "move its TFRecords there$"),
+    for name, remedy in (
+        ("a.txt", "convert --help` lists what can be converted"),
+        ("a.tfrecord", "move its TFRecords"),
     ):
-        for name in files:
-            (tmp_path / name).touch()
-        with pytest.raises(DatasetError, match=f"has no shard: expected TFRecord files in .*{remedy}"):
+        (tmp_path / name).touch()
+        with pytest.raises(NoDatasetError, match="has no shard, expected TFRecord files in"):
             build_index(tmp_path)
+        assert remedy in advice(tmp_path, DATASETS, indexing=True)
     for number in (0, 1, 3):
         write_records(tmp_path / "train" / f"train-{number:05d}-of-00004", [example(number)])
     (tmp_path / "train" / "README").write_text("hello")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from dali_train.data.convert.plan import default_num_shards, held_out, shuffled_layout
+from dali_train.data.convert.conversion import default_num_shards, shuffled_layout
+from dali_train.data.convert.sources import held_out
 
 
 @pytest.mark.parametrize(("num_images", "num_shards"), [(1, 1), (10, 3), (1000, 7), (1024, 1024), (1281, 64)])

@@ -15,9 +15,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from dali_train.data.convert.datasets import DATASETS
+from dali_train.data.convert.datasets import DATASETS, advice
 from dali_train.data.convert.sources import Sources
-from dali_train.data.dataset.found import converter_for
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import DatasetError, RunError
@@ -137,7 +136,7 @@ def test_images_labels_and_names(kind: str, tmp_path: Path) -> None:
     assert files_of(tmp_path / "parts") == files_of(out)
     # The advice to who takes it for a dataset.
     directory = tmp_path / "source" / {"parquet": "data", "webdataset": ""}.get(kind, "train")
-    assert f"`dali-train data convert {kind} --source {directory} --out DATASET`" in converter_for(directory)
+    assert f"`dali-train data convert {kind} --source {directory} --out DATASET`" in advice(directory, DATASETS)
 
 
 SAMPLE = [("a/1.jpg", small_photograph(0)), ("a/1.cls", b"2")]

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from dali_train.commands.boundary import run_command
+from dali_train.data.convert.conversion import Conversion, convert
 from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.imagenet import imagenet
-from dali_train.data.convert.run import Conversion, convert
 from dali_train.data.convert.sources import SourcePart
 from dali_train.data.dataset.image_file import is_jpeg
 from tools.bench.turns import Spread, describe_machine, parser_of

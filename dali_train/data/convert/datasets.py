@@ -1,5 +1,5 @@
-"""The datasets that can be converted: one row each in `DATASETS`, from which the parser of ``dali-train data convert``,
-its help, the workflow's datasets and the advice for a directory that is no dataset yet are made.
+"""The datasets that can be converted: one row each in `DATASETS`. The `convert` parser, its help, the workflow and the
+advice for unconverted directories are all generated from it.
 
 To add one, write a function and its row, here or in a file of your own before it calls `dali_train.cli.main`::
 
@@ -8,19 +8,30 @@ To add one, write a function and its row, here or in a file of your own before i
 The modules that read a source are imported when it is converted: building the parser need not wait for them.
 """
 
+import http.client
+import os
+import re
+import socket
+import sys
+import urllib.error
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dali_train.data.convert.download import Download, download
-from dali_train.data.dataset import found
-from dali_train.errors import DatasetError
+from dali_train.errors import DatasetError, RunError
+from dali_train.files import sha256
 
 if TYPE_CHECKING:
     from dali_train.data.convert.sources import Sources
+
+_DOWNLOAD_TIMEOUT_S = 30
+_MOST_ENTRIES = 2000  # of a directory that are looked at
+_TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}(?!.*\.parquet$)", re.IGNORECASE)
+_SPLIT_FOLDERS = ("train", "validation", "val", "test")
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
 SOURCE: Arguments = {"--source": {"type": Path, "metavar": "PATH", "help": "the published files"}}
@@ -58,6 +69,14 @@ def _columns(image: str, label: str) -> Arguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Download:
+    """Files below one address."""
+
+    address: str
+    sha256: Mapping[str, str]  # file name -> checksum of its content
+
+
+@dataclass(frozen=True, kw_only=True)
 class Converter:
     """How one published dataset is read."""
 
@@ -80,7 +99,7 @@ class Converter:
 
     @property
     def unattended(self) -> list[str] | None:
-        """The options that make it without files from the user, None where there are no such."""
+        """Options that need no files from the user, or None if there are none."""
         return ["--download"] if self.download else None if self.arguments else []
 
 
@@ -92,7 +111,7 @@ def load_sources(options: Namespace) -> "Sources":
         SourceError: the function's, or an entry that it looked up is not there.
     """
     from dali_train.data.convert.archive import SourceError
-    from dali_train.data.convert.run import DOWNLOAD_DIRECTORY
+    from dali_train.data.convert.conversion import DOWNLOAD_DIRECTORY
 
     converter = DATASETS[options.source_kind]
     if converter.download is not None:
@@ -221,4 +240,94 @@ DATASETS: dict[str, Converter] = {
     ),
 }
 
-found.PUBLISHED = DATASETS  # what a missing dataset's error advises: the rows, without that layer importing this one
+
+def download(files: Download, directory: Path, *, mirror: str | None = None) -> None:
+    """Put `files` into `directory`, each under its name only when it is complete and has the right checksum.
+
+    Raises:
+        RunError: the server cannot be reached, breaks off, or sends something else.
+    """
+    address = mirror or files.address
+    if not address.startswith(("http://", "https://")):
+        raise RunError(f"--mirror {address}: use an address that begins with http:// or https://")
+    directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob("*.partial"):  # of a download that was killed
+        leftover.unlink()
+    for name, expected in files.sha256.items():
+        target = directory / name
+        if not target.exists():
+            _fetch(f"{address.rstrip('/')}/{name}", target, expected)
+        elif sha256(target) != expected:
+            raise RunError(
+                f"{target}: its SHA-256 is not {expected}, as of the official file: delete it, then it is fetched again"
+            )
+
+
+def _fetch(url: str, target: Path, expected: str) -> None:
+    from torch.hub import download_url_to_file  # takes seconds: only who downloads pays
+
+    remedy = (
+        "start the same command again, try another --mirror, or fetch the file elsewhere and name its directory with "
+        "--source"
+    )
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(
+        _DOWNLOAD_TIMEOUT_S
+    )  # torch names none: a server that falls silent would hold the command for ever
+    try:
+        download_url_to_file(url, str(target), hash_prefix=expected, progress=sys.stderr.isatty())
+    except urllib.error.HTTPError as error:
+        raise RunError(f"{url}: the server answers {error.code} {error.reason}: {remedy}") from error
+    except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
+        raise RunError(f"{url}: cannot be fetched ({error}): {remedy}") from error
+    except RuntimeError as error:  # torch's word for another checksum, which a connection that broke off gives as well
+        raise RunError(f"{url}: broke off, or is not the official file ({error}): {remedy}") from error
+    finally:
+        socket.setdefaulttimeout(timeout)
+
+
+def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = False) -> str:
+    """Return a sentence with the command that makes a dataset of the files in `root`, judged only by their names.
+
+    Args:
+        indexing: True when called by `data index`, so that the advice does not suggest `data index` again.
+    """
+    from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+
+    names = _names(root)
+    below = {name: _names(root / name) for name in names[:50] if (root / name).is_dir()}
+    shards = [name for name in names if _TFRECORD.search(name)]
+    shards += [name for folder in _SPLIT_FOLDERS for name in below.get(folder, []) if _TFRECORD.search(name)]
+    if shards or "idx_files" in names:  # as an indexing that was killed leaves it
+        return "move its TFRecords there" if indexing else f"run `dali-train data index {root}` to index its TFRecords"
+    for dataset, row in datasets.items():
+        if row.files and any(re.match(row.files, name) for name in names):
+            options = row.command.replace("ROOT", str(root))
+            return f"it holds files of {dataset}: run `dali-train data convert {dataset} {options} --out DATASET`"
+    archives = [name for name in names if name.endswith((".tar", ".tar.gz", ".tgz"))]
+    if archives:
+        return (
+            f"it holds tar archives: run `dali-train data convert folder --train {root}/{archives[0]} --out DATASET` "
+            f"if they hold CLASS/name.jpg, `dali-train data convert webdataset --source {root} --out DATASET` if they "
+            "hold KEY.jpg and KEY.cls"
+        )
+    inner = [root / split / name for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
+    nested = (name for inside in [*below.values(), *map(_names, inner)] for name in inside)
+    if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in nested):
+        return f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`"
+    remedy = (
+        "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted"
+    )
+    return (
+        remedy
+        if indexing
+        else (f"{remedy}, `dali-train data index {root}` takes TFRecords in {root}/train and {root}/validation")
+    )
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in islice(entries, _MOST_ENTRIES) if not entry.name.startswith("."))
+    except OSError:
+        return []

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.archive import Member, Readable, SourceError, printable
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
-from dali_train.data.convert.plan import held_out
 from dali_train.data.dataset.manifest import SplitName
+from dali_train.data.sampling.rng import shuffled
+
+_HELD_OUT_STREAM = 0x4845_4C44_4F55_54  # apart from those that training draws from, whose keys are small numbers
 
 
 class Source(Protocol):
@@ -65,6 +67,18 @@ def hold_out(sources: Mapping[SplitName, Source], fraction: float | None, *, see
         "train": SourcePart(source, np.flatnonzero(~chosen), fraction),
         "validation": SourcePart(source, np.flatnonzero(chosen), fraction),
     }
+
+
+def held_out(labels: NDArray[np.int32], fraction: float, *, seed: int) -> NDArray[np.bool_]:
+    """Choose the images of a validation split: `fraction` of each class, rounded, and at least one image of every class
+    that has two."""
+    chosen = np.zeros(len(labels), dtype=np.bool_)
+    order = shuffled(np.random.Philox(key=[seed, _HELD_OUT_STREAM]), len(labels))
+    by_class = order[np.argsort(labels[order], kind="stable")]
+    _, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        chosen[by_class[start : start + min(count - 1, max(1, round(count * fraction)))]] = True
+    return chosen
 
 
 class ImageFiles:

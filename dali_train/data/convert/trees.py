@@ -11,7 +11,7 @@ import numpy as np
 
 from dali_train.data.convert.archive import Container, Member, SourceError, open_container, printable
 from dali_train.data.convert.sources import ImageFiles, Sources, hold_out
-from dali_train.data.dataset.found import IMAGE_SUFFIXES
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 from dali_train.text import plural, shortened
 

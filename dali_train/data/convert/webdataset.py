@@ -11,7 +11,7 @@ from itertools import groupby
 from dali_train.data.convert.archive import Archive, Member, SourceError
 from dali_train.data.convert.listing import checked_label, list_archive, sources_of
 from dali_train.data.convert.sources import Sources
-from dali_train.data.dataset.found import IMAGE_SUFFIXES
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.files import read_json
 from dali_train.text import plural
 

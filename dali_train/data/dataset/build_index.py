@@ -21,7 +21,6 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.dataset.found import converter_for
 from dali_train.data.dataset.image_file import BadImageError, check_size, image_size
 from dali_train.data.dataset.index import INDEX_DTYPE, map_file
 from dali_train.data.dataset.manifest import (
@@ -40,7 +39,7 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
 from dali_train.data.progress import Progress
-from dali_train.errors import DatasetError, RunError
+from dali_train.errors import DatasetError, NoDatasetError, RunError
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import Bucket
 
@@ -403,10 +402,8 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
             place, paths = next(iter(found.items()))
             splits[split] = _in_order(place, paths)
     if not splits:
-        raise DatasetError(
-            f"{root} has no shard: expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*; "
-            f"{converter_for(root, indexing=True)}"
-        )
+        expected = f"expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*"
+        raise NoDatasetError(f"{root} has no shard, {expected}", root, indexing=True)
     return splits
 
 

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
-MAX_PIXELS = 100_000_000  # ImageNet's largest image has 61 million; many more would stop a run for want of memory
+MAX_PIXELS = 100_000_000  # ImageNet's largest image has 61 million; much larger ones would exhaust memory
 MAX_SIDE = 65_500  # libjpeg's limit, and what the index can hold
-# What DALI decodes, and all that PIL may open: of itself it opens dozens more, and runs Ghostscript for an EPS.
+# What DALI decodes, and all that PIL may open: by default it opens dozens more, and runs Ghostscript for an EPS.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000")
+IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".jpe", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _JPEG_PROCESSES = (0, 1, 2)  # baseline, extended, progressive: the others are lossless, hierarchical or arithmetic
 
 _START = b"\xff\xd8"

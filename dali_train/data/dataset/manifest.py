@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from crc32c import crc32c
 
 from dali_train.config.check import Count, Rule, from_json, require
-from dali_train.data.dataset.found import converter_for
-from dali_train.errors import ConfigError, DatasetError
+from dali_train.errors import ConfigError, DatasetError, NoDatasetError
 from dali_train.files import ForeignFileError, read_json, write_atomically
 from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectStoreError, is_remote
 
@@ -120,7 +119,7 @@ class Manifest:
                 raise DatasetError(
                     f"{directory}: this directory does not exist; data.root names a dataset's directory"
                 ) from None
-            raise DatasetError(f"{path} is missing: {converter_for(directory)}") from None
+            raise NoDatasetError(f"{path} is missing", directory) from None
 
     def write(self, root: Path) -> None:
         write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())

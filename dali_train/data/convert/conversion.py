@@ -1,4 +1,4 @@
-"""A conversion from start to end: plan, write, resume, and build the index.
+"""A conversion from start to end: give each image its shard and place, write, resume, and build the index.
 
 One process does all of it, or several machines do the parts between `--plan` and `--finish`: each shard is a function
 of the options and the source, so it does not matter which process writes it, when, or how often.
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
 
+import numpy as np
 from crc32c import crc32c
+from numpy.typing import NDArray
 
 from dali_train.data.convert.image import EncodingOptions
-from dali_train.data.convert.plan import Part, default_num_shards, shuffled_layout
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Source
 from dali_train.data.convert.upload import MAX_OPTIONS_BYTES, Upload
@@ -31,15 +32,48 @@ from dali_train.data.dataset.index import map_file
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.verify import verify
 from dali_train.data.progress import Progress
+from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError, RunError
 from dali_train.files import NO_SPACE, ForeignFileError, read_json, sync_directory, try_lock, write_atomically
 from dali_train.text import plural
 
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
 OnBad = Literal["fail", "skip"]
+DEFAULT_SHARDS: dict[SplitName, int] = {"train": 1024, "validation": 128}
+_FEWEST_SHARDS: dict[SplitName, int] = {"train": 4, "validation": 1}
+_BYTES_PER_SHARD = 16 << 20  # below this, more shards only mean more files
+_SHARDS_STREAM = 0x5348_4152_4453  # apart from the streams that training draws from, whose keys are small numbers
 _MOST_LISTED = 20
 _PARTS = "parts-"  # and their number: the name of an empty file in the state directory
 _M_MMAP_THRESHOLD = -3  # from malloc.h
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one of `total` machines converts: shards `number` (from 1), `number` + `total`, ... of every split."""
+
+    number: int
+    total: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        """Return the part that "3/16" names. Raises DatasetError: it names none."""
+        numbers = [int(number) for number in text.split("/") if number.isdecimal()]
+        if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+            raise DatasetError(f"--part is {text}: use I/N with I from 1 to N, such as 3/16")
+        return cls(*numbers)
+
+
+def default_num_shards(split: SplitName, *, num_images: int, num_bytes: int) -> int:
+    """Return the usual 1,024 and 128 for ImageNet, fewer for a set too small for them."""
+    enough = max(_FEWEST_SHARDS[split], -(-num_bytes // _BYTES_PER_SHARD))
+    return min(DEFAULT_SHARDS[split], enough, num_images)
+
+
+def shuffled_layout(num_images: int, num_shards: int, *, seed: int) -> list[NDArray[np.uint32]]:
+    """Return the numbers of all images in random order, cut into shards that differ by at most one image."""
+    order = shuffled(np.random.Philox(key=[seed, _SHARDS_STREAM]), num_images)
+    return np.array_split(order, num_shards)
 
 
 @dataclass(frozen=True, kw_only=True)
