@@ -20,8 +20,13 @@ from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, upright
 from dali_train.data.dataset.build_index import build_index
-from dali_train.data.dataset.found import IMAGE_SUFFIXES
-from dali_train.data.dataset.image_file import BadImageError, DecodeChecker, decode_rgb, image_size
+from dali_train.data.dataset.image_file import (
+    IMAGE_SUFFIXES,
+    BadImageError,
+    DecodeChecker,
+    decode_rgb,
+    image_size,
+)
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import contact_sheet
 from dali_train.data.dataset.storage import open_storage, read_stored
