@@ -1,7 +1,10 @@
-"""The command line: a thin layer over the commands in dali_train/commands.
+"""The command line: each command's arguments, and what it does with them through the modules of dali_train/commands.
 
 Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving
 (start it again), anything else a failure.
+
+Every word is read once: ``--section.field VALUE`` by config/override.py, the others by argparse. torch takes seconds to
+import, so commands that need it are imported where they run, to keep --help fast.
 """
 
 import argparse
@@ -9,17 +12,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands import completion
-from dali_train.commands.arguments import command_parser, launch_parser
 from dali_train.commands.boundary import importing, run_command
+from dali_train.commands.data import add_data_command
 from dali_train.config import Config, load_config
 from dali_train.config.override import config_with, read_overrides
 from dali_train.config.recipes import find_recipe, recipe_table
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover, is_first_on_host
+from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.orphan import exit_if_launcher_dies
 from dali_train.runtime.status import (
     FINISHED,
@@ -33,28 +38,22 @@ from dali_train.runtime.status import (
 from dali_train.runtime.stop import StopReason, StopRequests
 from dali_train.text import aligned, printable, shortened
 
-Command = Callable[[argparse.Namespace, list[str]], int]
+Run = Callable[[argparse.Namespace, list[str]], int]
+"""A command: takes its parsed options and the words of ``--section.field VALUE``; returns the exit status."""
+
+Commands = Any  # what argparse's add_subparsers returns, whose class is private
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    parser = command_parser()
     if completion.is_asked():
-        completion.answer(command_parser())
-    argv = list(sys.argv[1:] if argv is None else argv)
-    # torch.distributed.launch puts --local-rank before the command, ColossalAI's scripts put such options after it.
-    launch, argv = launch_parser().parse_known_args(argv)
-    words, settings = _split_settings(argv)
-    options, unknown = command_parser().parse_known_args(words)
-    options.launch = vars(launch)
+        completion.answer(parser)
+    words, settings = _split_settings(list(sys.argv[1:] if argv is None else argv))
+    options, unknown = parser.parse_known_args(words)
     if getattr(options, "config", "") is None and unknown and _is_config(unknown[0]):
         options.config = unknown.pop(0)
-    run = options.run if options.command == "data" else _COMMANDS[options.command]
-    return run_command(f"dali-train {options.command}", lambda: run(options, [*unknown, *settings]))
-
-
-def _is_config(word: str) -> bool:
-    """Return whether a word without an option, as in `train photos.py`, can only mean --config."""
-    return word.endswith((".py", ".json")) or find_recipe(word) is not None
+    return run_command(f"dali-train {options.command}", lambda: options.run(options, [*unknown, *settings]))
 
 
 def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -69,7 +68,108 @@ def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
     return words, settings
 
 
-# torch takes seconds to import, so commands that need it are imported where they run, to keep --help fast.
+def _is_config(word: str) -> bool:
+    """Return whether a word without an option, as in `train photos.py`, can only mean --config."""
+    return word.endswith((".py", ".json")) or find_recipe(word) is not None
+
+
+def command_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dali-train",
+        description="Train image classifiers at large batch sizes, with the same samples on any number of GPUs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
+    _add_launch_options(parser, hidden=True)  # torch.distributed.launch puts --local-rank before the command
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (
+        *(_add_train, _add_evaluate, _add_status, _add_doctor, _add_plan, _add_export, _add_predict, _add_diff),
+        *(_add_report, _add_recipes, _add_completion, _add_init, add_data_command),
+    ):
+        add(commands)
+    return parser
+
+
+def _add_launch_options(parser: argparse.ArgumentParser, *, hidden: bool = False) -> None:
+    group: Any = parser
+    if not hidden:
+        group = parser.add_argument_group(
+            "ColossalAI's options, used if no launcher sets rank and world size in the environment"
+        )
+
+    def add(*names: str, text: str, kind: type) -> None:
+        # No default, which would replace what stands before the command.
+        group.add_argument(*names, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS if hidden else text)
+
+    add("--local_rank", "--local-rank", kind=int, text="rank of this process on its host")
+    add("--rank", kind=int, text="rank of this process")
+    add("--world_size", "--world-size", kind=int, text="number of processes")
+    add("--host", kind=str, text="address of rank 0")
+    add("--port", kind=int, text="port of --host")
+
+
+def _launch_options(options: argparse.Namespace) -> LaunchOptions:
+    names = ("local_rank", "rank", "world_size", "host", "port")
+    return LaunchOptions(**{name: getattr(options, name, None) for name in names})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands that read a config, which --section.field VALUE overrides
+# ----------------------------------------------------------------------------------------------------------------------
+
+_USERS_PARTS = "a config file that registers your own model; the settings are the run's"
+
+
+def _with_config(commands: Commands, name: str, summary: str, run: Run) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        allow_abbrev=False,
+        add_help=False,  # with --config it lists the settings, see `_config`
+        epilog="Every setting of the config can be overridden: --section.field value. "
+        f"`dali-train {name} --config FILE --help` lists them all.",
+    )
+    _add_launch_options(command)
+    command.set_defaults(run=run, help=command.print_help)
+    config = command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a Python file that defines `config`, a recipe by name, or a run's config.json"
+        + (f"; beside RUN {_USERS_PARTS}" if name == "eval" else ""),
+    )
+    if completion.is_asked():
+        completion.add_settings(command, config)
+    return command
+
+
+def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
+    """Return the config that the command line names.
+
+    Raises:
+        ConfigError: no file, a setting that does not exist, or a value that is not valid. All ranks find it; one per
+            host prints it.
+        SystemExit: --help, with status 0.
+    """
+    if options.config is None and {"-h", "--help"} & set(overrides):
+        options.help()
+        raise SystemExit(0)
+    try:
+        if options.config is None:
+            raise ConfigError("--config FILE is missing; `dali-train recipes` lists those that ship")
+        return config_with(options.config, overrides, f"dali-train {options.command}")
+    except ConfigError as error:
+        error.is_said = not is_first_on_host(_launch_options(options).local_rank)
+        raise
+
+
+def _add_train(commands: Commands) -> None:
+    train = _with_config(commands, "train", "Train a model, or resume a run that was stopped.", _train)
+    train.add_argument(
+        "--num-processes",
+        metavar="N|auto",
+        help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
+    )
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -90,7 +190,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
             from dali_train.commands.train import run_rank
 
         try:
-            result = run_rank(config, LaunchOptions(**options.launch), stop_requests)
+            result = run_rank(config, _launch_options(options), stop_requests)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(stop_requests.last_words) from None
         finally:
@@ -104,6 +204,23 @@ def _num_processes(text: str) -> int | Literal["auto"]:
     if not text.isdecimal():
         raise ConfigError(f"--num-processes is {text}: use 1 or more, or auto for one per GPU")
     return int(text)
+
+
+def _add_evaluate(commands: Commands) -> None:
+    summary = "Evaluate a run's checkpoint, or any weights with --config FILE --model.weights FILE_OR_NAME."
+    evaluate = _with_config(commands, "eval", summary, _evaluate)
+    evaluate.add_argument(
+        "directory",
+        nargs="?",
+        type=_path_or_url,
+        metavar="RUN",
+        help="a run.dir, or the URL of a run.mirror, whose own settings are used",
+    )
+    evaluate.add_argument(
+        "--checkpoint",
+        metavar="best|newest|PATH",
+        help="the checkpoint of RUN (default: best, or newest if none was evaluated)",
+    )
 
 
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -123,7 +240,7 @@ def _evaluate_run(options: argparse.Namespace, overrides: list[str], *, name: st
             f"{options.directory}: eval takes a run directory; for a config write --config {options.directory}"
         )
     if options.directory is not None:
-        _run_own_parts(options)
+        _load_user_extensions(options)
         options.config = RunDirectory(options.directory).directory / "config.json"
     config = _config(options, overrides)
     chosen = read_overrides(overrides)
@@ -135,12 +252,24 @@ def _evaluate_run(options: argparse.Namespace, overrides: list[str], *, name: st
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.evaluate import evaluate_checkpoint, evaluate_weights
 
-    launch = LaunchOptions(**options.launch)
+    launch = _launch_options(options)
     if not named and config.model.weights is not None:
         evaluate_weights(config, chosen, launch)
     else:
         evaluate_checkpoint(config, options.directory, options.checkpoint, launch, name=name)
     return FINISHED
+
+
+def _add_status(commands: Commands) -> None:
+    summary = "Report the progress of a run; exits with the trainer's status, which torchrun hides."
+    status = _with_config(commands, "status", summary, _status)
+    status.add_argument(
+        "directories",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="a run directory, or several for a table (runs/*); or give --config instead",
+    )
 
 
 def _status(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -162,6 +291,11 @@ def _status(options: argparse.Namespace, overrides: list[str]) -> int:
     return exit_status(read_status(directory))
 
 
+def _add_doctor(commands: Commands) -> None:
+    summary = "Check versions, devices, network, decoding, dataset and run directory on all ranks before a long run."
+    _with_config(commands, "doctor", summary, _doctor)
+
+
 def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.config is None and overrides and not {"-h", "--help"} & set(overrides):
         raise ConfigError(f"{' '.join(overrides)}: without --config FILE doctor takes no further arguments")
@@ -171,11 +305,29 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
         from dali_train.runtime.device import choose_device
         from dali_train.runtime.process_group import process_group
 
-    launch = discover(LaunchOptions(**options.launch))
+    launch = discover(_launch_options(options))
     device = choose_device(config.run.device if config is not None else "auto", launch)
     timeout = (config.parallel.timeout_s,) if config is not None else ()
     with process_group(launch, device, *timeout) as launch:
         return FINISHED if examine(launch, device, config) else 1
+
+
+def _add_plan(commands: Commands) -> None:
+    summary = "Show what a run would do: settings, steps, learning rate, memory. Needs no GPU and reads no data."
+    plan = _with_config(commands, "plan", summary, _plan)
+    plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
+    plan.add_argument(
+        "--gpu-memory",
+        type=float,
+        metavar="GB",
+        help="memory of each rank's GPU: also report the largest micro-batch that fits",
+    )
+    plan.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks per data.cache (default: 8)")
+    plan.add_argument("--price-per-gb", type=float, metavar="X", help="price per GB read from data.root's bucket")
+    plan.add_argument("--price-per-1000-requests", type=float, metavar="X", help="price of requests to that bucket")
+    plan.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
+    )
 
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -186,7 +338,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_numbers(options, "num_images", "gpu_memory", "ranks_per_node", "price_per_gb", "price_per_1000_requests")
     print_plan(
         config,
-        world_size=options.launch["world_size"],
+        world_size=_launch_options(options).world_size,
         num_images=options.num_images,
         picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
@@ -197,19 +349,66 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     return FINISHED
 
 
-def _init(options: argparse.Namespace, overrides: list[str]) -> int:
-    if overrides:
-        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; edit the file that it writes")
-    from dali_train.commands.init import write_config
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands that use a run's own settings
+# ----------------------------------------------------------------------------------------------------------------------
 
-    _refuse_numbers(options, "gpu_memory")
-    write_config(options.root, options.output, options.gpu_memory)
-    return FINISHED
+
+def _on_runs(
+    commands: Commands, name: str, summary: str, run: Run, runs: int | str | None = None
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command.set_defaults(run=run)
+    kind, words = (_path_or_url, "a run.dir, or the URL of a run.mirror") if runs is None else (Path, "a run.dir")
+    command.add_argument("run_dir", nargs=runs, type=kind, metavar="RUN", help=words)
+    return command
+
+
+def _path_or_url(text: str) -> Path | str:
+    return text if is_remote(text) else Path(text)
+
+
+def _add_choice_of_weights(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="FILE", help=_USERS_PARTS)
+    command.add_argument(
+        "--checkpoint", metavar="best|newest|PATH", help="the checkpoint of RUN (default: best, or newest)"
+    )
+    command.add_argument(
+        "--weights", choices=("raw", "ema"), help="trained weights or their moving average, if there is one"
+    )
+
+
+def _load_user_extensions(options: argparse.Namespace) -> None:
+    """Execute the file of --config for what it registers: models, storages and the like."""
+    if options.config is None:
+        return
+    if Path(options.config).suffix == ".json":
+        raise ConfigError(
+            f"--config {options.config} with RUN, whose own settings are used: leave it out, or use the Python file "
+            "that registers the run's own model"
+        )
+    load_config(options.config)
+
+
+def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
+    if overrides:
+        raise ConfigError(
+            f"{' '.join(overrides)}: {options.command} uses the run's own settings and accepts no others; "
+            f"see `dali-train {options.command} --help`"
+        )
+
+
+def _add_export(commands: Commands) -> None:
+    summary = "Write a run's model for other programs, and check what was written."
+    export = _on_runs(commands, "export", summary, _export)
+    export.add_argument("--format", choices=("timm", "onnx", "torch-export"), default="timm")
+    export.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: RUN/export/FORMAT)")
+    _add_choice_of_weights(export)
 
 
 def _export(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
-    _run_own_parts(options)
+    _load_user_extensions(options)
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.export import export
 
@@ -217,9 +416,28 @@ def _export(options: argparse.Namespace, overrides: list[str]) -> int:
     return FINISHED
 
 
+def _add_predict(commands: Commands) -> None:
+    summary = "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
+    predict = _on_runs(commands, "predict", summary, _predict)
+    predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file, or a directory of them")
+    predict.add_argument(
+        "--decoder", choices=("dali", "pil"), default="dali", help="the library that decodes (default: dali)"
+    )
+    predict.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the images with their classes into this PNG file"
+    )
+    predict.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="write a table of the images (default: of the validation split) with their top 5 classes",
+    )
+    _add_choice_of_weights(predict)
+
+
 def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
-    _run_own_parts(options)
+    _load_user_extensions(options)
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.predict import print_predictions
 
@@ -235,6 +453,12 @@ def _predict(options: argparse.Namespace, overrides: list[str]) -> int:
     return FINISHED
 
 
+def _add_diff(commands: Commands) -> None:
+    summary = "Show where two runs differ: settings, first sample, first logged loss. Exits with 1 if they do."
+    diff = _on_runs(commands, "diff", summary, _diff, runs="+")
+    diff.add_argument("--steps", type=int, default=100, help="steps whose samples are compared (default: 100)")
+
+
 def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     if len(options.run_dir) != 2:
@@ -246,6 +470,47 @@ def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     return FINISHED if diff(*options.run_dir, steps=options.steps) else 1
 
 
+def _add_report(commands: Commands) -> None:
+    report = _on_runs(commands, "report", "Show one or more runs as one HTML page.", _report, runs="+")
+    report.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write it (default: RUN/report, comparison/ beside several)"
+    )
+    report.add_argument(
+        "--serve",
+        action="store_true",
+        help="serve live pages of all runs in the RUN folders instead of writing a file",
+    )
+    report.add_argument(
+        "--host", default=argparse.SUPPRESS, help="--serve: the address to listen on (default: only this machine)"
+    )
+    report.add_argument(
+        "--port", type=int, default=argparse.SUPPRESS, help="--serve: the port (default: 7007; 0: any free port)"
+    )
+
+
+def _report(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse_settings(options, overrides)
+    if options.serve:
+        from dali_train.report.serve import LOCALHOST, PORT, serve
+
+        serve(options.run_dir, getattr(options, "host", LOCALHOST), getattr(options, "port", PORT))
+        return FINISHED
+    from dali_train.report import write_report
+
+    print(write_report(options.run_dir, options.output))
+    return FINISHED
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Commands without a run
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _add_recipes(commands: Commands) -> None:
+    summary = "List the recipes that ship, for --config NAME: source, target and what was measured."
+    commands.add_parser("recipes", help=summary, description=summary).set_defaults(run=_recipes)
+
+
 def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     titles = ("--config", "recipe", "target", "source", "measured")
@@ -254,36 +519,40 @@ def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
     return FINISHED
 
 
+def _add_completion(commands: Commands) -> None:
+    summary = "Print a script for your shell that completes commands, settings, choices and recipes."
+    how = "bash, in ~/.bashrc: source <(dali-train completion bash). zsh: dali-train completion zsh >DIR/_dali-train, "
+    how += "with DIR in $fpath. fish: dali-train completion fish >~/.config/fish/completions/dali-train.fish"
+    command = commands.add_parser("completion", help=summary, description=summary, epilog=how)
+    command.set_defaults(run=_completion)
+    command.add_argument("shell", choices=completion.SHELLS)
+
+
 def _completion(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     completion.print_script(options.shell)
     return FINISHED
 
 
-def _report(options: argparse.Namespace, overrides: list[str]) -> int:
-    _refuse_settings(options, overrides)
-    if options.serve:
-        from dali_train.report.serve import LOCALHOST, PORT, serve
+def _add_init(commands: Commands) -> None:
+    summary = "Write a config file that fits a dataset and this machine: sizes, network, batch, epochs."
+    init = commands.add_parser("init", help=summary, description=summary)
+    init.set_defaults(run=_init)
+    init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")
+    init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
+    init.add_argument(
+        "--gpu-memory", type=float, metavar="GB", help="memory of the GPU to train on (default: this machine's)"
+    )
 
-        port = options.launch["port"]
-        serve(options.run_dir, options.launch["host"] or LOCALHOST, PORT if port is None else port)
-        return FINISHED
-    from dali_train.report import write_report
 
-    print(write_report(options.run_dir, options.output))
+def _init(options: argparse.Namespace, overrides: list[str]) -> int:
+    if overrides:
+        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; edit the file that it writes")
+    from dali_train.commands.init import write_config
+
+    _refuse_numbers(options, "gpu_memory")
+    write_config(options.root, options.output, options.gpu_memory)
     return FINISHED
-
-
-def _run_own_parts(options: argparse.Namespace) -> None:
-    """Execute the file of --config for what it registers: models, storages and the like."""
-    if options.config is None:
-        return
-    if Path(options.config).suffix == ".json":
-        raise ConfigError(
-            f"--config {options.config} with RUN, whose own settings are used: leave it out, or use the Python file "
-            "that registers the run's own model"
-        )
-    load_config(options.config)
 
 
 def _refuse_numbers(options: argparse.Namespace, *names: str) -> None:
@@ -292,47 +561,3 @@ def _refuse_numbers(options: argparse.Namespace, *names: str) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value <= 1e15:  # nan is neither
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: use a number over 0, at most 1e15")
-
-
-def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
-    if overrides:
-        raise ConfigError(
-            f"{' '.join(overrides)}: {options.command} uses the run's own settings and accepts no others; "
-            f"see `dali-train {options.command} --help`"
-        )
-
-
-def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
-    """Return the config that the command line names.
-
-    Raises:
-        ConfigError: no file, a setting that does not exist, or a value that is not valid. All ranks find it; one per
-            host prints it.
-        SystemExit: --help, with status 0.
-    """
-    if options.config is None and {"-h", "--help"} & set(overrides):
-        options.help()
-        raise SystemExit(0)
-    try:
-        if options.config is None:
-            raise ConfigError("--config FILE is missing; `dali-train recipes` lists those that ship")
-        return config_with(options.config, overrides, f"dali-train {options.command}")
-    except ConfigError as error:
-        error.is_said = not is_first_on_host(options.launch["local_rank"])
-        raise
-
-
-_COMMANDS: dict[str, Command] = {
-    "train": _train,
-    "eval": _evaluate,
-    "status": _status,
-    "doctor": _doctor,
-    "plan": _plan,
-    "init": _init,
-    "export": _export,
-    "predict": _predict,
-    "diff": _diff,
-    "recipes": _recipes,
-    "completion": _completion,
-    "report": _report,
-}

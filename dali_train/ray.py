@@ -34,7 +34,7 @@ with needing("Ray", extra="ray", module=__name__):
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from dali_train.commands import data
-from dali_train.commands.arguments import command_parser
+from dali_train.commands.data import data_parser
 from dali_train.config import Config
 from dali_train.config.override import config_with
 from dali_train.errors import RunError, UserError
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "convert":
             if not any(word.partition("=")[0] == "--workers" for word in words):
                 words += ["--workers", "1"]  # a part has as many threads as its task has cores
-            threads = command_parser().parse_args(["data", "convert", *words]).workers
+            threads = data_parser().parse_args(["convert", *words]).workers
             with ray.init():
                 return convert(words, threads, options.parts)
         config = config_with(options.config, words, "python -m dali_train.ray train")

@@ -14,7 +14,7 @@ import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
-from dali_train.commands.arguments import command_parser
+from dali_train.cli import command_parser
 from dali_train.config import Config
 from dali_train.config.override import config_with
 from dali_train.runtime import torchrun

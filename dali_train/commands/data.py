@@ -51,11 +51,15 @@ def run(options: argparse.Namespace, unknown: Sequence[str]) -> int:
     return run_command(name, work)
 
 
-def main(action: str, arguments: Sequence[str] | None = None) -> int:
-    """Run ``dali-train data ACTION`` by itself, for the scripts in tools/."""
+def data_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dali-train data", allow_abbrev=False)
     _add_actions(parser)
-    return run(parser.parse_args([action, *(sys.argv[1:] if arguments is None else arguments)]), [])
+    return parser
+
+
+def main(action: str, arguments: Sequence[str] | None = None) -> int:
+    """Run ``dali-train data ACTION`` by itself, for the scripts in tools/."""
+    return run(data_parser().parse_args([action, *(sys.argv[1:] if arguments is None else arguments)]), [])
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
