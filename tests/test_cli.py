@@ -84,42 +84,6 @@ def test_plan_tells_the_order_and_idle_ranks_in_words(tiny_config: Path, capsys:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("train", "--config FILE is missing; `dali-train recipes` lists"),
-        (
-            f"train --config {B16} --data.root nowhere",
-            "nowhere: this directory does not exist; data.root names a dataset",
-        ),
-        (
-            f"plan --config {B16} --world_size 129",
-            "batch.global_batch 32768 is 128 x batch.micro_batch 256, and 129 data-parallel ranks need at least",
-        ),
-        (f"plan --config {B16} --model.name vit_base_patch16_222", "timm does not know; close: vit_base_patch16_224"),
-        (f"plan --config {B16} --model.name resnet18", "do not fit model.name resnet18"),
-        (
-            f"eval --config {B16}",
-            "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights",
-        ),
-        ("train photos.py", "--config photos.py: this file does not exist"),
-        ("eval photos.py", "photos.py: eval takes a run directory; for a config write --config photos.py"),
-        ("status photos.py", "photos.py: no such directory; use a run directory"),
-        (f"status {B16}", "vit-b16.py: a file; use a run directory"),
-        (f"plan --config {B16} --gpu-memory nan", "--gpu-memory is nan: use a number over 0"),
-        (f"plan {B16} --ranks-per-node -1", "--ranks-per-node is -1: use a number over 0"),
-        ("init nowhere --gpu-memory inf", "--gpu-memory is inf: use a number over 0"),
-        ("diff a b c", "a b c: diff compares two runs, but 3 are given"),
-        ("doctor frobnicate", "frobnicate: without --config FILE doctor takes no further arguments"),
-        (f"doctor --config {B16} frobnicate", "'frobnicate' belongs to no setting"),
-        (f"doctor --config {B16} --run.epoch 3", "use --run.epochs"),
-    ],
-)
-def test_what_cannot_be(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments.split()) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--help"], "Train image classifiers at large batch sizes"),

@@ -25,90 +25,16 @@ from dali_train.config.override import read_overrides
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator
 from dali_train.errors import ConfigError
-from dali_train.hooks import Hook
 from dali_train.training.model import build_model
 
 from .conftest import REPOSITORY
+from .test_mistakes import FILE, PLAIN
 
 DIGITS = REPOSITORY / "configs" / "digits.py"
-FILE = """from dali_train.config import *
-from dali_train.hooks import Hook
-config = Config(
-    data=DataConfig(root="data"),
-    model=ModelConfig(name="vit_tiny_patch16_224"),
-    optimizer=OptimizerConfig(lr=1e-3),
-    schedule=ScheduleConfig(warmup_epochs=1),
-    batch=BatchConfig(global_batch=8, micro_batch=2),
-    run=RunConfig(dir="run", epochs=3),
-)
-"""
-PLAIN = Config(
-    data=dict(root="data"),  # type: ignore[arg-type]
-    model=dict(name="vit_tiny_patch16_224"),  # type: ignore[arg-type]
-    optimizer=dict(lr=1e-3),  # type: ignore[arg-type]
-    schedule=dict(warmup_epochs=1),  # type: ignore[arg-type]
-    batch=dict(global_batch=8, micro_batch=2),  # type: ignore[arg-type]
-    run=dict(dir="run", epochs=3),  # type: ignore[arg-type]
-)
 
 
 def config(**sections: Any) -> Config:
     return replace(PLAIN, **sections)
-
-
-WRONG = [
-    ("data.seed", -1, "a whole number from 0 to 2"),
-    ("data.train_size", 0, "a number of pixels from 1 to 65,500"),
-    ("data.crop_area", (0, 1), "two fractions"),
-    ("data.crop_aspect", (2, 1), "two ratios"),
-    ("data.horizontal_flip", 1.5, "a probability"),
-    ("data.normalise", ((0, 0, 0), (9, 0, 9)), "mean and standard deviation are for"),
-    ("data.normalise", ((0.5,) * 3, (0.5,) * 3), "multiply .* by 255"),
-    ("data.block_images", 1 << 40, "from 1 to 16,777,216"),
-    ("data.window_blocks", 0, "from 1 to 16,777,216"),
-    ("data.read_ahead_mb", -1, "from 0 to 1,048,576"),
-    ("data.local_copy", "", "the name of a directory"),
-    ("data.cache_gb", 1e300, "up to 1,000,000"),
-    ("data.num_threads", 0, "a number of threads from 1"),
-    ("data.progressive", ((6.0, 16), (3.0, 24)), "increasing epochs"),
-    ("data.crop_padding", 4, "set data.crop_side, such as 224"),
-    ("data.augment", "rand-q3", "has no setting 'q3'"),
-    ("optimizer.lr", 0, "a number over 0"),
-    ("optimizer.lr", float("nan"), "a number over 0"),
-    ("optimizer.lr", 10**400, "a number over 0"),
-    ("optimizer.lr", None, "a number over 0"),
-    ("optimizer.lr", 1e300, "a number over 0, at most 1e30"),
-    ("optimizer.weight_decay", -1, "from 0 on"),
-    ("optimizer.betas", (0.9, 1), "2 values, each a number from 0 to under 1"),
-    ("optimizer.betas", 0.9, "e.g. 0.9,0.999"),
-    ("optimizer.clip_grad_norm", 0, "a norm over 0, or None"),
-    ("optimizer.layer_decay", 0.0, "a factor over 0"),
-    ("schedule.warmup_epochs", -1, "from 0 on"),
-    ("batch.micro_batch", 0, "from 1 to"),
-    ("mixup.alpha", -0.1, "from 0 on"),
-    ("ema.decay", 1.0, "a share between 0 and 1"),
-    ("model.compile", True, "auto, none, model, cuda-graphs, blocks or autotune"),
-    ("model.kwargs", [1], "a dict, e.g. {'drop_path_rate': 0.1}"),
-    ("model.name", 3, "text"),
-    ("parallel.timeout_s", 0, "a number of seconds"),
-    ("run.epochs", 0, "from 0.0001"),
-    ("run.max_steps", 0, "from 1 to .*, or None"),
-    ("run.eval_every_epochs", 0, "over 0"),
-    ("run.mirror", "https://host/run", "the URL of a writable bucket"),
-    ("hooks.log_every_steps", True, "a whole number from 1"),
-    ("hooks.log_every_steps", 10.0, "a whole number from 1"),
-    ("hooks.trace_samples", 1, "true or false"),
-    ("hooks.user", DataConfig, r"\(VALUE,\)"),
-    ("hooks.user", (Hook(),), "not a hook itself"),
-    ("hooks.profile", (3, 2), "a first step from 1 on"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "remedy"), WRONG, ids=[f"{name}={value!s:.20}" for name, value, _ in WRONG])
-def test_a_wrong_value_is_named_with_its_remedy(name: str, value: Any, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)^{name} is .*: .*{remedy}") as error:
-        PLAIN.replace({name: value})
-    assert str(value)[:20] in str(error.value) or value == ""
 
 
 @pytest.mark.parametrize("name", ["data.root", "run.mirror"])
@@ -117,42 +43,6 @@ def test_credentials_in_a_url_are_refused_and_not_shown(name: str, url: str) -> 
     with pytest.raises(ConfigError, match=f"^{name} is a URL with .* a query: leave them out, .* environment") as error:
         PLAIN.replace({name: url, "data.reader": "dali"})
     assert "SEC" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"schedule.warmup_epochs": 5}, "schedule.warmup_epochs 5 exceeds run.epochs 3: shorten"),
-        ({"mixup.alpha": 0.2, "batch.micro_batch": 1}, "mixup.alpha is 0.2 .* batch.micro_batch 1: .* at least 2"),
-        ({"batch.micro_batch": 3}, "batch.global_batch 8 is not a multiple of batch.micro_batch 3; use 9"),
-        ({"data.eval_size": 300, "data.eval_resize_to": 256}, "data.eval_size 300 .* data.eval_resize_to 256: enlarge"),
-        ({"model.compile": "cuda-graphs", "run.device": "cpu"}, "compile is cuda-graphs with run.device cpu: CUDA gra"),
-        (
-            {"model.compile": "cuda-graphs", "data.progressive": ((1, 128),)},
-            "compile is cuda-graphs with data.progressive .*: .* set model.compile model",
-        ),
-        ({"model.cuda_graphs": True}, "^model.cuda_graphs is not a setting: use model.compile cuda-graphs$"),
-        ({"model.compile": "autotune", "run.deterministic": True}, "deterministic is true with model.compile autotune"),
-        (
-            {"schedule.warmup_epochs": 0.5, "schedule.step_every": "epoch"},
-            "step_every epoch: it must be a whole number",
-        ),
-        ({"data.shuffle": "block", "data.repeats": 3}, "data.repeats 3 .* batch.micro_batch 2.* a multiple of 3"),
-        ({"data.shuffle": "balanced", "data.reader": "dali"}, "reader is dali with data.shuffle balanced, .*index"),
-        ({"data.crop_side": 32, "data.crop_padding": 32}, "data.crop_padding is 32 .*: use less than data.crop_side"),
-        ({"data.crop": "inception", "data.crop_side": 32}, "data.crop is inception .*data.crop_side 32"),
-        ({"loss.target_threshold": 0.2}, "loss.target_threshold is 0.2 with loss.name cross-entropy"),
-        ({"ema.warmup": True}, "ema.warmup is true with ema.decay none: set ema.decay"),
-        ({"data.progressive": ((6, 128),), "run.epochs": 6}, "until epoch 6, but run.epochs is 6"),
-        ({"data.progressive": ((1, 256),)}, "sizes up to data.train_size 224"),
-        ({"data.progressive": ((1, 128),), "parallel.pipeline": 2}, "data.progressive with parallel.pipeline 2"),
-        ({"run.dir": "./data"}, "run.dir and data.root are both ./data: .* another run.dir"),
-        ({"run.epoch": 3}, "^run.epoch is not a setting: use run.epochs$"),
-    ],
-)
-def test_values_that_do_not_fit_together(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PLAIN.replace(changes)
 
 
 def test_models_that_cannot_do_what_is_asked() -> None:
@@ -192,105 +82,6 @@ def test_accumulation_and_steps_are_derived() -> None:
     assert PLAIN.steps(3, 16) == 6
     assert PLAIN.steps(3, 17) == 7, "rounded up: the last epoch is whole"
     assert PLAIN.steps(0.1 * 3, 80) == 3, "no extra step for what is rounding: 0.1 * 3 > 0.3"
-
-
-# What a user writes into a config file: (text in FILE, what stands there instead, the message).
-FILE_MISTAKES = [
-    ("epochs=3", 'epochs="90"', "line 9: run.epochs is '90': use a number"),
-    ("epochs=3", "epoch=3", "line 9: run.epoch is not a setting: use run.epochs"),
-    ("epochs=3", "epochs=3, seed=1", "line 9: run.seed is not a setting: use data.seed"),
-    (", epochs=3", "", "line 9: run.epochs is missing: RunConfig has no default for it"),
-    ("lr=1e-3", "learning_rate=1", "line 6: optimizer.learning_rate is not a setting: use optimizer.lr"),
-    ('root="data"', 'root="data", shuffle="yes"', "line 4: data.shuffle is 'yes': use full, block, none or balanced"),
-    ('root="data"', 'root="data", reader="idx"', "line 4: data.reader is 'idx': use index (of index, dali"),
-    ('root="data"', 'root="data", mean=(0.5, 0.5, 0.5)', "line 4: data.mean is not a setting: use data.normalise"),
-    ("=1)", '=1, step_every="batch")', "line 7: schedule.step_every is 'batch': use step or epoch"),
-    ("=1)", '=1, name="cosin")', "schedule.name is 'cosin': use cosine (of linear, cosine, "),
-    (
-        "Config(",
-        'Config(loss=LossConfig(name="cross-entropi"),',
-        "loss.name is 'cross-entropi': use cross-entropy (of cross-entropy, ",
-    ),
-    ("Config(", 'Config(precision=PrecisionConfig(dtype="float16"),', "precision.dtype is 'float16': use fp16 (of "),
-    ("Config(", "Config(hooks=HooksConfig(user=Hook),", "hooks.user is <class 'dali_train.hooks.Hook'>: use "),
-    ("Config(", "Config(hook=HooksConfig(),", "line 3: hook is not a setting: use hooks"),
-    ("    batch=BatchConfig(global_batch=8, micro_batch=2),\n", "", "line 3: batch is missing: Config has no default"),
-    ("Config(", "Config(mixup=0.2,", "line 3: mixup is 0.2: use MixupConfig"),
-    ("config = Config(", "confg = Config(", "the file must define `config = Config(...)`, found None"),
-    ("epochs=3)", "epochs=3", "line 3: '(' was never closed"),
-    ("epochs=3", "epochs=1 / 0", "line 9: ZeroDivisionError: division by zero"),
-    ("epochs=3", "epochs=__import__('sys').exit(0)", "line 9: SystemExit: 0"),
-    ("import *", "import Nothing", "line 1: ImportError: cannot import name 'Nothing'"),
-]
-
-
-@pytest.mark.parametrize(
-    ("written", "mistake", "message"), FILE_MISTAKES, ids=[mistake for _, mistake, _ in FILE_MISTAKES]
-)
-def test_mistakes_in_a_file(
-    written: str, mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "own.py"
-    assert written in FILE
-    path.write_text(FILE.replace(written, mistake, 1))
-    assert main(["plan", "--config", str(path)]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and printed.count("\n") == 1
-    assert str(path) in printed or ".name is" in message  # names are checked once the file has added its own
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--run.epoch 3", "--run.epoch is not a setting: use --run.epochs"),
-        ("--hooks.wandb offline", "--hooks.wandb is not a setting: use --hooks.trackers wandb (more by WANDB_MODE"),
-        ("--seed 3", "--seed is not a setting: use --data.seed"),
-        ("--learning-rate 0.1", "--learning-rate is not a setting: use --optimizer.lr"),
-        ("--batch-size 256", "use --batch.global_batch (images per optimizer step) or --batch.micro_batch (images"),
-        ("--epochs 90", "use --run.epochs"),
-        ("--model resnet50", "use --model.name"),
-        ("--drop-path 0.1", "use --model.kwargs.drop_path_rate"),
-        ("--opt sgd", "--opt is not a setting: use --optimizer.name"),
-        ("--ema 0.999", "--ema is not a setting: use --ema.decay"),
-        (
-            "--mixup.prob 0.5",
-            "--mixup.prob is not a setting: use --mixup.alpha (0 for none: every micro-batch is mixed",
-        ),
-        ("--model-ema-decay 0.9", "use --ema.decay"),
-        ("--aa rand-m9", "use --data.augment"),
-        ("--momentum 0.8", "use --optimizer.kwargs.momentum"),
-        ("--num-classes 10", "--num-classes is not a setting: the dataset decides it, leave it out"),
-        ("--hooks.sample_images 8", "--hooks.sample_images is not a setting: use --hooks.predictions"),
-        ("--hooks.frobnicate_images 8", "README and --help list the settings"),
-        ("--foo 1", "--foo is not a setting: README and --help list the settings"),
-        ("run.epochs=3", "'run.epochs=3' belongs to no setting: write --run.epochs 3"),
-        ("--data.antialias", "--data.antialias has no value: write --data.antialias true"),
-        ("--data.root my data", "--data.root takes one value, found 2: 'my data'; quote"),
-        ("--hooks.trace_samples maybe", "hooks.trace_samples is 'maybe': use true or false"),
-        ("--optimizer.betas 0.9,x", "optimizer.betas is '0.9,x': use 2 values"),
-        ("--hooks.profile 3", "that is not before it, e.g. 20,25, or None"),
-        ("--data.normalise 0.485,0.456,0.406 0.229,0.224,0.225", "so multiply those for values from 0 to 1 by 255"),
-        ("--data.normalise imagnet", "data.normalise is 'imagnet': use imagenet (of imagenet, inception, "),
-        ("--precision.dtype bfloat16", "precision.dtype is 'bfloat16': use bf16 (of fp32, bf16, fp16 or fp64)"),
-        ("--run.device gpu", "run.device is 'gpu': use cuda (of auto, cpu or cuda)"),
-        ("--data.progressive 6,128,12", "use pairs of an epoch and a size in pixels, such"),
-        ("--data.progressive 6,16", "16, but model.name vit_tiny_patch16_224 takes images of 32 p"),
-        ("--run.dir ''", "run.dir is empty: use the name of a directory"),
-        ("--run.epochs abc", "run.epochs is 'abc': use a number from"),
-        ("--run.epochs inf", "run.epochs is 'inf': use a number from"),
-        ("--data.seed 1e3", "data.seed is 1000.0: use a whole number"),
-        ("--batch.micro_batch 99999999999999999999", "use a whole number from 1 to 65,536"),
-        ("--batch.micro_batch 1000000000", "use a whole number from 1 to 65,536"),
-        ("--data.cache_gb 1e300", "use a number of gigabytes up to 1,000,000"),
-        ("--model.kwargs.num_classes 10", "model.kwargs has num_classes 10: leave it out, the dataset decides it"),
-        ("--model.kwargs {[]:1}", "model.kwargs is '{[]:1}': use a dict, e.g. {'drop_path_rate': 0.1}"),
-        ("--model.kwargs.drop_rate", "--model.kwargs.drop_rate has no value: write --model.kwargs.drop_rate VALUE"),
-    ],
-)
-def test_mistakes_on_the_command_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", str(DIGITS), *shlex.split(words)]) == 2
-    printed = capsys.readouterr().err
-    assert message in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
