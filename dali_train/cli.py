@@ -23,9 +23,8 @@ from dali_train.config import Config, load_config
 from dali_train.config.override import config_with, read_overrides
 from dali_train.config.recipes import find_recipe, recipe_table
 from dali_train.errors import ConfigError
-from dali_train.runtime.launch import LaunchOptions, discover, is_first_on_host
+from dali_train.runtime.launch import LaunchOptions, discover, exit_if_launcher_dies, is_first_on_host
 from dali_train.runtime.object_store import is_remote
-from dali_train.runtime.orphan import exit_if_launcher_dies
 from dali_train.runtime.status import (
     FINISHED,
     START_AGAIN,
@@ -302,7 +301,7 @@ def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides) if options.config is not None or overrides else None
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.doctor import examine
-        from dali_train.runtime.device import choose_device
+        from dali_train.runtime.process import choose_device
         from dali_train.runtime.process_group import process_group
 
     launch = discover(_launch_options(options))

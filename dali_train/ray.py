@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from dali_train.runtime.imports import needing
+from dali_train.runtime.process import needing
 
 with needing("Ray", extra="ray", module=__name__):
     import ray

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dali_train.runtime.imports import needing
+from dali_train.runtime.process import needing
 
 with needing("Flyte", extra="workflow", module=__name__):
     import flyte

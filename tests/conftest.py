@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.runtime.imports import importing_torch, uncollected
+from dali_train.runtime.process import importing_torch, uncollected
 
 with importing_torch():
     import torch

@@ -16,7 +16,7 @@ from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import Loader, make_loader
 from dali_train.data.loading.pipelines import Batch
-from dali_train.runtime.events import STEP_PHASES, read_events
+from dali_train.runtime.status import STEP_PHASES, read_events
 
 from .conftest import REPOSITORY, StartTraining, final_weights, relative_differences
 from .ranks import POOL, Ranks

@@ -3,7 +3,7 @@ half a million objects, whose pages each process would copy besides."""
 
 from importlib import import_module
 
-from dali_train.runtime.imports import importing_torch
+from dali_train.runtime.process import importing_torch
 
 with importing_torch():
     for name in (

@@ -36,9 +36,8 @@ from dali_train.hooks.jsonl import JsonLines
 from dali_train.hooks.machine import Profile
 from dali_train.hooks.predictions import class_names, sample_images, sheet
 from dali_train.parallel.layout import Layout
-from dali_train.runtime.events import goodput, read_events
 from dali_train.runtime.launch import LaunchOptions, discover
-from dali_train.runtime.status import describe
+from dali_train.runtime.status import describe, goodput, read_events
 from dali_train.training.optim import make_optimizer
 
 from .conftest import (

@@ -19,11 +19,10 @@ from dali_train.config import ParallelConfig, TensorConfig
 from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime import process_group as meeting
-from dali_train.runtime.device import choose_device, numa_node_cores
-from dali_train.runtime.events import METRICS, goodput, read_events
 from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
+from dali_train.runtime.process import choose_device, numa_node_cores
 from dali_train.runtime.process_group import process_group
-from dali_train.runtime.status import read_status
+from dali_train.runtime.status import METRICS, goodput, read_events, read_status
 
 from .conftest import REPOSITORY, Train
 from .helpers import FLOAT32_BOUND, LONG, extended, largest_difference, samples

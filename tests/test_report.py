@@ -20,7 +20,7 @@ from dali_train.cli import main
 from dali_train.report.page import what_bounds
 from dali_train.report.runs import ReportedRun, differences, load_run
 from dali_train.report.serve import make_server
-from dali_train.runtime.events import STEP_PHASES, best_evaluation, decisive
+from dali_train.runtime.status import STEP_PHASES, best_evaluation, decisive
 from dali_train.text import duration, plural, printable, redacted
 
 from .conftest import REPOSITORY, TINY_CONFIG, run_in_pool

@@ -188,7 +188,7 @@ def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int
 @pytest.mark.parametrize("under_torchrun", [True, False])
 def test_a_rank_ends_with_its_launcher(tmp_path: Path, under_torchrun: bool) -> None:
     """torchrun that is killed leaves no rank behind; what a shell has started stays when the shell goes."""
-    rank = "from dali_train.runtime.orphan import exit_if_launcher_dies; import os, time; exit_if_launcher_dies(); "
+    rank = "from dali_train.runtime.launch import exit_if_launcher_dies; import os, time; exit_if_launcher_dies(); "
     rank += "print(os.getpid(), flush=True); time.sleep(6)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     environment = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC")}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dali_train.runtime.events import STEP_PHASES
+from dali_train.runtime.status import STEP_PHASES
 from dali_train.training.timing import PhaseClock
 
 from .conftest import StartTraining, Train

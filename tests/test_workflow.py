@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dali_train.cli import main as dali_train
-from dali_train.runtime.events import read_events
+from dali_train.runtime.status import read_events
 
 from .conftest import REPOSITORY
 

@@ -19,7 +19,7 @@ from dali_train.commands import data
 from dali_train.config import Config
 from dali_train.config.override import config_with
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.runtime.events import read_events
+from dali_train.runtime.status import read_events
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import build_model
 from dali_train.training.precision import Precision

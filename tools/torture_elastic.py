@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from dali_train.checkpoint.model import MODEL_FILE
 from dali_train.config import load_config
-from dali_train.runtime.events import METRICS, Event, goodput, read_events
+from dali_train.runtime.status import METRICS, Event, goodput, read_events
 from tools.torture_resume import CONFIG, NUM_IMAGES, Attempt, compare, make_dataset
 
 MOST_NODES = 4  # as many as a step has micro-batches

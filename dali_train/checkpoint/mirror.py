@@ -41,7 +41,6 @@ from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.progress import LINE_INTERVAL_S, Progress
 from dali_train.errors import ConfigError, RunError
 from dali_train.files import sha256, sync_directory
-from dali_train.runtime.events import METRICS
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import (
     Bucket,
@@ -51,6 +50,7 @@ from dali_train.runtime.object_store import (
     is_remote,
 )
 from dali_train.runtime.process_group import host_group, on_rank_0
+from dali_train.runtime.status import METRICS
 from dali_train.runtime.stop import StopReason, StopRequests
 from dali_train.text import plural, shortened
 

@@ -11,7 +11,7 @@ from dali_train.config import Config
 from dali_train.config.config_file import config_from_json
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
-from dali_train.runtime.events import METRICS, Event, read_events
+from dali_train.runtime.status import METRICS, Event, read_events
 
 _LARGEST_FILE = 10_000_000
 _COUNTS = ("host_cores", "decoding_threads", "ranks_on_host", "world_size")

@@ -15,8 +15,8 @@ from types import FrameType
 
 from dali_train.data.convert.datasets import DATASETS, advice
 from dali_train.errors import NoDatasetError, UserError, explain
-from dali_train.runtime.imports import importing_torch
 from dali_train.runtime.launch import leave_to_torchrun, tell_torchrun
+from dali_train.runtime.process import importing_torch
 from dali_train.text import printable
 
 

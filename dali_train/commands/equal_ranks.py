@@ -6,7 +6,8 @@ an error, since gradients of any recipes can be averaged, and collectives that o
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from dali_train.checkpoint.recipe import dataset_content, names_content, recipe_
 from dali_train.checkpoint.storage import MANIFEST
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest, index_path, metadata_directory
-from dali_train.errors import UserError
+from dali_train.errors import ConfigError, UserError
 from dali_train.files import sha256
-from dali_train.runtime.agreement import compare_ranks
+from dali_train.runtime.process_group import on_rank_0
+from dali_train.text import plural, shortened
 
 _PER_NODE = {
     *("run.dir", "run.max_seconds"),  # a disk of its own; the first rank that must stop stops all
@@ -55,9 +57,33 @@ def require_equal_ranks(
         contents |= _files(config, checkpoint)
     except (UserError, OSError) as error:
         contents["files"], fault = f"not readable ({error})", error
-    compare_ranks(contents, group)
+    _compare(contents, group)
     if fault is not None:
         raise fault
+
+
+def _compare(values: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Compare JSON `values`, by name, of all ranks in `group` with rank 0's.
+
+    Raises:
+        ConfigError: on all ranks, if one differs; the message names the first such rank, its host and the values.
+    """
+    mine = {name: json.dumps(value) for name, value in values.items()}
+    first = on_rank_0(lambda: mine, group)
+    differences = [
+        f"{name} is {shortened(mine.get(name, 'missing'), 200)}, rank 0 has {shortened(first.get(name, 'none'), 200)}"
+        for name in first | mine
+        if mine.get(name) != first.get(name)
+    ]
+    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)  # of each rank: host, differences
+    dist.all_gather_object(found, (platform.node(), "; ".join(differences)), group=group)
+    differing = [rank for rank, (_, text) in enumerate(found) if text]
+    if differing:
+        host, text = found[differing[0]]
+        others = f" ({plural(len(differing) - 1, 'more rank')} differ too)" if len(differing) > 1 else ""
+        raise ConfigError(
+            f"rank {differing[0]} on {host}: {text}{others}: start all ranks with the same command, files and version"
+        )
 
 
 def _settings(config: Config, device: torch.device) -> dict[str, Any]:

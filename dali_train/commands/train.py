@@ -28,11 +28,10 @@ from dali_train.hooks.hook_list import make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.stages import check_micro_batches
-from dali_train.runtime.agreement import StepAgreement
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.local_launch import count_processes, launch_locally
 from dali_train.runtime.process_group import host_group, joined, locked
-from dali_train.runtime.stop import StopRequests
+from dali_train.runtime.stop import StepAgreement, StopRequests
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.text import redacted
 from dali_train.training.build import (

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dali_train.hooks import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
-from dali_train.runtime.events import METRICS, OUTSIDE_PHASES, best_evaluation, decisive, read_events
+from dali_train.runtime.status import METRICS, OUTSIDE_PHASES, best_evaluation, decisive, read_events
 from dali_train.text import duration, plural, printable
 
 logger = logging.getLogger("dali_train")

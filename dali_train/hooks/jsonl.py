@@ -12,7 +12,7 @@ from typing import Any
 from dali_train.files import ForeignFileError, write_atomically
 from dali_train.hooks import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord
-from dali_train.runtime.events import METRICS, json_lines, parse_line, read_events
+from dali_train.runtime.status import METRICS, json_lines, parse_line, read_events
 from dali_train.text import redacted
 
 logger = logging.getLogger("dali_train")

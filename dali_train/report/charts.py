@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dali_train.report.runs import ReportedRun
-from dali_train.runtime.events import OUTSIDE_PHASES, STEP_PHASES, Event
+from dali_train.runtime.status import OUTSIDE_PHASES, STEP_PHASES, Event
 from dali_train.text import printable, shortened
 
 PHASE_NAMES = {field: phase for phase, field in (STEP_PHASES | OUTSIDE_PHASES).items()}

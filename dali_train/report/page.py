@@ -16,8 +16,8 @@ import numpy as np
 from dali_train.files import read_limited, write_atomically
 from dali_train.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
 from dali_train.report.runs import ReportedRun, by_dataset, differences, find_runs, load_run
-from dali_train.runtime.events import best_evaluation, decisive
-from dali_train.runtime.events import goodput as goodput_of
+from dali_train.runtime.status import best_evaluation, decisive
+from dali_train.runtime.status import goodput as goodput_of
 from dali_train.text import duration, plural, printable, shortened
 from dali_train.training.schedule import describe_peak
 

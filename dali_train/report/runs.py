@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
-from dali_train.runtime.events import METRICS, OUTSIDE_PHASES, STEP_PHASES, Event, best_evaluation, decisive
+from dali_train.runtime.status import METRICS, OUTSIDE_PHASES, STEP_PHASES, Event, best_evaluation, decisive
 from dali_train.text import printable
 
 Row = TypeVar("Row")

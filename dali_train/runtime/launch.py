@@ -8,6 +8,8 @@ import json
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +20,7 @@ from dali_train.errors import ConfigError
 from dali_train.text import shortened
 
 _PATIENCE_S = 10.0  # ranks start up to some seconds apart
+_CHECK_S = 1.0
 _LARGEST_PORT = (1 << 16) - 1
 _REMEDIES = {
     "torchrun": "start all ranks with torchrun, or unset TORCHELASTIC_RUN_ID for a single process",
@@ -251,3 +254,25 @@ class _Variables:
             f"started by {self._launcher}, but the environment variable {name} is {problem}: "
             f"{_REMEDIES.get(self._launcher, _REMEDIES['torchrun'])}"
         )
+
+
+def exit_if_launcher_dies(environ: Mapping[str, str] = os.environ) -> None:
+    """Watch the parent from a thread, under torchrun or under `local_launch`, which uses torchrun's agent.
+
+    With other parents the run should survive, e.g. under nohup or after its shell was closed. Linux's own signal for
+    this (PR_SET_PDEATHSIG) is sent when the *thread* that started the process ends, so it is not used.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="launcher", daemon=True).start()
+
+
+def _watch_launcher(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_CHECK_S)
+    print(
+        f"rank {os.environ.get('RANK', '?')}: the launcher (pid {parent}) is gone, so this rank ends; start again to "
+        "resume",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)

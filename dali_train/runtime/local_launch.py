@@ -24,8 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dali_train.errors import ConfigError, RunError
-from dali_train.runtime.launch import LOCAL
-from dali_train.runtime.orphan import exit_if_launcher_dies
+from dali_train.runtime.launch import LOCAL, exit_if_launcher_dies
 from dali_train.runtime.status import START_AGAIN
 from dali_train.runtime.stop import StopReason
 

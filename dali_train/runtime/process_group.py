@@ -19,9 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from dali_train.config import Config
 from dali_train.errors import RunError
-from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
+from dali_train.runtime.process import choose_device
 from dali_train.runtime.status import START_AGAIN
 from dali_train.runtime.stop import StopRequests
 

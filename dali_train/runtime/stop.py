@@ -1,7 +1,8 @@
-"""Requests to stop: signals, run.max_seconds and the end of the job. A rank only records its reason to stop here.
+"""Requests to stop: signals, run.max_seconds and the end of the job. A rank only records its own reason; in each step
+all ranks agree whether to stop or save after it, since a rank that continued alone would hang in a collective.
 
-This does not import torch, so that the handlers are installed before that import, which takes seconds in which a signal
-would kill the process.
+Importing this does not import torch, so that the handlers are installed before that import, which takes seconds in
+which a signal would kill the process.
 """
 
 import os
@@ -12,8 +13,12 @@ import time
 from collections.abc import Mapping
 from enum import IntEnum
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from dali_train.runtime.status import STOPPED_BY_TERM
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 class StopReason(IntEnum):
@@ -149,6 +154,37 @@ class StopRequests:
         if self._job_end is not None and time.time() >= self._job_end:
             return StopReason.JOB_END
         return StopReason.NONE
+
+
+class StepAgreement:
+    """An all-reduce per step, overlapped with it, of whether any rank wants to save or has a reason to stop.
+
+    Args:
+        group: all ranks, for host memory; None for a single process.
+    """
+
+    def __init__(self, requests: StopRequests, group: "dist.ProcessGroup | None") -> None:
+        import torch
+
+        self._requests = requests
+        self._group = group
+        self._largest = torch.zeros((), dtype=torch.int64)
+        self._pending: dist.Work | None = None
+
+    def ask(self, *, save: bool) -> None:
+        """Start the all-reduce at the start of a step; `save`: this rank wants a checkpoint after it."""
+        self._largest.fill_(2 * int(self._requests.reason()) + save)
+        if self._group is not None:
+            import torch.distributed as dist
+
+            self._pending = dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def agreed(self) -> tuple[StopReason, bool]:
+        """Return, at the end of the step, why all ranks stop now, or NONE, and whether to save without stopping."""
+        if self._pending is not None:
+            self._pending.wait()
+        reason, save = divmod(int(self._largest), 2)  # a stop outranks a save, since stopping saves too
+        return StopReason(reason), bool(save)
 
 
 def job_end(environ: Mapping[str, str]) -> float | None:

@@ -20,8 +20,8 @@ from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
 from dali_train.parallel.stages import StageActivations, check_micro_batches
-from dali_train.runtime.bus_error import explain_bus_errors
 from dali_train.runtime.launch import Launch
+from dali_train.runtime.process import explain_bus_errors
 from dali_train.training.dropout import choose_seeding, drops, seed_each_block
 from dali_train.training.ema import Ema
 from dali_train.training.evaluation import Evaluator

@@ -5,8 +5,8 @@ import os
 import torch
 
 from dali_train.config import Config
-from dali_train.runtime.device import bind_to_numa_node, cores_per_process
 from dali_train.runtime.launch import Launch
+from dali_train.runtime.process import bind_to_numa_node, cores_per_process
 from dali_train.training.precision import choose_tf32
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dali_train.runtime.events import OUTSIDE_PHASES, STEP_PHASES
+from dali_train.runtime.status import OUTSIDE_PHASES, STEP_PHASES
 
 
 @dataclass(frozen=True, kw_only=True)

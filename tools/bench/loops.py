@@ -25,8 +25,8 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import blank_images, pixel_format
 from dali_train.hooks import Hook
 from dali_train.hooks.records import RunStart, StepRecord
-from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.process import choose_device
 from dali_train.runtime.stop import StopRequests
 from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer

@@ -26,8 +26,8 @@ from dali_train.commands.environment import device_name
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.runtime.device import choose_device
 from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.process import choose_device
 from dali_train.training.flops import Peak, flops_per_image
 from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES

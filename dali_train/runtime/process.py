@@ -1,0 +1,142 @@
+"""This process: its import of torch, its device and cores, and what it says when a bus error kills it.
+
+Importing this does not import torch, which takes seconds.
+"""
+
+import atexit
+import ctypes
+import gc
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dali_train.errors import ConfigError
+from dali_train.runtime.launch import Launch
+
+if TYPE_CHECKING:
+    import torch
+
+
+def importing_torch() -> AbstractContextManager[None]:
+    """Exempt the objects imported in this context from garbage collection: scanning half a million of them takes a
+    fifth of the import time, and a third of a second in each later collection."""
+    return nullcontext() if "torch" in sys.modules else uncollected()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Exempt the objects of this context, and all older ones, from garbage collection until the process ends."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # at the end Triton's extension names everything that was not collected
+        gc.enable()
+
+
+@contextmanager
+def needing(package: str, *, extra: str, module: str) -> Iterator[None]:
+    """Name the extra to install if an import in this context does not find `package`.
+
+    Args:
+        extra: the extra of this package, which the importing module ``dali_train.EXTRA`` is named after.
+        module: ``__name__`` of the importing module; ``__main__`` ends the process with status 2.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"dali_train.{extra} needs {package} ({error}): pip install 'dali-train[{extra}]'"
+        if module != "__main__":
+            raise ImportError(message) from error
+        print(message, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def choose_device(name: str, launch: Launch) -> "torch.device":
+    """Return the device of this process's model, by its name in `run.device`.
+
+    Raises:
+        ConfigError: run.device is cuda and there is no GPU.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if name == "cuda" and not num_gpus:
+        raise ConfigError(
+            "run.device is cuda, but torch finds no GPU on this host: check the driver, or set run.device cpu"
+        )
+    if name == "cpu" or not num_gpus:
+        return torch.device("cpu")
+    # Where a launcher shows each process only its own GPU, the local rank is out of range, so it wraps around.
+    return torch.device("cuda", launch.local_rank % num_gpus)
+
+
+def cores_per_process(launch: Launch) -> int:
+    """Return how many cores this process may use: its affinity mask, split among the processes that share it."""
+    cores = len(os.sched_getaffinity(0))
+    # Slurm gives every task its own mask; torchrun's workers all have the whole node's.
+    shared = launch.launcher != "srun" or cores >= (os.cpu_count() or 1)
+    return max(1, cores // launch.local_world_size) if shared else cores
+
+
+def bind_to_numa_node(device: "torch.device") -> int:
+    """Bind this process, and the threads it will start, to the cores of its GPU's NUMA node; return how many it has.
+
+    The launcher's binding is kept if it allows none of those cores, or if the host does not list them.
+    """
+    import torch
+
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave the address out
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    allowed = os.sched_getaffinity(0)
+    near = allowed & numa_node_cores(Path("/sys/bus/pci/devices") / address)
+    if near:
+        os.sched_setaffinity(0, near)
+    return len(near or allowed)
+
+
+def numa_node_cores(pci_device: Path) -> set[int]:
+    """Return the cores on a device's NUMA node, from Linux's description of it in /sys; none if it names none."""
+    try:
+        spans = (pci_device / "local_cpulist").read_text().split(",")
+    except OSError:
+        return set()
+    ends = [
+        (int(first), int(last or first))
+        for first, _, last in (span.strip().partition("-") for span in spans if span.strip())
+    ]
+    return {core for first, last in ends for core in range(first, last + 1)}
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_installed: list[Any] = []  # ctypes frees callbacks without a reference
+
+
+def explain_bus_errors(dataset: str) -> None:
+    """Print one sentence before SIGBUS kills this process.
+
+    Python's own handlers cannot do this: they run later on the main thread, while the failing instruction, mostly in a
+    DALI thread, is retried at once. This handler runs in the failing thread, then lets the instruction fail again.
+    """
+    text = (
+        f"dali-train: bus error (SIGBUS): a mapped file could not be read. A shard of {dataset} was truncated or "
+        f"rewritten while in use, its disk failed, or /dev/shm is full: `dali-train data verify {dataset}` names the "
+        "shard; restore it, and start again to resume\n"
+    ).encode(errors="replace")
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+
+    def explain(number: int) -> None:
+        os.write(2, text)
+        libc.signal(number, None)  # SIG_DFL
+
+    _installed[:] = [_Handler(explain)]
+    libc.signal(signal.SIGBUS, ctypes.cast(_installed[0], ctypes.c_void_p))
