@@ -321,9 +321,6 @@ def _add_plan(commands: Commands) -> None:
         metavar="GB",
         help="memory of each rank's GPU: also report the largest micro-batch that fits",
     )
-    plan.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks per data.cache (default: 8)")
-    plan.add_argument("--price-per-gb", type=float, metavar="X", help="price per GB read from data.root's bucket")
-    plan.add_argument("--price-per-1000-requests", type=float, metavar="X", help="price of requests to that bucket")
     plan.add_argument(
         "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
     )
@@ -334,16 +331,13 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.plan import print_plan
 
-    _refuse_numbers(options, "num_images", "gpu_memory", "ranks_per_node", "price_per_gb", "price_per_1000_requests")
+    _refuse_numbers(options, "num_images", "gpu_memory")
     print_plan(
         config,
         world_size=_launch_options(options).world_size,
         num_images=options.num_images,
         picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
-        ranks_per_node=options.ranks_per_node,
-        price_per_gb=options.price_per_gb,
-        price_per_1000_requests=options.price_per_1000_requests,
     )
     return FINISHED
 

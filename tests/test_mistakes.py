@@ -224,7 +224,6 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ("status photos.py", "photos.py: no such directory; use a run directory"),
     (f"status {__file__}", "test_mistakes.py: a file; use a run directory"),
     ("plan --config vit-b16 --gpu-memory nan", "--gpu-memory is nan: use a number over 0"),
-    ("plan vit-b16 --ranks-per-node -1", "--ranks-per-node is -1: use a number over 0"),
     ("init nowhere --gpu-memory inf", "--gpu-memory is inf: use a number over 0"),
     ("diff a b c", "a b c: diff compares two runs, but 3 are given"),
     ("doctor frobnicate", "frobnicate: without --config FILE doctor takes no further arguments"),

@@ -19,12 +19,13 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import fetched_metadata
 from dali_train.data.dataset.storage import MappedFiles, RemoteImages
 from dali_train.data.loading import cache as cache_module
-from dali_train.data.loading.cache import Eviction, ImageCache, NextUse, simulate_cache
+from dali_train.data.loading.cache import Eviction, ImageCache, NextUse
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.files import try_lock
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
+from tools.bench.cache import simulate_cache
 
 from .conftest import Train
 from .helpers import OFTEN, samples, state_difference

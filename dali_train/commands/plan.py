@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from dali_train.checkpoint.model import check_weights
-from dali_train.commands.plan_reads import describe_reads
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
@@ -29,7 +28,6 @@ from dali_train.parallel.stages import (
     make_stages,
 )
 from dali_train.runtime.launch import Launch
-from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration
 from dali_train.training.flops import data_sheet_peak, flops_per_image, measured_peak
 from dali_train.training.loss import loss_of
@@ -57,17 +55,12 @@ def print_plan(
     num_images: int | None,
     picture: Path | None,
     gpu_memory_gb: float | None = None,
-    ranks_per_node: int = 8,
-    price_per_gb: float | None = None,
-    price_per_1000_requests: float | None = None,
 ) -> None:
     """Print the plan for `world_size` ranks, and draw it into `picture`.
 
     Args:
         world_size: None for the smallest that the config's parallelism allows.
         gpu_memory_gb: memory of each rank's device, for advice on the micro-batch.
-        ranks_per_node: the number of ranks that share a cache, if data comes from an object store.
-        price_per_gb, price_per_1000_requests: prices of that store.
 
     Raises:
         ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
@@ -94,9 +87,6 @@ def print_plan(
     for start, sized in config.sizes_by_step(num_images) if config.data.progressive else ():
         print(f"image size     {sized.data.train_size} pixels from step {start:,}")
     print(f"order          {describe_order(config, num_images, image_bytes)}")
-    if is_remote(config.data.root):
-        prices = price_per_gb, price_per_1000_requests
-        print(*describe_reads(config, layout, num_images, image_bytes, ranks_per_node, *prices), sep="\n")
     print(f"model          {config.model.name}: {describe_parameters(model)}, precision {config.precision.dtype}")
     for difference in compare_with_timm(model, config):
         print(f"               {difference}: {FINE_WHEN_DRAWN}")

@@ -8,6 +8,7 @@ dataset stands for a large one: shares do not depend on its size, only on the nu
 
 import argparse
 from collections import OrderedDict
+from heapq import heappop, heappush
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
-from dali_train.data.loading.cache import NextUse, simulate_cache
+from dali_train.data.loading.cache import NextUse
 from tools.bench.turns import loading_config
 
 NUM_IMAGES = 4096
@@ -28,6 +29,37 @@ ORDERS = {
     "full": DataConfig(root="-"),
     "block": DataConfig(root="-", shuffle="block", block_images=8, window_blocks=4),
 }
+
+
+def simulate_cache(uses: NDArray[np.int32], sizes: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
+    """Return which of a node's `uses`, image numbers in order of time, hit a cache of `capacity` bytes, (uses,).
+
+    The cache starts empty and evicts the image used furthest in the future (Belady's MIN); an image that would be
+    evicted at once is not stored.
+    """
+    last: dict[int, int] = {}
+    next_use = np.empty(len(uses), dtype=np.int64)
+    for position in range(len(uses) - 1, -1, -1):
+        image = int(uses[position])
+        next_use[position] = last.get(image, len(uses))
+        last[image] = position
+    served = np.zeros(len(uses), dtype=np.bool_)
+    held: dict[int, int] = {}  # image -> position of its next use
+    latest: list[tuple[int, int]] = []
+    total = 0
+    for position, (image, then) in enumerate(zip(uses.tolist(), next_use.tolist(), strict=True)):
+        if image in held:
+            served[position] = True
+        else:
+            total += int(sizes[image])
+        held[image] = then
+        heappush(latest, (-then, image))
+        while total > capacity:
+            then, victim = heappop(latest)
+            if held.get(victim) == -then:  # else it has been used since
+                del held[victim]
+                total -= int(sizes[victim])
+    return served
 
 
 def main() -> None:

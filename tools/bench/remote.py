@@ -33,12 +33,13 @@ from PIL import Image
 from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
-from dali_train.data.loading.cache import ImageCache, join_node, simulate_cache
+from dali_train.data.loading.cache import ImageCache, join_node
 from dali_train.data.loading.loader import make_loader
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
 from tests.object_server import ObjectServer
+from tools.bench.cache import simulate_cache
 from tools.bench.turns import ALONE, cpu_seconds, describe_machine, family, loading_config
 
 MICRO_BATCH = 20

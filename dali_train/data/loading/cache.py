@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -406,37 +405,6 @@ class NextUse:
         images, times = self.uses(self._end, self._end + self._steps_per_chunk)
         self._end += self._steps_per_chunk
         self._images, self._times = np.concatenate([self._images, images]), np.concatenate([self._times, times])
-
-
-def simulate_cache(uses: NDArray[np.int32], sizes: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
-    """Return which of a node's `uses`, image numbers in order of time, hit a cache of `capacity` bytes, (uses,).
-
-    The cache starts empty and evicts the image used furthest in the future (Belady's MIN); an image that would be
-    evicted at once is not stored.
-    """
-    last: dict[int, int] = {}
-    next_use = np.empty(len(uses), dtype=np.int64)
-    for place in range(len(uses) - 1, -1, -1):
-        image = int(uses[place])
-        next_use[place] = last.get(image, len(uses))
-        last[image] = place
-    served = np.zeros(len(uses), dtype=np.bool_)
-    held: dict[int, int] = {}  # image -> place of its next use
-    latest: list[tuple[int, int]] = []
-    total = 0
-    for place, (image, then) in enumerate(zip(uses.tolist(), next_use.tolist(), strict=True)):
-        if image in held:
-            served[place] = True
-        else:
-            total += int(sizes[image])
-        held[image] = then
-        heappush(latest, (-then, image))
-        while total > capacity:
-            then, victim = heappop(latest)
-            if held.get(victim) == -then:  # else it has been used since
-                del held[victim]
-                total -= int(sizes[victim])
-    return served
 
 
 class Eviction:
