@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dali_train.checkpoint.model import load_model
     from dali_train.commands.predict import predict
-    from dali_train.commands.run import RunResult
-    from dali_train.commands.train import run
+    from dali_train.commands.train import RunResult, run
     from dali_train.config import load_config
     from dali_train.hooks import Hook
     from dali_train.training.optim import register_optimizer
@@ -24,7 +23,7 @@ __all__ = ["Hook", "RunResult", "load_config", "load_model", "predict", "registe
 # Imported on first use: torch takes seconds to import, and --help does not need it; __main__ hears Ctrl-C from here on.
 _PLACES = {
     "Hook": "hooks",
-    "RunResult": "commands.run",
+    "RunResult": "commands.train",
     "load_config": "config",
     "load_model": "checkpoint.model",
     "predict": "commands.predict",

@@ -555,17 +555,8 @@ def test_the_header_comes_before_the_model_is_built(caplog: pytest.LogCaptureFix
     sizes = {"batch.global_batch": 1, "batch.micro_batch": 1}
     config = load_config(REPOSITORY / "configs" / "digits.py").replace({**changes, **sizes})
     launch = cast(Any, SimpleNamespace(rank=0, world_size=1, launcher="none"))
-    plan = RunPlan(
-        config=config,
-        directory=tmp_path,
-        launch=launch,
-        device="CPU, 2 threads",
-        num_images=1,
-        num_classes=1,
-        class_names=("a",),
-        grad_accum_steps=1,
-        total_steps=1,
-    )
+    facts = {"config": config, "directory": tmp_path, "launch": launch, "device": torch.device("cpu")}
+    plan = cast(RunPlan, SimpleNamespace(**facts, num_images=1, num_classes=1, total_steps=1))
     with caplog.at_level(logging.INFO, "dali_train"):
         HookList([Console()]).announce(plan)
     assert "1 image, 1 class" in caplog.text and "1 = 1 image x 1 accumulated x 1 rank" in caplog.text

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dali_train.checkpoint.model import check_weights
 from dali_train.checkpoint.storage import CheckpointError
 from dali_train.checkpoint.transfer import ranks_apart
-from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, describe_ranks
+from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
 from dali_train.config import Config, HooksConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split
@@ -31,15 +30,12 @@ from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
 from dali_train.data.loading.first_batch import decoding_device
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.parallel.layout import Layout
-from dali_train.parallel.stages import check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.runtime.process_group import on_rank_0
-from dali_train.training.memory import Memory, estimate_memory
+from dali_train.training.build import fit_to_ranks
+from dali_train.training.memory import Memory
 from dali_train.training.model import (
-    build_model,
-    check_sizes,
     compare_with_timm,
     describe_parameters,
 )
@@ -65,9 +61,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
     """
     findings, layout = [], None
     try:
-        layout = Layout.from_config(launch, config.parallel)
-        batch = config.batch
-        check_micro_batches(config.parallel, batch.grad_accum_steps(layout.data_size))
+        layout, batch = fit_to_ranks(config, launch), config.batch
         found = (
             f"{batch.global_batch:,} images per step: {batch.describe_accumulation(layout.data_size)} x "
             f"{batch.micro_batch} on each rank{layout.describe_idle(batch.num_micro_batches)}"
@@ -79,11 +73,7 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
     with suppress(ConfigError, DatasetError, OSError):
         num_classes = Split(config.data.root, "train").num_classes
     try:
-        model = build_model(config, num_classes, torch.device("meta"))
-        check_sizes(model, config)
-        check_weights(config, num_classes)
-        memory = estimate_memory(config, num_classes)
-        ranks = describe_ranks(model, config, layout, memory) if layout is not None else []
+        model, memory, ranks = forecast(config, layout, num_classes)
     except (ConfigError, CheckpointError) as error:
         return [*findings, Finding("model", "fail", str(error), "see the message")], None
     differences = compare_with_timm(model, config)

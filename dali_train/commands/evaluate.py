@@ -3,6 +3,7 @@ weights."""
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,19 +15,18 @@ from dali_train.checkpoint.model import check_registered, first_weights, model_f
 from dali_train.checkpoint.recipe import changes_between, recipe_settings
 from dali_train.checkpoint.state import restore_weights
 from dali_train.commands.equal_ranks import require_equal_ranks
-from dali_train.config import Config, ParallelConfig
+from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
-from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
+from dali_train.training.build import RunPlan, build_evaluator, prepare
 from dali_train.training.evaluation import EvaluationResult, Evaluator
 from dali_train.training.metrics import ClassTables
 from dali_train.training.model import build_model, check_sizes, compare_with_timm
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path
-from dali_train.training.setup import configure_torch
 
 
 def evaluate_checkpoint(
@@ -53,13 +53,12 @@ def evaluate_checkpoint(
             check_registered(config, run_dir)
         path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
         require_equal_ranks(config, device, host_group(launch, config), path)
-        num_threads = configure_torch(config, launch, device)
-        split = Split(config.data.root, "validation")
+        plan = prepare(config, launch, device, trains=False)
         loaded = load_checkpoint(path)
-        warnings = differences_from_run(loaded, config, split)
-        model = model_from(loaded, config, split.num_classes, device)
+        warnings = differences_from_run(loaded, config, plan.split)
+        model = model_from(loaded, config, plan.num_classes, device)
         check_sizes(model, config, trains=False)
-        evaluator = _evaluator(split, config, launch, device, num_threads)
+        evaluator = _evaluator(plan)
         precision = Precision(config.precision, device)
         result, average = evaluator.run(model, precision.autocast()), None
         if "ema" in loaded.state:
@@ -71,7 +70,7 @@ def evaluate_checkpoint(
         print(f"{name or path}\nstep {loaded.step}: {_describe(result)}  ({result.num_images} images)")
         if average is not None:
             print(f"moving average of the weights: {_describe(average)}")
-        _print_classes(evaluator, split)
+        _print_classes(evaluator, plan.split)
 
 
 def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOptions) -> None:
@@ -94,10 +93,9 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
         config = _with_architecture(config, weights, chosen)
     with _joined(options, config, Path(config.run.dir)) as (launch, device):
         require_equal_ranks(config, device, host_group(launch, config))
-        num_threads = configure_torch(config, launch, device)
-        split = Split(config.data.root, "validation")
+        plan = prepare(config, launch, device, trains=False)
         tensors = first_weights(config)
-        model = build_model(config, split.num_classes, device, with_weights=True, tensors=tensors, keep_classifier=True)
+        model = build_model(config, plan.num_classes, device, with_weights=True, tensors=tensors, keep_classifier=True)
         if from_timm:
             settings = image_settings(
                 model, eval_size=config.data.eval_size if "data.eval_size" in chosen else None, for_tests=True
@@ -105,13 +103,13 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
             names = {f"data.{name}": value for name, value in settings.items()}
             config = config.replace({name: value for name, value in names.items() if name not in chosen})
         check_sizes(model, config, trains=False)
-        evaluator = _evaluator(split, config, launch, device, num_threads)
+        evaluator = _evaluator(replace(plan, config=config))
         if launch.rank == 0:
             _print_preparation(model, config, "timm's for these weights" if from_timm else "the config's")
         result = evaluator.run(model, Precision(config.precision, device).autocast())
     if launch.rank == 0:
         print(f"{weights}: {_describe(result)}  ({result.num_images} images)")
-        _print_classes(evaluator, split)
+        _print_classes(evaluator, plan.split)
 
 
 @contextmanager
@@ -144,9 +142,10 @@ def _print_preparation(model: nn.Module, config: Config, whose: str) -> None:
         print(f"note: {difference}")
 
 
-def _evaluator(split: Split, config: Config, launch: Launch, device: torch.device, num_threads: int) -> Evaluator:
-    layout = Layout.from_config(launch, ParallelConfig())  # every rank has the complete model
-    return Evaluator(split, config, device, layout, num_threads=num_threads, num_shown=1)  # for its predictions
+def _evaluator(plan: RunPlan) -> Evaluator:
+    evaluator = build_evaluator(plan, num_shown=1)  # for its predictions
+    assert evaluator is not None  # `prepare` has opened the split
+    return evaluator
 
 
 def _print_classes(evaluator: Evaluator, split: Split) -> None:

@@ -23,14 +23,13 @@ from dali_train.parallel.stages import (
     StageActivations,
     VitStage,
     bubble,
-    check_micro_batches,
     in_flight,
     make_stages,
 )
 from dali_train.runtime.launch import Launch
 from dali_train.text import duration
+from dali_train.training.build import fit_to_ranks
 from dali_train.training.flops import data_sheet_peak, flops_per_image, measured_peak
-from dali_train.training.loss import loss_of
 from dali_train.training.memory import Memory, estimate_memory
 from dali_train.training.model import (
     build_model,
@@ -41,7 +40,7 @@ from dali_train.training.model import (
 )
 from dali_train.training.optim import check_shardwise, make_optimizer, resolved_arguments
 from dali_train.training.pretrained import is_missing_file
-from dali_train.training.schedule import describe_peak, learning_rate, schedule_of
+from dali_train.training.schedule import describe_peak, learning_rate
 
 IMAGENET_IMAGES, IMAGENET_CLASSES = 1_281_167, 1000  # ILSVRC 2012's training split
 IMAGENET_IMAGE_BYTES = 110e3
@@ -66,21 +65,14 @@ def print_plan(
         ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
             accept images of the config's sizes.
     """
-    loss_of(config.loss), schedule_of(config.schedule)  # refuse a wrong name before the model is built
     num_images, num_classes, source, image_bytes = _images(config, num_images)
     batch = config.batch
     launch = Launch(world_size=world_size or config.parallel.smallest_world_size, port=1, launcher="plan")
-    layout = Layout.from_config(launch, config.parallel)
+    layout = fit_to_ranks(config, launch)
     grad_accum_steps = batch.grad_accum_steps(layout.data_size)
-    check_micro_batches(config.parallel, grad_accum_steps)
     steps = config.steps(config.run.epochs, num_images)
-    model = build_model(config, num_classes, torch.device("meta"))
-    check_sizes(model, config)
     weights_exist = not is_missing_file(config.model.weights)
-    if weights_exist:
-        check_weights(config, num_classes)
-    memory = estimate_memory(config, num_classes)
-    ranks = describe_ranks(model, config, layout, memory)
+    model, memory, ranks = forecast(config, layout, num_classes, checks_weights=weights_exist)
     fullest = max((rank.memory for rank in ranks), key=lambda memory: memory.state_bytes + memory.step_bytes)
 
     print(f"images         {num_images:,} in {num_classes} classes ({source})")
@@ -123,6 +115,25 @@ def print_plan(
     if picture is not None:
         draw_plan(config, num_images, fullest, picture)
         print(f"picture        {picture}")
+
+
+def forecast(
+    config: Config, layout: Layout | None, num_classes: int, *, checks_weights: bool = True
+) -> tuple[nn.Module, Memory, list["RankPlan"]]:
+    """Return the model on the meta device, its memory, and the ranks by stage of the pipeline; nothing is computed.
+
+    Args:
+        layout: None leaves the ranks out.
+
+    Raises:
+        ConfigError, CheckpointError: all that `train` refuses in a model, its weights, image sizes and parallelism.
+    """
+    model = build_model(config, num_classes, torch.device("meta"))
+    check_sizes(model, config)
+    if checks_weights:
+        check_weights(config, num_classes)
+    memory = estimate_memory(config, num_classes)
+    return model, memory, describe_ranks(model, config, layout, memory) if layout is not None else []
 
 
 def describe_time(config: Config, num_images: int, num_classes: int, world_size: int) -> str:

@@ -3,51 +3,194 @@
 ``run(config)`` is the Python API, which ``dali-train train`` uses too. Every rank of a launcher calls it.
 """
 
+import json
 import logging
+import os
+import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import timm
 import torch
 import torch.distributed as dist
+from nvidia import dali
+from torch.optim import Optimizer
 
 from dali_train.checkpoint.mirror import mirrored
+from dali_train.checkpoint.model import MODEL_FILE, write_model
 from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
-from dali_train.commands.environment import describe_run, device_name
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
-from dali_train.commands.run import Run, RunResult
 from dali_train.config import Config, load_config
+from dali_train.data.loading.decoder import describe_decoder
+from dali_train.data.loading.loader import Loader, pixel_format
 from dali_train.errors import ConfigError, DatasetError, RunError
-from dali_train.hooks.hook_list import make_hooks
-from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
-from dali_train.parallel.layout import Layout
-from dali_train.parallel.stages import check_micro_batches
+from dali_train.files import git_commit, write_atomically
+from dali_train.hooks.hook_list import HookList, make_hooks
+from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
+from dali_train.report import write_report
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.local_launch import count_processes, launch_locally
+from dali_train.runtime.process import device_name
 from dali_train.runtime.process_group import host_group, joined, locked
-from dali_train.runtime.stop import StepAgreement, StopRequests
+from dali_train.runtime.status import RunStatus, newest_step
+from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.text import redacted
 from dali_train.training.build import (
-    Setup,
+    RunPlan,
     build_evaluator,
     build_loader,
     build_state,
     build_trainer,
+    fit_to_ranks,
     prepare,
     warm_up_trainer,
 )
-from dali_train.training.flops import model_flops
+from dali_train.training.evaluation import Evaluator
+from dali_train.training.flops import ModelFlops, model_flops
+from dali_train.training.metrics import NonFiniteError
+from dali_train.training.optim import resolved_arguments
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import StepImages, Trainer
 
 logger = logging.getLogger("dali_train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a call of `run` ended; the same on all ranks."""
+
+    run_dir: Path
+    step: int  # optimizer steps done
+    total_steps: int
+    stopped: StopReason  # why the run stopped before its end; NONE: it is finished
+    best_top1: float | None  # a fraction; None: never evaluated
+    epoch_accuracies: list[float]  # top-1 of each evaluation as a fraction, in order, those before a resume included
+    model_file: Path | None  # the final weights, see `write_model`; None: the run is not finished
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that the training loop uses, and when to evaluate and save. Only the accuracies and the last five
+    fields change."""
+
+    plan: RunPlan
+    group: dist.ProcessGroup | None  # of all ranks, in host memory
+    recipe: dict[str, Any]
+    trainer: Trainer
+    loader: Loader
+    evaluator: Evaluator | None
+    saver: CheckpointWriter
+    hooks: HookList
+    flops: ModelFlops | None  # None: no figure for this device, such as a CPU
+    lock_holder: str
+    accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
+    evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
+    step: int  # optimizer steps done
+    best_top1: float | None = None  # of the evaluations and of all kept checkpoints
+    stopping: StopReason = StopReason.NONE
+    saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
+    save_is_asked: bool = False  # by any rank, for this step
+
+    @property
+    def epoch(self) -> float:
+        """Completed passes over the training split."""
+        return self.step * self.plan.config.batch.global_batch / self.plan.num_images
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.step == self.plan.total_steps
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether top-1 has not improved for hooks.stop_early epochs."""
+        config, history = self.plan.config, self.accuracies
+        if config.hooks.stop_early is None or config.run.eval_every_epochs is None or not history:
+            return False
+        since_best = len(history) - 1 - history.index(max(history))
+        return since_best * config.run.eval_every_epochs >= config.hooks.stop_early
+
+    @property
+    def is_finished(self) -> bool:
+        return self.is_last_step or self.has_stalled
+
+    def has_passed(self, every_epochs: float) -> bool:
+        """Return whether this step is the first at or after a multiple of `every_epochs`."""
+        multiple = int(self.epoch / every_epochs + 1e-9) * every_epochs
+        return self.plan.config.steps(multiple, self.plan.num_images) == self.step
+
+    def evaluation_is_due(self) -> bool:
+        every = self.plan.config.run.eval_every_epochs
+        return self.evaluator is not None and (self.is_last_step or (every is not None and self.has_passed(every)))
+
+    def checkpoint_is_due(self) -> bool:
+        every = self.plan.config.run.checkpoint_every_steps
+        due = self.step % every == 0 if every is not None else self.has_passed(1.0)
+        return due or self.save_is_asked or self.is_last_step or bool(self.stopping) or self.evaluation_is_due()
+
+    def checkpoint_is_old(self) -> bool:
+        limit = self.plan.config.run.checkpoint_every_seconds
+        return limit is not None and time.monotonic() - self.saved_at >= limit
+
+    def write_accuracies(self) -> None:
+        if self.plan.launch.rank == 0:
+            content = json.dumps(self.accuracies) + "\n"
+            write_atomically(self.plan.directory / "epoch_accuracies.json", content.encode())
+
+    def write_status(self, state: Literal["running", "stopped", "finished", "failed"], reason: str = "") -> None:
+        if self.plan.launch.rank == 0:
+            RunStatus(
+                state=state,
+                step=self.step,
+                reason=reason,
+                total_steps=self.plan.total_steps,
+                best_top1=self.best_top1,
+                ema=self.plan.config.ema.decay is not None,
+                lock_holder=self.lock_holder,
+            ).write(self.plan.directory)
+
+    def write_model(self) -> None:
+        """Write the final weights for other programs, once the run is finished and saved."""
+        if self.is_finished and self.plan.launch.rank == 0:
+            write_model(self.plan.directory, self.step)
+
+    def write_report(self) -> None:
+        """Write the run's report; a failure is only logged."""
+        if self.plan.launch.rank == 0:
+            try:
+                write_report([self.plan.directory])
+            except Exception as fault:
+                logger.warning("the report was not written: %s", fault)
+
+    def unsaved_error(self) -> NonFiniteError:
+        """Return the error for a run that ends unsaved, because weights or loss are not finite."""
+        newest = newest_step(self.plan.directory)
+        saved = f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
+        when = "ended" if self.is_last_step else f"stopped on request ({self.stopping.describe()})"
+        return NonFiniteError(
+            f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: weights or the last "
+            f"loss are not finite, and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or "
+            "precision.dtype bf16"
+        )
+
+    def result(self) -> RunResult:
+        return RunResult(
+            run_dir=self.plan.directory,
+            step=self.step,
+            total_steps=self.plan.total_steps,
+            stopped=StopReason.NONE if self.is_finished else self.stopping,
+            best_top1=self.best_top1,
+            epoch_accuracies=self.accuracies,
+            model_file=self.plan.directory / MODEL_FILE if self.is_finished else None,
+        )
 
 
 def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | None = None) -> RunResult:
@@ -68,8 +211,7 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
                 "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
                 "or use torchrun"
             )
-        layout = Layout.from_config(Launch(world_size=count_processes(num_processes), port=1), config.parallel)
-        check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
+        fit_to_ranks(config, Launch(world_size=count_processes(num_processes), port=1))
         hooks, config = hook_names(config.hooks.user), config.replace({"hooks.user": ()})  # which may not pickle
         results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
         result = next((result for result in results.values() if isinstance(result, Exception)), results[0])
@@ -121,7 +263,7 @@ def train(
         require_equal_ranks(config, device, group)
         with locked(directory, group) as holder, mirrored(config, launch, stop_requests) as mirror:
             run = build(config, launch, device, command, group, holder.describe() if holder is not None else "")
-            watchdog.watch(run.trainer.clock, str(run.setup.dataset.path))
+            watchdog.watch(run.trainer.clock, str(run.plan.dataset.path))
             if mirror is not None:
                 mirror.start(run.saver.held)
             try:
@@ -142,10 +284,10 @@ def exit_is_an_error() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        caller = traceback.extract_tb(error.__traceback__)[-1]
         raise RunError(
-            f"{place.filename}, line {place.lineno}, in {place.name} called sys.exit({error.code!r}) during the run: "
-            "raise an exception there instead, or end the run with run.max_steps"
+            f"{caller.filename}, line {caller.lineno}, in {caller.name} called sys.exit({error.code!r}) during the "
+            "run: raise an exception there instead, or end the run with run.max_steps"
         ) from error
 
 
@@ -165,20 +307,18 @@ def build(
     """
     begin = time.perf_counter()
     writer_group = host_group(launch, config)
-    setup = prepare(config, launch, device)
-    evaluator = build_evaluator(setup)
-    plan = make_plan(setup, launch)
-    hooks = make_hooks(config, setup.layout)
+    plan = prepare(config, launch, device)
+    evaluator = build_evaluator(plan)
+    hooks = make_hooks(config, plan.layout)
     hooks.announce(plan)
-    start = find_start(config, setup.split, group)
+    start = find_start(config, plan.split, group)
     check_end(plan, start.step)
-    trainer = restored_trainer(setup, start, evaluates=evaluator is not None)
-    loader = build_loader(setup, start_step=start.step)
+    trainer = restored_trainer(plan, start, evaluates=evaluator is not None)
+    loader = build_loader(plan, start_step=start.step)
     start.release()
-    warm_up_trainer(trainer, config, device, setup.num_threads)
+    warm_up_trainer(trainer, config, device, plan.num_threads)
     run = Run(
         plan=plan,
-        setup=setup,
         group=group,
         recipe=start.recipe,
         trainer=trainer,
@@ -188,7 +328,7 @@ def build(
             plan.directory / "checkpoints",
             writer_group,
             keep=config.run.keep_checkpoints,
-            num_stages=setup.layout.pipeline,
+            num_stages=plan.layout.pipeline,
         ),
         hooks=hooks,
         flops=model_flops(config, plan.num_classes, device, num_devices=launch.world_size),
@@ -202,23 +342,6 @@ def build(
     run.write_status("running")
     run.write_accuracies()
     return run
-
-
-def make_plan(setup: Setup, launch: Launch) -> RunPlan:
-    """Return the facts about the run that are known before the model is built."""
-    config, split = setup.config, setup.split
-    schedule_steps = config.steps(config.run.epochs, len(split))
-    return RunPlan(
-        config=config,
-        directory=Path(config.run.dir),
-        launch=launch,
-        device=device_name(setup.device),
-        num_images=len(split),
-        num_classes=split.num_classes,
-        class_names=split.manifest.class_names,
-        grad_accum_steps=config.batch.grad_accum_steps(setup.layout.data_size),
-        total_steps=min(schedule_steps, config.run.max_steps or schedule_steps),
-    )
 
 
 def check_end(plan: RunPlan, step: int) -> None:
@@ -239,12 +362,12 @@ def check_end(plan: RunPlan, step: int) -> None:
     )
 
 
-def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
+def restored_trainer(plan: RunPlan, start: Start, *, evaluates: bool) -> Trainer:
     """Return the trainer with its initial weights, or with the state of the checkpoint."""
-    config, device, num_classes = setup.config, setup.device, setup.split.num_classes
+    config, device, num_classes = plan.config, plan.device, plan.num_classes
     state = build_state(
         config,
-        setup.layout,
+        plan.layout,
         num_classes,
         device,
         evaluates=evaluates,
@@ -253,27 +376,19 @@ def restored_trainer(setup: Setup, start: Start, *, evaluates: bool) -> Trainer:
         saved_seeding=start.seeding,
     )
     start.restore(state)
-    trainer = build_trainer(config, state, num_classes, device, setup.class_counts)
+    trainer = build_trainer(config, state, num_classes, device, plan.class_counts)
     start.restore_average(trainer)
     return trainer
 
 
 def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, startup_s: float) -> None:
     """Write config.json and environment.json, notify the hooks, and log the warnings."""
-    setup, trainer = run.setup, run.trainer
-    if run.plan.launch.rank == 0:
-        describe_run(
-            run.plan.directory,
-            setup.config,
-            run.plan.launch,
-            setup.device,
-            command,
-            setup.num_threads,
-            trainer.optimizer,
-        )
+    plan, trainer = run.plan, run.trainer
+    if plan.launch.rank == 0:
+        describe_run(plan, command, trainer.optimizer)
     run.hooks.start(
         RunStart(
-            **vars(run.plan),
+            **vars(plan),
             num_parameters=trainer.parallel.num_parameters,
             start_step=run.step,
             startup_s=startup_s,
@@ -283,7 +398,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
         )
     )
     if run.evaluator is None:
-        root = setup.config.data.root
+        root = plan.config.data.root
         warnings = [
             *warnings,
             f"{root} has no validation split: nothing is evaluated, and no checkpoint is the best",
@@ -377,7 +492,7 @@ def save(run: Run) -> None:
     values |= {
         "recipe": run.recipe,
         "class_names": list(run.plan.class_names),
-        "applies_orientation": run.setup.split.manifest.applies_orientation,
+        "applies_orientation": run.plan.split.manifest.applies_orientation,
         "epoch_accuracies": [*run.accuracies],
     }
     run.saver.save(run.step, state, values)
@@ -418,3 +533,43 @@ def end(run: Run) -> None:
                 file=sys.stderr,
             )
     run.write_report()
+
+
+# config.json and environment.json, which record how a run was made
+
+
+def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) -> None:
+    """Write both files, and copies of the Python files that define the config."""
+    config, launch, device = plan.config, plan.launch, plan.device
+    environment: dict[str, Any] = {
+        "command": [redacted(word) for word in command],
+        "config_file": keep_files(plan.directory, config.files),
+        "git_commit": git_commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "dali": dali.__version__,
+        "device": device_name(device),
+        "host": platform.node(),
+        "host_cores": len(os.sched_getaffinity(0)),
+        "optimizer": resolved_arguments(optimizer),
+        "decoding_threads": plan.num_threads,
+        "decoder": describe_decoder(config.data, pixel_format(config, device, plan.num_threads)),
+        "ranks_on_host": launch.local_world_size,
+        "world_size": launch.world_size,
+    }
+    write_atomically(plan.directory / "config.json", config.to_json().encode())
+    write_atomically(plan.directory / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
+
+
+def keep_files(directory: Path, files: Mapping[Path, bytes]) -> str | None:
+    """Write `files` into ``configs/``, preserving their relative paths.
+
+    Returns:
+        The name of the first file, relative to `directory`; None if there are none.
+    """
+    top = os.path.commonpath([path.parent for path in files]) if files else ""
+    copies = {Path("configs") / path.relative_to(top): content for path, content in files.items()}
+    for name, content in copies.items():
+        write_atomically(directory / name, content)
+    return str(next(iter(copies))) if copies else None

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from dali_train.hooks import Hook
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.parallel.layout import Layout
+from dali_train.runtime.process import device_name
 from dali_train.runtime.status import METRICS, OUTSIDE_PHASES, best_evaluation, decisive, read_events
 from dali_train.text import duration, plural, printable
 
@@ -222,14 +223,14 @@ class Console(Hook):
         accumulated = f"{batch.describe_accumulation(layout.data_size)} accumulated"
         idle = layout.describe_idle(batch.num_micro_batches)
         lines = {
-            "model": f"{config.model.name}, {config.precision.dtype} on {record.device}",
+            "model": f"{config.model.name}, {config.precision.dtype} on {device_name(record.device)}",
             "data": f"{config.data.root}: {plural(record.num_images, 'image')}, {plural(record.num_classes, 'class')}",
             "batch": f"{batch.global_batch} = {plural(batch.micro_batch, 'image')} x {accumulated} x {ranks}{idle}",
             "steps": f"{record.total_steps}, {record.num_images / batch.global_batch:.1f} per epoch",
             "directory": config.run.dir,
         }
         logger.info("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
-        if config.precision.dtype == "fp16" and record.device.startswith("CPU"):
+        if config.precision.dtype == "fp16" and record.device.type == "cpu":
             logger.warning(
                 "precision.dtype is fp16, which a CPU computes many times slower than fp32: use bf16 or fp32"
             )

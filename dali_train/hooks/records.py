@@ -2,34 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
 
-from dali_train.config import Config
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
-from dali_train.runtime.launch import Launch
+from dali_train.training.build import RunPlan
 from dali_train.training.evaluation import EvaluationDetails, EvaluationResult
 from dali_train.training.metrics import TrainingSums
 from dali_train.training.timing import PhaseClock, StepTimes
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """Facts known before the model is built and compiled. In all records `step` is the number of completed optimizer
-    steps, as in metrics.jsonl."""
-
-    config: Config
-    directory: Path
-    launch: Launch
-    device: str
-    num_images: int
-    num_classes: int
-    class_names: tuple[str, ...]
-    grad_accum_steps: int  # micro-batches of one rank per step; the maximum over the ranks, if they differ
-    total_steps: int  # at which the run ends
 
 
 @dataclass(frozen=True, kw_only=True)

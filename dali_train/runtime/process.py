@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import Launch
+from dali_train.text import plural
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +78,16 @@ def choose_device(name: str, launch: Launch) -> "torch.device":
         return torch.device("cpu")
     # Where a launcher shows each process only its own GPU, the local rank is out of range, so it wraps around.
     return torch.device("cuda", launch.local_rank % num_gpus)
+
+
+def device_name(device: "torch.device") -> str:
+    import torch
+
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {plural(torch.get_num_threads(), 'thread')}"
+    )
 
 
 def cores_per_process(launch: Launch) -> int:

@@ -1,17 +1,19 @@
-"""Building the parts of a run: data, model, parallelism, optimizer, and the trainer that uses them.
+"""Preparing a run, and building its parts: data, model, parallelism, optimizer, and the trainer that uses them.
 
 The caller restores a checkpoint between `build_state` and `build_trainer`; this package knows nothing of checkpoints.
 """
 
+import os
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dali_train.config import Config
+from dali_train.config import Config, ParallelConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.loader import Loader, blank_images, make_loader, pixel_format
@@ -21,7 +23,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
 from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
-from dali_train.runtime.process import explain_bus_errors
+from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
 from dali_train.training.dropout import choose_seeding, drops, seed_each_block
 from dali_train.training.ema import Ema
 from dali_train.training.evaluation import Evaluator
@@ -30,86 +32,152 @@ from dali_train.training.metrics import TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import check_shardwise, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
-from dali_train.training.precision import Precision, compute_in
+from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.pretrained import Tensors
 from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.schedule import schedule_of
-from dali_train.training.setup import configure_torch
 from dali_train.training.timing import PhaseClock
 from dali_train.training.trainer import Trainer, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a rank knows before the model is built: its coordinates in the layout, and the data."""
+class RunPlan:
+    """A run whose settings fit its ranks, before the model is built: where this rank computes, and what it reads.
+
+    Hooks receive it too. In all records `step` is the number of completed optimizer steps, as in metrics.jsonl.
+    """
 
     config: Config
-    device: torch.device
+    launch: Launch
     layout: Layout
+    device: torch.device
     num_threads: int  # for decoding
     dataset: DatasetRoot  # held, so that a local copy in use is not removed
     node: Node | None  # the cache of this node
-    split: Split  # to train on
+    split: Split  # to train on; of `eval` to evaluate
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.run.dir)
+
+    @property
+    def num_images(self) -> int:
+        return len(self.split)
+
+    @property
+    def num_classes(self) -> int:
+        return self.split.num_classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.split.manifest.class_names
 
     @property
     def class_counts(self) -> NDArray[np.int64]:
-        """Training images of each class, (classes,)."""
+        """Images of each class, (classes,)."""
         return np.bincount(self.split.rows["label"], minlength=self.split.num_classes)
 
+    @property
+    def grad_accum_steps(self) -> int:
+        """Micro-batches of one rank per step; the maximum over the ranks, if they differ."""
+        return self.config.batch.grad_accum_steps(self.layout.data_size)
 
-def prepare(config: Config, launch: Launch, device: torch.device) -> Setup:
-    """Configure torch for this process, check the config against the number of ranks, and open the dataset.
+    @property
+    def total_steps(self) -> int:
+        """The step at which the run ends."""
+        schedule_steps = self.config.steps(self.config.run.epochs, self.num_images)
+        return min(schedule_steps, self.config.run.max_steps or schedule_steps)
+
+
+def fit_to_ranks(config: Config, launch: Launch) -> Layout:
+    """Return the layout of the ranks, after checking what is quickly checked: names, batch and pipeline.
 
     Raises:
         ConfigError: there is no such loss or schedule, or the batch or pipeline does not fit the number of ranks.
-        DatasetError: the dataset does not exist, or is damaged.
     """
-    loss_of(config.loss), schedule_of(config.schedule)  # a wrong name is refused before anything slow
-    num_threads = configure_torch(config, launch, device)
+    loss_of(config.loss), schedule_of(config.schedule)
     layout = Layout.from_config(launch, config.parallel)
     check_micro_batches(config.parallel, config.batch.grad_accum_steps(layout.data_size))
-    dataset = find_dataset(config, launch)
+    return layout
+
+
+def prepare(config: Config, launch: Launch, device: torch.device, *, trains: bool = True) -> RunPlan:
+    """Check the config against the number of ranks, configure torch for this process, and open the dataset.
+
+    Args:
+        trains: False to evaluate only: the complete model on every rank, and the validation split.
+
+    Raises:
+        ConfigError: see `fit_to_ranks`.
+        DatasetError: the dataset does not exist, or is damaged.
+    """
+    layout = fit_to_ranks(config, launch) if trains else Layout.from_config(launch, ParallelConfig())
+    num_threads = configure_torch(config, launch, device)
+    dataset = find_dataset(config, launch) if trains else DatasetRoot(config.data.root, None)
     explain_bus_errors(str(dataset.path))
-    split = Split(dataset.path, "train")
-    return Setup(
+    return RunPlan(
         config=config,
-        device=device,
+        launch=launch,
         layout=layout,
+        device=device,
         num_threads=num_threads,
         dataset=dataset,
-        node=join_node(config, launch, layout),
-        split=split,
+        split=Split(dataset.path, "train" if trains else "validation"),
+        node=join_node(config, launch, layout) if trains else None,
     )
 
 
-def build_loader(setup: Setup, *, start_step: int = 0) -> Loader:
+def configure_torch(config: Config, launch: Launch, device: torch.device) -> int:
+    """Bind this process to `device` and to cores near it, and return the number of its decoding threads."""
+    cores = cores_per_process(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # The training loop, autograd and DALI's feed need a core each, or the GPU waits for its next kernel.
+        cores = max(1, min(cores, bind_to_numa_node(device)) - 3)
+        choose_tf32(config.precision.tf32)
+        torch.backends.cudnn.benchmark = not config.run.deterministic  # shapes are the same in every step
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
+        torch.use_deterministic_algorithms(True)
+        # All of our memory is written before it is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return config.data.num_threads or cores
+
+
+def build_loader(plan: RunPlan, *, start_step: int = 0) -> Loader:
     """Return the loader of this rank's micro-batches, from optimizer step `start_step` on."""
-    layout = setup.layout
+    layout = plan.layout
     return make_loader(
-        setup.split,
-        setup.config,
-        setup.device,
+        plan.split,
+        plan.config,
+        plan.device,
         start_step=start_step,
         dp_rank=layout.data_rank,
         dp_size=layout.data_size,
-        num_threads=setup.num_threads,
+        num_threads=plan.num_threads,
         decodes=layout.pipeline_rank == 0,
-        node=setup.node,
+        node=plan.node,
     )
 
 
-def build_evaluator(setup: Setup) -> Evaluator | None:
-    """Return the evaluator of the validation split; None if the dataset has none."""
-    if "validation" not in setup.split.manifest.splits:
+def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator | None:
+    """Return the evaluator of the validation split; None if the dataset has none.
+
+    Args:
+        num_shown: images in the tables of predictions; None: hooks.predictions.
+    """
+    if "validation" not in plan.split.manifest.splits:
         return None
     return Evaluator(
-        Split(setup.dataset.path, "validation"),
-        setup.config,
-        setup.device,
-        setup.layout,
-        num_threads=setup.num_threads,
-        num_shown=setup.config.hooks.predictions,
-        node=setup.node,
+        plan.split if plan.split.name == "validation" else Split(plan.dataset.path, "validation"),
+        plan.config,
+        plan.device,
+        plan.layout,
+        num_threads=plan.num_threads,
+        num_shown=plan.config.hooks.predictions if num_shown is None else num_shown,
+        node=plan.node,
     )
 
 

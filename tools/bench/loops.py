@@ -28,9 +28,9 @@ from dali_train.hooks.records import RunStart, StepRecord
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process import choose_device
 from dali_train.runtime.stop import StopRequests
+from dali_train.training.build import configure_torch
 from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer
-from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES
 from tools.bench.compute import AUTOCAST, time_by_class
 from tools.bench.goals import BARE, REAL, SYNTHETIC

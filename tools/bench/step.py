@@ -22,14 +22,13 @@ from statistics import median
 
 import torch
 
-from dali_train.commands.environment import device_name
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.launch import LaunchOptions, discover
-from dali_train.runtime.process import choose_device
+from dali_train.runtime.process import choose_device, device_name
+from dali_train.training.build import configure_torch
 from dali_train.training.flops import Peak, flops_per_image
-from dali_train.training.setup import configure_torch
 from dali_train.training.timing import STEP_PHASES
 from tools.bench.compute import peak
 from tools.bench.goals import BARE, REAL, SYNTHETIC
