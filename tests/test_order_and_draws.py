@@ -7,7 +7,7 @@ import pytest
 
 from dali_train.config import Config, MixupConfig
 from dali_train.data.dataset.index import INDEX_DTYPE
-from dali_train.data.loading.loader import assigned_places
+from dali_train.data.loading.loader import Segment
 from dali_train.data.sampling.draws import Images, Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.order import SampleOrder
@@ -86,7 +86,7 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(
     for rank in range(world_size):
         for start, stop in ((0, resume_step), (resume_step, steps)):
             asked = MicroBatches(rows_of(num_images), config)
-            for step, k in assigned_places(asked.num_per_step, start, rank, world_size):
+            for step, k in Segment(config=config, start_step=start, dp_rank=rank, dp_size=world_size):
                 if step >= stop:
                     break
                 together[step, k] = asked(step, k)

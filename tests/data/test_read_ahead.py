@@ -18,7 +18,7 @@ import pytest
 from dali_train.config import Config
 from dali_train.data.dataset.index import INDEX_DTYPE, Split
 from dali_train.data.dataset.storage import GAP_BYTES, RUN_BYTES, MappedFiles, adjacent
-from dali_train.data.loading.loader import assigned_micro_batches
+from dali_train.data.loading.loader import Segment, read
 
 from ..conftest import REPOSITORY
 from ..helpers import words
@@ -55,8 +55,10 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     split = Split(dataset, "train")
     before = bytes_read()
     without, ahead = (
-        assigned_micro_batches(
-            split, MappedFiles(split), config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2
+        read(
+            split,
+            Segment(config=config_of(dataset, shuffle, mb), start_step=3, dp_rank=1, dp_size=2),
+            MappedFiles(split),
         )
         for mb in (0, 256)
     )
@@ -84,11 +86,11 @@ import atexit, threading
 atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import assigned_micro_batches
+from dali_train.data.loading.loader import Segment, read
 from dali_train.data.dataset.storage import MappedFiles
 config = load_config({str(tiny_config)!r})
 split = Split(config.data.root, "train")
-ahead = assigned_micro_batches(split, MappedFiles(split), config, start_step=0, dp_rank=0, dp_size=1)
+ahead = read(split, Segment(config=config, start_step=0, dp_rank=0, dp_size=1), MappedFiles(split))
 next(ahead)
 assert threading.active_count() == 1 + 4
 """
@@ -100,15 +102,17 @@ def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.Lo
     split = Split(dataset, "train")
     split.paths = [dataset / "nowhere" for _ in split.paths]
     with caplog.at_level(logging.WARNING):
-        ahead = assigned_micro_batches(
-            split, MappedFiles(split), config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1
+        ahead = read(
+            split,
+            Segment(config=config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1),
+            MappedFiles(split),
         )
         wait_until(lambda: not threads())
     assert [
         record.getMessage().startswith("reading ahead stops, images are read when") for record in caplog.records
     ] == [True]
-    plain = assigned_micro_batches(
-        split, MappedFiles(split), config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1
+    plain = read(
+        split, Segment(config=config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1), MappedFiles(split)
     )
     for a, b in itertools.islice(zip(plain, ahead, strict=True), 20):
         np.testing.assert_array_equal(a.images, b.images)

@@ -47,12 +47,12 @@ def test_class_names_that_no_terminal_should_see(tmp_path: Path, capsys: pytest.
     folder = write_folder(tmp_path / "images", {"plain": 2})
     assert convert("folder", "--train", folder, "--out", tmp_path / "out") == 0
     manifest = tmp_path / "out" / "dataset.json"
-    manifest.write_text(manifest.read_text().replace('"plain"', r'"a\u0000\u001b[2Jb"'))
+    manifest.write_text(manifest.read_text().replace('"plain"', r'"a\u0001\u001b[2Jb"'))
     capsys.readouterr()
     assert tool("show_dataset").main([str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "images per class: 2 (a\ufffdb), median 2" in printed
-    assert "\x1b" not in printed and "\0" not in printed
+    assert "\x1b" not in printed and "\1" not in printed
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,15 @@
 """Batches on the model's device: of real images, or synthetic ones of the same shape.
 
-A loader knows the data-parallel coordinate and size, not the global rank, because with model parallelism several ranks
-share one coordinate. Coordinate r of W gets the micro-batches r, r + W, r + 2 W, ... of every step.
+The way of the data is one line per stage in `make_loader`: order, read, decode, augment and mix, device. A loader knows
+the data-parallel coordinate and size, not the global rank, because with model parallelism several ranks share one
+coordinate. Coordinate r of W gets the micro-batches r, r + W, r + 2 W, ... of every step.
 """
 
 import gc
 import itertools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -24,39 +26,71 @@ from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class Loader:
-    """One coordinate's micro-batches on the model's device, with a new pipeline for each size of training images.
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The micro-batches of one coordinate while training images have one size: from `start_step` to before `end_step`.
 
-    Args:
-        pipeline_from: (step, config) -> the pipeline for micro-batches from that step on.
-        config_at: step -> the config at that step, see `Config.by_step`.
-        places: (step, k) of the micro-batches.
+    Iterating yields (step, k) of each, and does not stop at `end_step`: what prepares micro-batches looks ahead.
     """
 
+    config: Config  # with that size
+    start_step: int
+    end_step: float = math.inf
+    dp_rank: int
+    dp_size: int
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for step in itertools.count(self.start_step):
+            for k in self._numbers():
+                yield step, k
+
+    @property
+    def num_per_step(self) -> int:
+        """How many micro-batches of a step this coordinate has; others may have one more."""
+        return len(self._numbers())
+
+    @property
+    def num_micro_batches(self) -> float:
+        return (self.end_step - self.start_step) * self.num_per_step
+
+    def _numbers(self) -> range:
+        return range(self.dp_rank, self.config.batch.num_micro_batches, self.dp_size)
+
+
+def segments(config: Config, num_images: int, *, start_step: int, dp_rank: int, dp_size: int) -> Iterator[Segment]:
+    """Yield the segments from `start_step` on: one, unless data.progressive changes the size of training images."""
+    sizes = config.sizes_by_step(num_images)
+    ends = [*(start for start, _ in sizes[1:]), math.inf]
+    for (start, sized), end in zip(sizes, ends, strict=True):
+        first = max(start, start_step)
+        if first < end:
+            yield Segment(config=sized, start_step=first, end_step=end, dp_rank=dp_rank, dp_size=dp_size)
+
+
+class Loader:
+    """One coordinate's micro-batches on the model's device, with a new pipeline for each segment."""
+
     def __init__(
-        self,
-        pipeline_from: Callable[[int, Config], TrainingPipeline],
-        config_at: Callable[[int], Config],
-        places: Iterator[tuple[int, int]],
-        device: torch.device,
+        self, segments: Iterator[Segment], open_pipeline: Callable[[Segment], TrainingPipeline], device: torch.device
     ) -> None:
-        self._pipeline_from, self._config_at, self._device = pipeline_from, config_at, device
-        step, _ = first = next(places)
-        self._places = itertools.chain([first], places)
-        self._config = config_at(step)
-        self._pipeline = pipeline_from(step, self._config)
+        self._segments, self._open_pipeline, self._device = segments, open_pipeline, device
+        self._begin_segment()
         self.warnings = self._pipeline.warnings
 
     def next(self) -> Batch:
         """Return this coordinate's next micro-batch; there is always one more, step after step."""
-        step, _ = next(self._places)
-        config = self._config_at(step)
-        if config is not self._config:
+        if self._num_left == 0:
             # Free its memory for the next pipeline; it is in reference cycles with its graph and threads.
             del self._pipeline
             gc.collect()
-            self._config, self._pipeline = config, self._pipeline_from(step, config)
+            self._begin_segment()
+        self._num_left -= 1
         return self._pipeline.run().to(self._device)
+
+    def _begin_segment(self) -> None:
+        segment = next(self._segments)
+        self._num_left = segment.num_micro_batches
+        self._pipeline = self._open_pipeline(segment)
 
 
 def pixel_format(config: Config, device: torch.device, num_threads: int) -> PixelFormat:
@@ -116,74 +150,51 @@ def make_loader(
     """
     pixels = pixel_format(config, device, num_threads)
 
-    def pipeline_from(step: int, config: Config) -> TrainingPipeline:
-        place: dict[str, Any] = {"start_step": step, "dp_rank": dp_rank, "dp_size": dp_size}
-        size = config.batch.micro_batch
-        if config.data.reader == "dali":
-            micro_batches = assigned_micro_batches(split, None, config, **place)
+    def open_pipeline(segment: Segment) -> TrainingPipeline:
+        data, size = segment.config.data, segment.config.batch.micro_batch
+        if data.reader == "dali":
             return DaliReaderPipeline(
                 split,
-                micro_batches,
-                config.data,
+                ordered(split, segment),
+                data,
                 pixels,
                 size=size,
-                num_per_step=config.batch.num_micro_batches,
-                start_step=step,
+                num_per_step=segment.config.batch.num_micro_batches,
+                start_step=segment.start_step,
                 shard=(dp_rank, dp_size),
             )
-        storage = (
-            open_storage(split, config.data, node.cache(split) if node is not None else None)
-            if decodes and config.data.reader == "index"
-            else None
-        )
-        micro_batches = assigned_micro_batches(split, storage, config, **place, node=node)
-        if storage is None:
-            blank = blank_images(config, pixels, device)
-            return SyntheticPipeline(micro_batches, blank.normal_() if decodes else blank[:0])
-        kind = CpuPipeline if pixels.device_id is None else DaliPipeline
-        return kind(split, storage, lambda: next(micro_batches), config.data, pixels, size=size)
+        if data.reader == "synthetic" or not decodes:
+            blank = blank_images(segment.config, pixels, device)
+            return SyntheticPipeline(ordered(split, segment), blank.normal_() if decodes else blank[:0])
+        storage = open_storage(split, data, None if node is None else node.cache(split))
+        micro_batches = read(split, segment, storage, node)
+        decoded_on = CpuPipeline if pixels.device_id is None else DaliPipeline  # which also augments and mixes
+        return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size)
 
-    places = assigned_places(config.batch.num_micro_batches, start_step, dp_rank, dp_size)
-    return Loader(pipeline_from, config.by_step(len(split)), places, device)
+    parts = segments(config, len(split), start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
+    return Loader(parts, open_pipeline, device)
 
 
-def assigned_micro_batches(
-    split: Split,
-    storage: Storage | None,
-    config: Config,
-    *,
-    start_step: int,
-    dp_rank: int,
-    dp_size: int,
-    node: Node | None = None,
-) -> Iterator[MicroBatch]:
-    """Iterate over the micro-batches of one data-parallel coordinate, step after step, without end.
+def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
+    """Iterate over the micro-batches of a segment, and beyond it, without end."""
+    micro_batches = micro_batches or MicroBatches(split.rows, segment.config)
+    return (micro_batches(step, k) for step, k in segment)
 
-    Their bytes are read ahead from `storage`, if there is one, and the cache of `node` is kept within its limit.
-    """
-    micro_batches = MicroBatches(split.rows, config)
 
-    def places() -> Iterator[tuple[int, int]]:
-        return assigned_places(micro_batches.num_per_step, start_step, dp_rank, dp_size)
-
-    chosen: Iterator[MicroBatch] = (micro_batches(step, k) for step, k in places())
+def read(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
+    """Iterate over the same, while their bytes are read ahead and the cache of `node` is kept within its limit."""
+    data, batch = segment.config.data, segment.config.batch
+    micro_batches = MicroBatches(split.rows, segment.config)
+    chosen = ordered(split, segment, micro_batches)
     num_bytes = sum(shard.num_bytes for shard in split.shards)
     # Never more than an epoch ahead, which covers every image once.
-    images = min(config.data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // dp_size)
-    num_ahead = max(1, images // config.batch.micro_batch)
-    if storage is not None and node is not None:
-        eviction = node.eviction(split, config, start_step=start_step, num_ahead=num_ahead)
+    images = min(data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // segment.dp_size)
+    num_ahead = max(1, images // batch.micro_batch)
+    if node is not None:
+        eviction = node.eviction(split, segment.config, start_step=segment.start_step, num_ahead=num_ahead)
         chosen = chosen if eviction is None else eviction.follow(chosen)
-    if storage is None or config.data.read_ahead_mb == 0:
+    if data.read_ahead_mb == 0:
         return chosen
     # Look the same number of steps ahead if this coordinate has one micro-batch per step less than others.
-    num_own = len(range(dp_rank, micro_batches.num_per_step, dp_size))
-    num_ahead = max(1, num_ahead * num_own // config.batch.grad_accum_steps(dp_size))
-    return ReadAhead(split, storage, micro_batches, chosen, places(), num_ahead)
-
-
-def assigned_places(num_per_step: int, start_step: int, dp_rank: int, dp_size: int) -> Iterator[tuple[int, int]]:
-    """Yield (step, k) of each micro-batch of one data-parallel coordinate."""
-    for step in itertools.count(start_step):
-        for k in range(dp_rank, num_per_step, dp_size):
-            yield step, k
+    num_ahead = max(1, num_ahead * segment.num_per_step // batch.grad_accum_steps(segment.dp_size))
+    return ReadAhead(split, storage, micro_batches, chosen, iter(segment), num_ahead)

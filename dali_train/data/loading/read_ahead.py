@@ -37,7 +37,7 @@ class ReadAhead(Iterator[MicroBatch]):
     """Yields the micro-batches `chosen` for one coordinate unchanged, while threads prefetch the next ones.
 
     Args:
-        places: (step, k) of the same micro-batches in the same order.
+        schedule: (step, k) of the same micro-batches in the same order.
         num_ahead: how many micro-batches to read ahead.
 
     Raises:
@@ -50,11 +50,11 @@ class ReadAhead(Iterator[MicroBatch]):
         storage: Storage,
         micro_batches: MicroBatches,
         chosen: Iterator[MicroBatch],
-        places: Iterator[tuple[int, int]],
+        schedule: Iterator[tuple[int, int]],
         num_ahead: int,
     ) -> None:
         self._chosen = chosen
-        self._plan = _Plan(split, storage, micro_batches, places, num_ahead)
+        self._plan = _Plan(split, storage, micro_batches, schedule, num_ahead)
         weakref.finalize(self, self._plan.stop)
         self._plan.start()
 
@@ -79,12 +79,12 @@ class _Plan:
         split: Split,
         storage: Storage,
         micro_batches: MicroBatches,
-        places: Iterator[tuple[int, int]],
+        schedule: Iterator[tuple[int, int]],
         num_ahead: int,
     ) -> None:
         self._rows, self._storage, self._micro_batches, self._num_ahead = split.rows, storage, micro_batches, num_ahead
         self._turn = threading.Lock()  # its holder works out what to read next, or waits until it is time
-        self._portions = self._all_portions(places)
+        self._portions = self._all_portions(schedule)
         self._moved = threading.Condition()
         self._num_taken = 0
         self._stopped = threading.Event()
@@ -140,9 +140,9 @@ class _Plan:
                     logger.warning("reading ahead stops, images are read when they are decoded: %s", error)
                 self.stop()
 
-    def _all_portions(self, places: Iterator[tuple[int, int]]) -> Iterator[NDArray[np.int64]]:
+    def _all_portions(self, schedule: Iterator[tuple[int, int]]) -> Iterator[NDArray[np.int64]]:
         """Yield the images to read, ascending, in portions of the storage's `portion_bytes`."""
-        for number, (step, k) in enumerate(places):
+        for number, (step, k) in enumerate(schedule):
             with self._moved:
                 while not self._stopped.is_set() and number >= self._num_taken + self._num_ahead:
                     self._moved.wait()
