@@ -182,6 +182,13 @@ def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.Captu
             assert not isinstance(statement, ast.AnnAssign) or isinstance(explanation, ast.Expr), ast.unparse(statement)
 
 
+def test_every_setting_is_in_a_document_or_a_recipe() -> None:
+    documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    text = "".join(path.read_text() for path in (*documents, *(REPOSITORY / "configs").glob("*.py")))
+    fields = {name: name.rpartition(".")[2] for name in SETTINGS}
+    assert [name for name, field in fields.items() if name not in text and not re.search(rf"\b{field}=", text)] == []
+
+
 def test_a_seed_is_an_exact_integer(tmp_path: Path) -> None:
     """Of 64 bits: neither JSON nor NumPy takes it for a float on its way."""
     seed = 2**64 - 1
