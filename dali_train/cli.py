@@ -158,7 +158,7 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
             raise ConfigError("--config FILE is missing; `dali-train recipes` lists those that ship")
         return config_with(options.config, overrides, f"dali-train {options.command}")
     except ConfigError as error:
-        error.is_said = not is_first_on_host(_launch_options(options).local_rank)
+        error.reported_elsewhere = not is_first_on_host(_launch_options(options).local_rank)
         raise
 
 

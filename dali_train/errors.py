@@ -12,7 +12,7 @@ from pathlib import Path
 class UserError(Exception):
     """An error that the user can correct or should know of; the message is self-contained."""
 
-    is_said = False  # another rank prints the same message
+    reported_elsewhere = False  # by another rank, with the same message
 
 
 class ConfigError(UserError, ValueError):

@@ -124,7 +124,7 @@ def test_a_frozen_rank_0_is_named_by_the_others(three: Ranks, capfd: pytest.Capt
     assert report.startswith(f"rank 2 of 3 on {HOST}, pid {os.getpid()}\nphase backward, step 5\nno progress for 80 s")
     with pytest.raises(RunError, match=r"the store of rank 0 on localhost:\d+ does not answer: rank 0 ended") as lost:
         three.dogs[1].__exit__(None, RuntimeError("store: timed out"), None)
-    assert not lost.value.is_said
+    assert not lost.value.reported_elsewhere
 
 
 def test_a_rank_lost_before_the_first_step_is_named(three: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ def test_the_first_to_end_is_named(three: Ranks) -> None:
     while_saving.__cause__ = lost
     with pytest.raises(RunError) as left_to_rank_0:
         three.dogs[1].__exit__(None, while_saving, None)
-    assert left_to_rank_0.value.is_said
+    assert left_to_rank_0.value.reported_elsewhere
     three.clock.tick = 0.1
     cause = three.dogs[0].close(lost)
     said = rf"lost touch with other ranks. Missing or late: rank 2 on {HOST} \(pid \d+\): silent for \d s"
@@ -170,7 +170,7 @@ def test_of_ranks_with_the_same_error_one_says_it(three: Ranks) -> None:
         DatasetError("bad image"),
     ]
     assert [three.dogs[rank].close(errors[rank]) for rank in (2, 1, 0)] == [""] * 3, "none is for want of another rank"
-    assert [error.is_said for error in errors] == [True, False, False]
+    assert [error.reported_elsewhere for error in errors] == [True, False, False]
 
 
 def test_one_traceback_is_enough(three: Ranks) -> None:
@@ -178,7 +178,7 @@ def test_one_traceback_is_enough(three: Ranks) -> None:
     with pytest.raises(RunError, match="ValueError: GPU 0 is full") as later:
         for rank in (2, 0):
             three.dogs[rank].__exit__(None, ValueError(f"GPU {rank} is full"), None)
-    assert later.value.is_said
+    assert later.value.reported_elsewhere
     three.dogs[1].__exit__(None, ValueError("another"), None)
 
 

@@ -38,9 +38,9 @@ def run_command(name: str, work: Callable[[], int]) -> int:
         message, status = explained
         if isinstance(error, NoDatasetError):
             message = f"{error.problem}: {advice(error.root, DATASETS, indexing=error.indexing)}"
-        is_said = isinstance(error, UserError) and error.is_said
+        reported_elsewhere = isinstance(error, UserError) and error.reported_elsewhere
     line = printable(f"{name}: {message}", keep="\n")
-    if is_said:
+    if reported_elsewhere:
         leave_to_torchrun()
     else:  # in one write, including the line break, because several ranks may print at once
         tell_torchrun(line)

@@ -216,7 +216,7 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
         results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
         result = next((result for result in results.values() if isinstance(result, Exception)), results[0])
         if isinstance(result, Exception):
-            result.is_said = False  # no rank has printed it
+            result.reported_elsewhere = False  # no rank has printed it
             raise result
         return result
     config = load_config(config) if isinstance(config, Path | str) else config

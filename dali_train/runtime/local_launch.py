@@ -115,7 +115,7 @@ def _work(function: Callable[..., Result], *arguments: Any) -> Result:
     try:
         return function(*arguments)
     except RunError as error:
-        if error.is_said:
+        if error.reported_elsewhere:
             time.sleep(_LATER_S)
         raise RunError(str(error)) from error  # the parent recognises errors without a traceback by this class name
     except KeyboardInterrupt:

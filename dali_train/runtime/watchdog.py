@@ -99,7 +99,7 @@ class Watchdog:
         self._late_s = self._next_warning = min(LATE_S, timeout_s / 2)
         self._reported = False
         self._ended, self._lost_peer = "", False  # for the last beat
-        self._cause, self._cause_is_said = "", False  # see `close`
+        self._cause, self._cause_reported_elsewhere = "", False  # see `close`
         self._count = 0
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> (its last beat, when that was new here)
         self._answered = monotonic()  # when the store last answered
@@ -129,7 +129,7 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if cause := self.close(error):
             lost = RunError(cause)
-            lost.is_said = self._cause_is_said
+            lost.reported_elsewhere = self._cause_reported_elsewhere
             raise lost from error
 
     def close(self, error: BaseException | None) -> str:
@@ -153,11 +153,13 @@ class Watchdog:
         answers = self._send_last(ended, lost_peer=lost_peer)
         if lost_peer:
             self._write_report(f"lost touch with the other ranks: {first_line}")
-            self._cause, self._cause_is_said = self._find_cause(answers)
+            self._cause, self._cause_reported_elsewhere = self._find_cause(answers)
         elif isinstance(error, UserError):
-            error.is_said = self._is_said(str(error))
-        elif isinstance(error, Exception) and self._is_said(re.sub(r"\d+", "#", ended)):  # but for the numbers
-            self._cause, self._cause_is_said = ended, True  # one traceback will do
+            error.reported_elsewhere = self._is_reported_elsewhere(str(error))
+        elif isinstance(error, Exception) and self._is_reported_elsewhere(
+            re.sub(r"\d+", "#", ended)
+        ):  # but for the numbers
+            self._cause, self._cause_reported_elsewhere = ended, True  # one traceback will do
         if self._launch.rank == 0 and not lost_peer:
             self._wait(2 * BEAT_S, lambda: all(beat.ended for beat, _ in self._beats.values()))
         return self._cause
@@ -176,7 +178,7 @@ class Watchdog:
         cause = f"the store of rank 0 on {launch.host}:{launch.port} does not answer: rank 0 ended first"
         return f"lost touch with other ranks: {cause}", ended or not first_here
 
-    def _is_said(self, message: str) -> bool:
+    def _is_reported_elsewhere(self, message: str) -> bool:
         """Return whether another rank has ended with the same message before this one."""
         key, rank = f"said {hashlib.sha256(message.encode()).hexdigest()}", str(self._launch.rank)
 
