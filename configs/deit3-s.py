@@ -9,7 +9,8 @@ batch.micro_batch is small so that 128 GPUs can share the batch; the command has
 The batch is no multiple of three: as in the source, the repeats of an image may be in different micro-batches.
 
 Both images of a mixture count fully: with --bce-loss the source's engine.py sets each target over 0 to 1. Its LAMB is
-apex's FusedLAMB, which clips at a global norm of 1 and leaves out vectors, with main.py's default of 1e-8 for eps.
+apex's FusedLAMB, which clips at a global norm of 1, with main.py's default of 1e-8 for eps; vectors, position
+embeddings and the class token have no weight decay. All blocks have the same rate of stochastic depth (models_v2.py).
 """
 
 from dali_train.config import Config
@@ -24,9 +25,9 @@ config = Config(
         normalise="imagenet",
         eval_resize_to=224,
     ),
-    model=dict(name="deit3_small_patch16_224", kwargs=dict(drop_path_rate=0.05)),
+    model=dict(name="deit3_small_patch16_224", kwargs=dict(drop_path_rate=0.05), constant_drop_path=True),
     loss=dict(name="binary-cross-entropy", target_threshold=0.0),
-    optimizer=dict(lr=4e-3, weight_decay=0.05, eps=1e-8, clip_grad_norm=1.0),
+    optimizer=dict(lr=4e-3, weight_decay=0.05, eps=1e-8, clip_grad_norm=1.0, exclude_vectors="and-tokens"),
     schedule=dict(name="cosine", warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, decay_from="start", step_every="epoch"),
     batch=dict(global_batch=2048, micro_batch=16),
     mixup=dict(alpha=0.8, cutmix_alpha=1.0),

@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from timm.layers import DropPath
 
-from dali_train.config import OptimizerConfig
+from dali_train.config import ModelConfig, OptimizerConfig, ParallelConfig, load_config
+from dali_train.errors import ConfigError
+from dali_train.parallel.stages import VitStage, make_stages
+from dali_train.training.model import build_model
 from dali_train.training.models import ViT5
 from dali_train.training.optim import make_optimizer
 
-from .conftest import Train
+from .conftest import REPOSITORY, Train
 from .helpers import FLOAT64_BOUND, losses, samples, state_difference, words
 
 TINY = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
@@ -22,6 +26,32 @@ def tiny_vit5(**kwargs: object) -> ViT5:
 
 def sines(count: int, frequency: float, phase: float = 0) -> torch.Tensor:
     return torch.sin(torch.arange(count, dtype=torch.float64) * frequency + phase)
+
+
+def drop_rates(model: torch.nn.Module) -> list[float]:
+    return [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_deit3_drops_paths_at_one_rate_and_decays_no_token(pipeline: int) -> None:
+    """As its models_v2.py does, where timm's rates grow from 0 and its scripts alone exclude tokens."""
+    config = load_config(REPOSITORY / "configs/deit3-s.py").replace({"model.kwargs.depth": 3})
+    model = build_model(config, 10, torch.device("meta"))
+    assert drop_rates(model) == [0.05] * 6
+    if pipeline > 1:
+        parallel = ParallelConfig(pipeline=pipeline, num_chunks=1)
+        model = VitStage(model, make_stages(model, parallel)[0], torch.float32)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, excluded = (
+        {names[id(p)] for p in group["params"]} for group in make_optimizer(model, config.optimizer).param_groups
+    )
+    assert {"pos_embed", "cls_token", "blocks.0.norm1.weight"} <= excluded
+    assert {"blocks.0.attn.qkv.weight", "patch_embed.proj.weight"} <= decayed
+
+
+def test_a_constant_drop_path_needs_a_rate() -> None:
+    with pytest.raises(ConfigError, match=r"constant_drop_path is true, but model.kwargs has no drop_path_rate"):
+        ModelConfig(name="vit_tiny_patch16_224", constant_drop_path=True)
 
 
 def test_vit5_has_the_logits_of_the_published_network() -> None:
@@ -60,9 +90,7 @@ def test_vit5_reads_files_of_the_published_network(tmp_path: Path) -> None:
 
 def test_vit5_drops_paths_at_one_rate_and_decays_no_token() -> None:
     model = tiny_vit5(drop_path_rate=0.25, depth=3)
-    assert [getattr(block, name).drop_prob for block in model.blocks for name in ("drop_path1", "drop_path2")] == [
-        0.25
-    ] * 6
+    assert drop_rates(model) == [0.25] * 6
     groups = make_optimizer(model, OptimizerConfig(lr=1.0, weight_decay=0.1, layer_decay=0.5)).param_groups
     (stem,) = (group for group in groups if any(parameter is model.reg_token for parameter in group["params"]))
     assert stem["weight_decay"] == 0 and stem["lr_scale"] == min(group["lr_scale"] for group in groups)

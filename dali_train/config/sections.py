@@ -246,6 +246,9 @@ class ModelConfig:
     """Names of weights that are not trained, where * matches anything: patch_embed.* blocks.0.*; or all-but-head, which
     trains only the classifier (a linear probe). BatchNorms without trained weights keep their running statistics and
     normalise with them."""
+    constant_drop_path: bool = False
+    """Drop paths at the rate model.kwargs.drop_path_rate in all blocks, as DeiT III does. False: at timm's rates, which
+    grow from 0 in the first block to that rate in the last, so that they are half of it on average."""
     channels_last: NotInRecipe[bool] = False
     """Memory format of weights and images, with which convolutional models are faster on GPUs."""
     compile: NotInRecipe[Literal["auto", "none", "model", "cuda-graphs", "blocks", "autotune"]] = "auto"
@@ -277,6 +280,10 @@ class ModelConfig:
             "num_classes" not in self.kwargs,
             f"model.kwargs has num_classes {self.kwargs.get('num_classes')}: leave it out, the dataset decides it",
         )
+        require(
+            not self.constant_drop_path or "drop_path_rate" in self.kwargs,
+            "model.constant_drop_path is true, but model.kwargs has no drop_path_rate: set it, such as 0.1",
+        )
 
 
 Beta = Annotated[float, Rule("a number from 0 to under 1, e.g. 0.9,0.999", 0, UNDER_1)]
@@ -302,8 +309,10 @@ class OptimizerConfig:
     """Decay rates of the running means of the gradient and of its square."""
     eps: NotNegative = 1e-6
     """Added to the root of the second moment, so that the update stays finite."""
-    exclude_vectors: bool = True
-    """No weight decay and no trust ratio on biases, norms and other vectors. False: both on all parameters."""
+    exclude_vectors: bool | Literal["and-tokens"] = True
+    """No weight decay and no trust ratio on biases, norms and other vectors. and-tokens: nor on position embeddings,
+    class tokens, registers and whatever else the model declares as free of weight decay, as in timm's train.py. False:
+    both on all parameters."""
     layer_decay: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] | None = None
     """Layer-wise decay of the learning rate, for fine-tuning: each layer has this times the rate of the next one, and
     the classifier the full rate. With exclude_vectors, parameters that the model declares as free of weight decay, such

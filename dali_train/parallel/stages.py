@@ -126,6 +126,7 @@ class VitStage(nn.Module):
     blocks: nn.Sequential
     norm: nn.Module
     forward_head: Callable[[torch.Tensor], torch.Tensor]
+    no_weight_decay: Callable[[], Any]
 
     def __init__(self, model: nn.Module, stage: Stage, dtype: torch.dtype) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class VitStage(nn.Module):
         for name, value in vars(model).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
-        for name in ("_pos_embed", "pool", "forward_head"):
+        for name in ("_pos_embed", "pool", "forward_head", "no_weight_decay"):
             setattr(self, name, MethodType(getattr(type(model), name), self))
 
         def own(name: str, value: Any) -> Any:
@@ -175,6 +176,7 @@ def merge_stages(stages: Sequence[VitStage]) -> nn.Module:
         return stages[0]
     merged = nn.Module()
     merged.blocks = nn.Sequential()
+    merged.no_weight_decay = stages[0].no_weight_decay  # type: ignore[assignment]  # a method, not a layer
     for stage in stages:
         for name, parameter in stage.named_parameters(recurse=False):
             merged.register_parameter(name, parameter)

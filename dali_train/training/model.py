@@ -86,6 +86,8 @@ def build_model(
             model = on_meta
         else:
             model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
+    if config.model.constant_drop_path:
+        models.make_drop_path_constant(repeated_blocks(model), config.model.kwargs["drop_path_rate"])
     model.to(
         device="cpu" if on_host else device,
         dtype=torch.float64 if config.precision.dtype == "fp64" else torch.float32,

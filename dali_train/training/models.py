@@ -1,6 +1,7 @@
 """Models that timm lacks, registered with it. Only ``training/model.py`` imports this."""
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -180,7 +181,7 @@ class RotaryAttention(Attention):
         queries, keys, values = qkv.unbind(0)
         # In float32 under autocast, as in the source; attention itself is in the dtype of the values.
         queries, keys = (
-            apply_rot_embed_cat(norm(tokens), self.rotations).to(values.dtype)
+            apply_rot_embed_cat(norm(tokens.to(norm.weight.dtype)), self.rotations).to(values.dtype)
             for norm, tokens in ((self.q_norm, queries), (self.k_norm, keys))
         )
         dropout = self.attn_drop.p if self.training else 0.0
@@ -220,9 +221,7 @@ class ViT5(VisionTransformer):
         }
         super().__init__(**{**settings, **kwargs})
         # timm's rate of stochastic depth grows from 0 in the first block; the source has one rate in all.
-        for block in self.blocks:
-            for name in ("drop_path1", "drop_path2"):
-                setattr(block, name, DropPath(drop_path_rate) if drop_path_rate > 0 else nn.Identity())
+        make_drop_path_constant(self.blocks, drop_path_rate)
         for tokens in (self.cls_token, self.reg_token, self.pos_embed):
             if tokens is not None:
                 trunc_normal_(tokens, std=0.02)
@@ -252,6 +251,14 @@ class ViT5(VisionTransformer):
         rotations = torch.cat([angles.sin(), angles.cos()], dim=1).to(self.pos_embed)
         for block in self.blocks:
             block.attn.register_buffer("rotations", rotations.clone(), persistent=False)
+
+
+def make_drop_path_constant(blocks: Iterable[nn.Module], rate: float) -> None:
+    """Give all `blocks` the same rate of stochastic depth; timm's grows from 0 in the first block."""
+    for block in blocks:
+        for name, _ in list(block.named_children()):
+            if name.startswith("drop_path"):
+                setattr(block, name, DropPath(rate) if rate > 0 else nn.Identity())
 
 
 def rotary_angles(height: int, width: int, channels: int, theta: float) -> torch.Tensor:

@@ -138,13 +138,23 @@ def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -
 
 
 def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    vectors = [p for p in parameters if p.ndim <= 1] if config.exclude_vectors else []
-    in_vectors = {id(p) for p in vectors}
-    groups: list[dict[str, Any]] = [{"params": [p for p in parameters if id(p) not in in_vectors]}]
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
+    tokens = _without_decay(model) if config.exclude_vectors == "and-tokens" else frozenset[str]()
+    decayed: list[nn.Parameter] = []
+    excluded: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_excluded = (config.exclude_vectors and parameter.ndim <= 1) or name in tokens
+            (excluded if is_excluded else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": decayed}]
+    if excluded:
+        groups.append({"params": excluded, "weight_decay": 0.0})
     return groups
+
+
+def _without_decay(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that a timm model, or a stage of one, declares as free of weight decay."""
+    timm_model: Any = model
+    return frozenset(timm_model.no_weight_decay() if hasattr(model, "no_weight_decay") else ())
 
 
 def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: float) -> list[dict[str, Any]]:
@@ -159,10 +169,8 @@ def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: flo
             "layers: leave optimizer.layer_decay out, or choose a timm model with a group_matcher, such as a ViT or "
             "ResNet"
         )
-    timm_model: Any = model
-    without_decay = timm_model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     groups: list[dict[str, Any]] = param_groups_layer_decay(
-        model, config.weight_decay, without_decay, layer_decay=layer_decay
+        model, config.weight_decay, _without_decay(model), layer_decay=layer_decay
     )
     return groups if config.exclude_vectors else [group | {"weight_decay": config.weight_decay} for group in groups]
 
