@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from tools.bench import data, goals, loops, startup
+from tools.bench import compute, data, loops, startup
 from tools.bench.generated import write_dataset
 from tools.bench.peers import Task, export
 from tools.bench.turns import describe_machine, take_turns
@@ -85,11 +85,11 @@ def step_ratios(work: Path) -> Iterator[Measured]:
     config = work / "config.py"
     config.write_text(CONFIG.format(root=str(work / "dataset")))
     task = loops.Task(config, [], work, steps=2)
-    names = [goals.REAL, goals.SYNTHETIC, goals.BARE]
+    names = [compute.REAL, compute.SYNTHETIC, compute.BARE]
     answers = take_turns(names, loops.contend, (task,), [False] * (1 + ROUNDS))
     seconds = {name: median(result.step_s for result in results) for name, results in answers.items()}
-    yield BARE, seconds[goals.BARE] / seconds[goals.SYNTHETIC]
-    yield REAL, seconds[goals.SYNTHETIC] / seconds[goals.REAL]
+    yield BARE, seconds[compute.BARE] / seconds[compute.SYNTHETIC]
+    yield REAL, seconds[compute.SYNTHETIC] / seconds[compute.REAL]
 
 
 def startup_ratios(work: Path) -> Iterator[Measured]:

@@ -9,6 +9,8 @@ from torch.profiler import profile
 from dali_train.config import Config
 from dali_train.training.flops import Peak, data_sheet_peak, measured_peak
 
+# Contenders of tools/bench/step.py.
+REAL, SYNTHETIC, BARE = "trainer, real data", "trainer, synthetic data", "bare loop"
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision.dtype
 
 # What a kernel on a GPU or an operator on a CPU does, by its name; the first that fits. Inductor's names show what it

@@ -32,8 +32,7 @@ from dali_train.training.build import configure_torch
 from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer
 from dali_train.training.timing import STEP_PHASES
-from tools.bench.compute import AUTOCAST, time_by_class
-from tools.bench.goals import BARE, REAL, SYNTHETIC
+from tools.bench.compute import AUTOCAST, BARE, REAL, SYNTHETIC, time_by_class
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
     python -m tools.bench.model --config configs/vit-b16.py --precision.dtype bf16 --model.fast_norm true
 
-The first thing to run on a GPU: it needs torch and timm, no DALI and no dataset. What it leaves out is the optimizer,
-the all-reduce and the data path; tools/bench_step.py has them. "Host" is how long Python takes to launch one
-micro-batch: the GPU waits where that is longer than the micro-batch.
+The first program to run on a GPU, since it needs neither DALI nor a dataset. It leaves out the optimizer, the
+all-reduce and the data path, which tools/bench_step.py measures. `host_ms` is how long Python takes to launch a
+micro-batch: where it exceeds `ms`, the GPU waits.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -30,29 +31,38 @@ WARM_UP, TIMED, PROFILED = 6, 20, 3  # micro-batches
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="settings of it can be overridden")
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="its settings can be overridden")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--profile", action="store_true", help="then time by class of kernel")
+    parser.add_argument("--profile", action="store_true", help="also measure time by class of kernel")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a JSON line")
     options, overrides = parser.parse_known_args()
-    config = config_with(options.config, overrides, "model.py")
-    device = torch.device(options.device)
+    config, device = config_with(options.config, overrides, "model.py"), torch.device(options.device)
+    print(describe_machine())
     choose_tf32(config.precision.tf32)
     torch.backends.cudnn.benchmark = not config.run.deterministic
     best = peak(config, device)
     figures, kernels = measure(config, device, best, profiled=options.profile)
     if options.json:
         write_lines(options.json, [{"event": "round", **figures, "kernels": kernels}])
-    print(f"{describe_machine()}\npeak {best.source}")
-    print(", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+    print(f"peak {best.source}\n" + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
     for kind, milliseconds in sorted(kernels.items(), key=lambda row: -row[1]):
         print(f"{kind:<30}{milliseconds:>10.2f} ms")
+
+
+def seconds_of(call: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Return the seconds until `call` has returned, and until the device has finished."""
+    start = time.perf_counter()
+    call()
+    launched = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return launched, time.perf_counter() - start
 
 
 def measure(
     config: Config, device: torch.device, best: Peak, *, profiled: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return figures of one micro-batch by name, medians; and, if `profiled`, its ms by class of kernel."""
+    """Return the medians of a micro-batch by name and, if `profiled`, its milliseconds by class of kernel."""
     size, batch, half = config.data.train_size, config.batch.micro_batch, AUTOCAST.get(config.precision.dtype)
     model = build_model(config, NUM_CLASSES, device).train()
     layout = torch.channels_last if config.model.channels_last else torch.contiguous_format
@@ -65,36 +75,25 @@ def measure(
             loss = mixup_loss(model(images), targets, lambdas)
         loss.backward()
 
-    def seconds() -> tuple[float, float]:
-        """Of one micro-batch: until it is launched, until it is computed."""
-        start = time.perf_counter()
-        micro_batch()
-        launched = time.perf_counter() - start
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return launched, time.perf_counter() - start
-
-    first_s = seconds()[1]
-    for _ in range(WARM_UP):
-        micro_batch()
-    seconds()
-    timed = [seconds() for _ in range(TIMED if device.type == "cuda" else 1)]
+    first_s = seconds_of(micro_batch, device)[1]
+    on_gpu = device.type == "cuda"
+    for _ in range(WARM_UP if on_gpu else 1):
+        seconds_of(micro_batch, device)
+    timed = [seconds_of(micro_batch, device) for _ in range(TIMED if on_gpu else 1)]
     launched, computed = (median(column) for column in zip(*timed, strict=True))
-    flops = flops_per_image(config, NUM_CLASSES)
     figures = {
         "images_per_second": batch / computed,
-        "utilisation": flops * batch / computed / best.flops_per_second,
+        "utilisation": flops_per_image(config, NUM_CLASSES) * batch / computed / best.flops_per_second,
         "ms": 1000 * computed,
         "host_ms": 1000 * launched,
         "first_call_s": first_s,
-        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0,
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0,
     }
     if not profiled:
         return figures, {}
-    on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         for _ in range(PROFILED):
-            seconds()
+            seconds_of(micro_batch, device)
     return figures, {kind: 1000 * spent / PROFILED for kind, spent in time_by_class(profiler, on_gpu).items()}
 
 
