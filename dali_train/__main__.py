@@ -1,5 +1,6 @@
 """``python -m dali_train``, also as ``dali-train``."""
 
+import os
 import sys
 
 
@@ -8,8 +9,8 @@ def main() -> int:
     try:
         from dali_train import cli
     except KeyboardInterrupt:
-        print("dali-train: stopped with Ctrl-C", file=sys.stderr)
-        return 130
+        os.write(2, b"dali-train: stopped with Ctrl-C\n")
+        os._exit(130)  # Python itself would end by the signal if it came inside a dataclass's generated code
     return cli.main()
 
 

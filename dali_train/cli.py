@@ -20,8 +20,8 @@ from dali_train.commands import completion
 from dali_train.commands.boundary import importing, run_command
 from dali_train.commands.data import add_data_command
 from dali_train.config import Config, load_config
+from dali_train.config.config_file import find_recipe, recipe_table
 from dali_train.config.override import config_with, read_overrides
-from dali_train.config.recipes import find_recipe, recipe_table
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover, exit_if_launcher_dies, is_first_on_host
 from dali_train.runtime.object_store import is_remote

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from dali_train.config.check import alternatives
 from dali_train.config.config import KWARGS, SETTINGS
-from dali_train.config.recipes import recipe_names
+from dali_train.config.config_file import recipe_names
 
 SHELLS = ("bash", "zsh", "fish")
 

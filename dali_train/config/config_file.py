@@ -1,6 +1,7 @@
-"""Loading a config from a Python file, or from the config.json of a run."""
+"""Loading a config from a Python file, from a recipe that ships with the package, or from the config.json of a run."""
 
 import importlib.util
+import re
 import sys
 import traceback
 import warnings
@@ -12,7 +13,6 @@ from typing import Any, get_type_hints
 
 from dali_train.config.config import Config
 from dali_train.config.names import unknown_setting
-from dali_train.config.recipes import find_recipe, recipe_names
 from dali_train.config.sections import ParallelConfig
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json, read_limited
@@ -20,6 +20,11 @@ from dali_train.files import ForeignFileError, read_json, read_limited
 _LARGEST_JSON = 10_000_000
 _running: list[Path] = []  # the config files being executed, the innermost last
 _files: dict[Path, bytes] = {}  # all files executed since the outermost began, in order
+
+_PACKAGE = Path(__file__).parent.parent
+_INSTALLED = _PACKAGE / "recipes"
+RECIPES = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent / "configs"
+"""In a wheel dali_train/recipes; in the repository configs/, which setup.py installs there."""
 
 
 def load_config(path: Path | str) -> Config:
@@ -128,3 +133,21 @@ def _assembled(source: str, values: dict[str, Any]) -> Config:
             f"{source}: hooks.user {hooks} are left out, since only a Python config file can set them", stacklevel=4
         )
     return Config(**{name: sections[name](**fields) for name, fields in values.items()})
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.py"))
+
+
+def find_recipe(name: str) -> Path | None:
+    """Return the file of the recipe `name`, such as vit-b16; None if there is none."""
+    return RECIPES / f"{name}.py" if name in recipe_names() else None
+
+
+def recipe_table() -> list[tuple[str, ...]]:
+    """Return name, description, target, source and measurement of each recipe, from the README beside them."""
+    rows = []
+    for line in (RECIPES / "README.md").read_text(encoding="utf-8").splitlines():
+        cells = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell.strip()) for cell in line.strip("|").split("|")]
+        rows += [(name, *cells[1:]) for name in re.findall(r"([\w-]+)\.py", cells[0]) if len(cells) == 5]
+    return rows
