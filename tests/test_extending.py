@@ -2,6 +2,7 @@
 with them."""
 
 import json
+import math
 import re
 import runpy
 import sys
@@ -14,8 +15,8 @@ import pytest
 from dali_train.checkpoint.load import load_newest
 from dali_train.cli import main
 
-from .conftest import REPOSITORY, photograph
-from .helpers import FLOAT64_BOUND, losses, samples, state_difference
+from .conftest import REPOSITORY, Train, photograph
+from .helpers import FLOAT64_BOUND, extended, losses, samples, state_difference
 from .ranks import FORK, TIMEOUT_S, Ranks
 
 OWN_PARTS = REPOSITORY / "tests" / "own_parts.py"
@@ -85,6 +86,20 @@ def after_the_run(run: Path) -> None:
         with redirect_stdout(StringIO()) as output, redirect_stderr(output):
             assert main(words) == status, output.getvalue()
         assert message in output.getvalue()
+
+
+def test_the_documents_loss_and_optimizer_train(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    """As they stand in docs/extending.md, below one another in a config file; also on weights that are sharded."""
+    examples = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "extending.md").read_text(), re.DOTALL)
+    config = extended(tiny_config, "\n".join(examples))
+    options = ("--loss.name", "focal", "--optimizer.name", "sign-descent", "--optimizer.kwargs.momentum", "0.8")
+    options += ("--optimizer.lr", "1e-3", "--run.max_steps", "3")
+    train("one", *options, config=config)
+    train("two", *options, "--parallel.shard", "full", ranks=2, config=config)
+    newest, _ = load_newest(tmp_path / "two" / "checkpoints")
+    assert newest is not None and newest.values["optimizer"]["class"] == "SignDescent"
+    assert losses(tmp_path / "one")[0] == pytest.approx(0.8**2 * math.log(5), rel=0.05), "all classes are as likely"
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 def test_the_documents_name_files_that_exist() -> None:
