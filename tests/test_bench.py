@@ -2,14 +2,12 @@
 
 import argparse
 import dataclasses
-import faulthandler
 import importlib
 import io
 import json
 import os
 import runpy
 import shlex
-import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -202,29 +200,6 @@ def test_orders_and_scale_of_small_datasets(
         monkeypatch.setattr(sys, "argv", ["tool", *options])
         main()
         assert "images" in capsys.readouterr().out
-
-
-def test_a_short_campaign_of_damaged_files(tmp_path: Path) -> None:
-    """That faults are found and reported separately; which readers have faults is what tools/fuzz.py itself is for."""
-    fuzz = tool("fuzz")
-    (tmp_path / "samples" / "status").mkdir(parents=True)
-    (tmp_path / "samples" / "status" / "status.json").write_text('{"step": 12}')
-    faults = {
-        "raises": lambda directory, damaged: 1 // 0,
-        # Without a page of stacks.
-        "crashes": lambda directory, damaged: (faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)),
-        "eats": lambda directory, damaged: bytearray(3 << 30),
-        "is fine": lambda directory, damaged: damaged.read_bytes(),
-    }
-    found = {}
-    for name, read in faults.items():
-        fuzz.TARGETS[name] = fuzz.Target("status/*.json", "status", read)
-        tally = fuzz.Tally()
-        fuzz.run_batch(name, 0, 0, tmp_path / "samples", tmp_path / "work", tally, tmp_path / "kept")
-        found[name] = [what.split(":")[0] for _, what, _ in tally.faults.values()]
-    assert found["is fine"] == [] and found["raises"][0].startswith("ZeroDivisionError at ")
-    assert found["crashes"] == ["the process was ended by SIGSEGV"] and found["eats"][0].startswith("MemoryError")
-    assert len(list((tmp_path / "kept").iterdir())) == 3
 
 
 def test_a_ratio_beyond_its_bound_fails(capsys: pytest.CaptureFixture[str]) -> None:

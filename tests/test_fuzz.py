@@ -1,12 +1,19 @@
 """Foreign files: what readers meet that is not what a run or a conversion wrote."""
 
+import faulthandler
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dali_train.errors import UserError
 from dali_train.files import json_field, read_json
+from tools import fuzz
+
+from .conftest import REPOSITORY
 
 LIMIT = 1 << 20
 
@@ -67,3 +74,38 @@ def test_fields_of_json_have_their_type() -> None:
     ):
         with pytest.raises(UserError, match=what):
             json_field(values, name, kind)
+
+
+@pytest.mark.slow
+def test_ten_thousand_damaged_files_of_each_kind_are_refused_or_read() -> None:
+    command = [sys.executable, "tools/fuzz.py", "--cases", "10000", "--only", "cheap"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    rows = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines() if " 10000 " in line}
+    assert rows.keys() >= {"dataset.json", "index", "manifest.json", "status", "mirror.json", "run.lock", "config.json"}
+
+
+def test_faults_of_readers_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "status.json").write_text('{"step": 12}')
+    monkeypatch.setattr(fuzz, "COMPUTE_S", 0.2)
+
+    def spin(path: Path) -> None:
+        while True:
+            pass
+
+    readers = {
+        "raises": (lambda path: 1 // 0, "ZeroDivisionError at "),
+        # Without a page of stacks.
+        "crashes": (lambda path: (faulthandler.disable(), os.kill(os.getpid(), signal.SIGSEGV)), "ended by SIGSEGV"),
+        "eats": (lambda path: bytearray(3 << 30), "MemoryError at "),
+        "hangs": (spin, "no end after"),
+        "is fine": (lambda path: path.read_bytes(), ""),
+    }
+    for name, (read, fault) in readers.items():
+        monkeypatch.setitem(fuzz.TARGETS, name, fuzz.Target("status/*.json", read))
+        tally = fuzz.Tally()
+        fuzz.run_batch(name, 0, range(3), tmp_path, tmp_path / "work", tally)
+        kinds = list(tally.faults)
+        assert len(kinds) == bool(fault) and all(kind.startswith(fault) for kind in kinds), kinds
+        assert tally.outcomes["FAULT"] == (3 if fault else 0)

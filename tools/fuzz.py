@@ -1,18 +1,21 @@
-"""Mutated files against the readers that meet them: no undeclared exception, no crash, no hang, no memory beyond 2 GB.
+"""Damaged files against the readers that meet them: no undeclared exception, crash, hang, or memory beyond 1 GB.
 
     python tools/fuzz.py --minutes 60 [--only tar checkpoint] [--seed 7]
+    python tools/fuzz.py --cases 1000000 --only status mirror.json
 
-Small real files are made first: a dataset of generated JPEGs, a tar of them, and the run of a tiny model with its
-checkpoint. Then, target by target in turns, a copy is damaged in a way that follows from the seed and the case's
-number, and read in a child process with a limit on memory and time. What may happen is in TARGETS: the reader accepts
-the file, or raises an error that is declared. Anything else is printed with the case that shows it, kept in --keep, and
-ends the campaign with status 1.
+Small real files are made first: a dataset of generated JPEGs, a tar of them, the files of a run, and the run of a tiny
+model if a target needs one. Then a copy is damaged, target by target in turns, in a way that follows from the seed and
+the case's number, and read in a child process with limits on memory and time. The reader may accept the file, or raise
+an error that TARGETS declares. Anything else is printed with the case that shows it, and ends the campaign with status
+1:
 
     python tools/fuzz.py --only tar --case 1234      # one case again, in this process, with its traceback
 """
 
 import argparse
+import functools
 import json
+import mmap
 import multiprocessing
 import os
 import random
@@ -36,7 +39,11 @@ sys.path.insert(0, str(REPOSITORY))
 
 import torch  # noqa: E402, F401  # before the children are forked: it takes seconds
 
+from dali_train.checkpoint.claim import parse_claim  # noqa: E402
+from dali_train.checkpoint.directory import record_top1, saved_top1  # noqa: E402
 from dali_train.checkpoint.load import load_checkpoint  # noqa: E402
+from dali_train.checkpoint.run_directory import RunDirectory  # noqa: E402
+from dali_train.checkpoint.storage import CheckpointManifest, parse_manifest  # noqa: E402
 from dali_train.config import load_config  # noqa: E402
 from dali_train.data.convert.archive import Archive, SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
@@ -45,12 +52,14 @@ from dali_train.data.dataset.index import Split  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest  # noqa: E402
 from dali_train.data.dataset.storage import MappedFiles  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
-from dali_train.errors import ConfigError, DatasetError, RunError  # noqa: E402
-from dali_train.runtime.status import newest_step, read_status  # noqa: E402
+from dali_train.errors import UserError  # noqa: E402
+from dali_train.runtime.lock import FILE, RunLock, find_holder  # noqa: E402
+from dali_train.runtime.status import RunStatus, describe, goodput, read_events, read_status  # noqa: E402
 from tools.bench.generated import write_dataset  # noqa: E402
 
-DECLARED: tuple[type[Exception], ...] = (ConfigError, DatasetError, RunError)  # with their subclasses
-MEMORY_BYTES, CASE_S, CASES = 2 << 30, 20, 40  # of one case; of one case; in one child
+MEMORY_BYTES = 1 << 30  # that one child may use besides what it began with
+WAIT_S, COMPUTE_S = 60, 5  # of one case: by the clock, for a reader that waits for ever; on the processor
+CASES = 40  # of one target in its turn
 CONFIG = """
 from dali_train.config import *
 
@@ -69,142 +78,219 @@ config = Config(
 
 @dataclass(frozen=True)
 class Target:
-    """Which files are damaged, and who reads them. A row in TARGETS is all that a new reader needs."""
+    """What is damaged, and what reads it. A row in TARGETS is all that a new reader needs."""
 
-    files: str  # below the directory of samples, a pattern; one of them is damaged
-    copied: (
-        str  # below the directory of samples: what is copied for a case, so that the reader finds all else beside it
-    )
-    read: Callable[[Path, Path], object]  # (the copied directory, the damaged file)
-    declared: tuple[type[Exception], ...] = ()  # besides DECLARED
+    files: str  # pattern of files below the directory of samples, one of which is damaged
+    read: Callable[[Path], object]  # called with the damaged file, which has all other files of its directory beside it
+    declared: tuple[type[Exception], ...] = ()  # errors that it may raise besides UserError and OSError
+    damage: Callable[[bytes, random.Random], bytes] | None = None  # None: `damaged_json` or `damaged_bytes`
+    is_cheap: bool = False  # takes less than a millisecond, and needs only the files in files_of_a_run
 
 
-def read_split(directory: Path, damaged: Path) -> None:
+def read_split(directory: Path) -> None:
     for name in ("train", "validation"):
         split = Split(directory, name)
-        shards = MappedFiles(split)
+        images = MappedFiles(split)
         for image in range(min(len(split), 4)):
-            bytes(shards.image(image))
+            bytes(images.image(image))
             split.describe(image)
 
 
-def read_archive(directory: Path, damaged: Path) -> None:
-    archive = Archive(damaged)
+def read_archive(path: Path) -> None:
+    archive = Archive(path)
     for member in archive.members():
         archive.read(member)
 
 
+def read_status_files(path: Path) -> None:
+    read_status(path.parent)
+    describe(path.parent)
+
+
+def read_run_json(path: Path) -> None:
+    run = RunDirectory(path.parent)
+    assert run.config.to_json() and run.settings and isinstance(run.environment, dict)
+
+
 TARGETS = {
-    "manifest": Target("dataset/dataset.json", "dataset", lambda directory, damaged: Manifest.read(directory)),
-    "dataset": Target("dataset/dataset.json", "dataset", read_split),
-    "index": Target("dataset/index/*.npy", "dataset", read_split),
-    "shard": Target("dataset/train/train-*", "dataset", read_split),
-    "tfrecord": Target(
-        "dataset/train/train-*",
-        "dataset",
-        lambda directory, damaged: index_shard(damaged, check_crc=False),
-        (TFRecordError,),
-    ),
-    "tar": Target("tar/images.tar", "tar", read_archive, (SourceError,)),
-    "jpeg": Target(
-        "images/*.jpg", "images", lambda directory, damaged: parse_jpeg_header(damaged.read_bytes()), (BadImageError,)
-    ),
-    "checkpoint": Target("run/checkpoints/step-*/*", "run", lambda directory, damaged: load_checkpoint(damaged.parent)),
-    "status": Target(
-        "run/status.json", "run", lambda directory, damaged: (read_status(directory), newest_step(directory))
-    ),
-    "config": Target("config/*.py", "config", lambda directory, damaged: load_config(damaged)),
+    "dataset.json": Target("dataset/dataset.json", lambda path: Manifest.read(path.parent), is_cheap=True),
+    "index": Target("old-dataset/index/*.npy", lambda path: read_split(path.parent.parent), is_cheap=True),
+    "manifest.json": Target("run/manifest.json", lambda p: parse_manifest(p.read_bytes(), str(p)), is_cheap=True),
+    "status": Target("run/status.json", read_status_files, is_cheap=True),
+    "mirror.json": Target("run/mirror.json", lambda p: parse_claim(p.read_bytes(), "s3://bucket"), is_cheap=True),
+    "run.lock": Target(f"run/{FILE}", lambda path: find_holder(path.parent), is_cheap=True),
+    "metrics.jsonl": Target("run/metrics.jsonl", lambda path: goodput(read_events(path)), is_cheap=True),
+    "config.json": Target("run/config.json", read_run_json, is_cheap=True),
+    "environment.json": Target("run/environment.json", read_run_json, is_cheap=True),
+    "evaluation.json": Target("run/evaluation.json", lambda path: saved_top1(path.parent), is_cheap=True),
+    "dataset": Target("dataset/dataset.json", lambda path: read_split(path.parent)),
+    "shard": Target("dataset/train/train-*", lambda path: read_split(path.parent.parent)),
+    "tfrecord": Target("dataset/train/train-*", lambda path: index_shard(path, check_crc=False), (TFRecordError,)),
+    "tar": Target("tar/images.tar", read_archive, (SourceError,)),
+    "jpeg": Target("images/*.jpg", lambda path: parse_jpeg_header(path.read_bytes()), (BadImageError,)),
+    "checkpoint": Target("trained/checkpoints/step-*/*", lambda path: load_checkpoint(path.parent)),
+    "config": Target("config/*.py", load_config),
 }
 
 
-def make_samples(directory: Path) -> None:
-    """The files that are damaged, all of them real."""
+def make_samples(directory: Path, names: list[str]) -> None:
+    """Write the files that are damaged, all of them real."""
     write_dataset(directory / "dataset", num_train=12, num_validation=4, num_classes=3)
-    split = Split(directory / "dataset", "train")
-    (directory / "images").mkdir()
-    (directory / "tar").mkdir()
-    with tarfile.open(directory / "tar" / "images.tar", "w") as archive:
-        for image in range(4):
-            path = directory / "images" / f"{image}.jpg"
-            path.write_bytes(bytes(MappedFiles(split).image(image)))
-            archive.add(path, arcname=f"n0000000{image}/{'a long directory name/' * 8}{image}.JPEG")
-    (directory / "config").mkdir()
+    # One of an older version, whose dataset.json has no checksums that would refuse every damaged index.
+    shutil.copytree(directory / "dataset", directory / "old-dataset")
+    text = (directory / "dataset" / "dataset.json").read_text()
+    (directory / "old-dataset" / "dataset.json").write_text(
+        re.sub(r'(index_crc32c|_checksums_crc32c)": "\w+"', r'\1": null', text)
+    )
     config = directory / "config" / "config.py"
-    config.write_text(CONFIG.format(root=str(directory / "dataset"), run=str(directory / "run")))
-    command = [sys.executable, "-m", "dali_train", "train", "--config", str(config)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"fuzz.py: cannot train the tiny model:\n{done.stdout}{done.stderr}")
+    config.parent.mkdir()
+    config.write_text(CONFIG.format(root=str(directory / "dataset"), run=str(directory / "trained")))
+    write_files_of_a_run(directory / "run", load_config(config).to_json())
+    if {"tar", "jpeg"} & {*names}:
+        split = Split(directory / "dataset", "train")
+        (directory / "images").mkdir()
+        (directory / "tar").mkdir()
+        with tarfile.open(directory / "tar" / "images.tar", "w") as archive:
+            for image in range(4):
+                path = directory / "images" / f"{image}.jpg"
+                path.write_bytes(bytes(MappedFiles(split).image(image)))
+                archive.add(path, arcname=f"n0000000{image}/{'a long directory name/' * 8}{image}.JPEG")
+    if "checkpoint" in names:
+        command = [sys.executable, "-m", "dali_train", "train", "--config", str(config)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"fuzz.py: cannot train the tiny model:\n{done.stdout}{done.stderr}")
+
+
+def write_files_of_a_run(run: Path, config: str) -> None:
+    """Write the files that the cheap targets read, without training."""
+    run.mkdir()
+    RunLock(run, print)._closing.set()  # the lock stays
+    holder = json.loads((run / FILE).read_text())
+    RunStatus(state="stopped", step=7, reason="Ctrl-C", total_steps=9, best_top1=0.5, lock_holder="pid 7").write(run)
+    (run / "config.json").write_text(config)
+    (run / "environment.json").write_text(json.dumps({"host_cores": 2, "world_size": 1, "versions": {"torch": "2.11"}}))
+    folder = f"step-00000007-{'0f' * 8}"
+    mirror = {"format": 1, "holder": holder, "count": 3, "checkpoints": {folder: 0.5}, "unfinished": [folder]}
+    (run / "mirror.json").write_text(json.dumps(mirror))
+    values = {
+        "optimizer": {"class": "AdamW", "groups": [{"step": 7}], "numbers": {"state.head.weight.step": 7.0}},
+        "scaler": {"scale": 65536.0},
+        "recipe": {"run.epochs": 3, "model.kwargs": {"img_size": 32}, "data.mean": [1.0, 2.0, 3.0]},
+        "class_names": ["a", "b"],
+        "epoch_accuracies": [0.25, 0.5],
+        "dropout": "block",
+    }
+    CheckpointManifest(step=7, values=values, files={"shard.safetensors": "0f" * 32}).write(run)
+    record_top1(run, 0.5)
+    facts = {"time": 1.5, "epoch": 0.5, "step_s": 0.1, "data_wait_s": 0.1, "loss": 2.5, "lr": 0.1, "images_per_s": 7.0}
+    events = [
+        {"event": "start", "step": 0, "total_steps": 9, "startup_s": 2.5, "ranks": 1, **facts},
+        *({"event": "train", "step": step, **facts} for step in range(1, 8)),
+        {"event": "end", "step": 7, "seconds": {"data": 1.5}, "finished": False, "error": None, **facts},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Damage
 # ---------------------------------------------------------------------------------------------------------------
 
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null|[\[\]{},:]')
+_ODD = (
+    *(b"-1", b"0", b"0.5", b"1e999", b"-0.0", b"1e308", b"NaN", b"-Infinity", b"null", b"true", b'""', b'"1"', b"[]"),
+    *(b"{}", b"[null]", b"2147483648", b"9223372036854775808", b"99999999999999999999", b"1" + b"0" * 400),
+    *(b"[" * 100_000, b'{"a":' * 500, b"[[[[[[[[1]]]]]]]]", b'{"a": 1, "a": 2}', b'"\\ud800"', b'"a\\u0000b"'),
+    *(b'"../../x"', b'"/dev/zero"', b'"\\u001b[31m\\n"', b'"' + b"x" * 5000 + b'"', b'"\xff"', b'"\\"'),
+)
 
-def damage(content: bytes, rng: random.Random) -> bytes:
+
+def damaged_json(content: bytes, rng: random.Random) -> bytes:
+    """Replace, remove, repeat or swap one or two tokens; at times damage bytes."""
+    if rng.random() < 0.2:
+        return damaged_bytes(content, rng)
+    values, marks = _tokens(content)
+    changes: dict[tuple[int, int], bytes] = {}
+    for _ in range(rng.randint(1, 2)):
+        start, end = rng.choice(values if rng.random() < 0.8 else marks)
+        other = slice(*rng.choice(values))
+        odd = rng.choice(_ODD)
+        changes[start, end] = rng.choice([odd, odd, odd, b"", content[other], content[start:end] * 2])
+    for (start, end), replacement in sorted(changes.items(), reverse=True):
+        content = content[:start] + replacement + content[end:]
+    return content
+
+
+@functools.lru_cache(maxsize=8)
+def _tokens(content: bytes) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return where names and values are, and where marks between them are."""
+    tokens = [(token[0][0], token.span()) for token in _TOKEN.finditer(content)]
+    return [span for byte, span in tokens if byte not in b"[]{},:"], [
+        span for byte, span in tokens if byte in b"[]{},:"
+    ]
+
+
+def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
     """One to three of the damages that files meet, and of those that somebody would try."""
     data = bytearray(content)
     for _ in range(rng.randint(1, 3)):
-        kind = rng.choice(["flip", "flip", "number", "number", "word", "cut", "zeros", "double", "insert", "swap"])
         # Headers are where readers decide: half of the damages hit the first bytes.
         at = rng.randrange(min(len(data), 600) if rng.random() < 0.5 else len(data)) if data else 0
         size = rng.choice([1, 4, 8, 64, 512])
-        if kind == "flip" and data:
-            data[at] ^= 1 << rng.randrange(8)
-        elif kind == "number":
-            numbers = list(re.finditer(rb"\d+", data[:200_000]))
-            if numbers:
-                found = rng.choice(numbers)
-                odd = [
-                    b"-1",
-                    b"0",
-                    b"1e999",
-                    b"NaN",
-                    b"null",
-                    b"99999999999999999999",
-                    b"2147483648",
-                    b'"1"',
-                    b"[]",
-                    b"0.5",
-                ]
-                data[found.start() : found.end()] = rng.choice(odd)
-        elif kind == "word":
-            data[at : at + 8] = rng.choice([0, 1, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]).to_bytes(8, "little")
-        elif kind == "cut":
-            del data[rng.choice([at, len(data) - 1 if data else 0]) :]
-        elif kind == "zeros":
-            data[at : at + size] = bytes(size)
-        elif kind == "double":
-            data[at:at] = data[at : at + size]
-        elif kind == "insert":
-            data[at:at] = rng.randbytes(size)
-        elif kind == "swap":
-            other = rng.randrange(len(data)) if data else 0
-            data[at : at + size], data[other : other + size] = data[other : other + size], data[at : at + size]
+        match rng.choice(["flip", "flip", "number", "number", "word", "cut", "zeros", "double", "insert", "swap"]):
+            case "flip" if data:
+                data[at] ^= 1 << rng.randrange(8)
+            case "number":
+                if numbers := list(re.finditer(rb"\d+", data[at : at + 4096])):
+                    start, end = rng.choice(numbers).span()
+                    data[at + start : at + end] = rng.choice(_ODD[:20])
+            case "word":
+                data[at : at + 8] = rng.choice([0, 1, 1 << 31, 1 << 40, (1 << 63) - 1, (1 << 64) - 1]).to_bytes(
+                    8, "little"
+                )
+            case "cut":
+                del data[rng.choice([at, max(0, len(data) - 1)]) :]
+            case "zeros":
+                data[at : at + size] = bytes(size)
+            case "double":
+                data[at:at] = data[at : at + size]
+            case "insert":
+                data[at:at] = rng.randbytes(size)
+            case "swap" if data:
+                other = rng.randrange(len(data))
+                data[at : at + size], data[other : other + size] = data[other : other + size], data[at : at + size]
     return bytes(data)
 
 
-def damaged_copy(name: str, seed: int, case: int, samples: Path, work: Path) -> tuple[Path, Path]:
-    """(the copied directory, the damaged file), the same for the same samples, seed and case."""
-    target, rng = TARGETS[name], random.Random(f"{seed} {name} {case}")
-    copy = work / target.copied
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(samples / target.copied, copy, symlinks=True)
-    path = rng.choice(sorted(path for path in work.glob(target.files) if path.is_file() and not path.is_symlink()))
-    path.write_bytes(damage(path.read_bytes(), rng))
-    return copy, path
+class Samples:
+    """The samples of one target, copied to `work`, where one file after another is damaged and repaired."""
 
+    def __init__(self, name: str, samples: Path, work: Path) -> None:
+        self.name, self.target = name, TARGETS[name]
+        directory = self.target.files.partition("/")[0]
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(samples / directory, work / directory, symlinks=True)
+        files = (path for path in work.glob(self.target.files) if path.is_file() and not path.is_symlink())
+        self.files = sorted((path, path.read_bytes()) for path in files)
+        self._damaged = self.files[0]
 
-def run_case(name: str, seed: int, case: int, samples: Path, work: Path) -> str:
-    """Damage and read; what came of it. Undeclared errors pass."""
-    target = TARGETS[name]
-    copy, path = damaged_copy(name, seed, case, samples, work)
-    try:
-        target.read(copy, path)
-    except DECLARED + target.declared as error:
-        return type(error).__name__
-    return "accepted"
+    def run(self, seed: int, case: int) -> str:
+        """Damage a file, read it, and return what came of it. Undeclared errors pass."""
+        rng = random.Random(f"{seed} {self.name} {case}")
+        declared: tuple[type[Exception], ...] = (UserError, OSError, *self.target.declared)
+        path, content = rng.choice(self.files)
+        is_json = path.suffix in (".json", ".jsonl", ".lock")
+        damage = self.target.damage or (damaged_json if is_json else damaged_bytes)
+        if path != self._damaged[0]:
+            self._damaged[0].write_bytes(self._damaged[1])
+            self._damaged = path, content
+        path.write_bytes(damage(content, rng))
+        try:
+            self.target.read(path)
+        except declared as error:
+            str(error).encode()  # printable
+            return "OSError" if isinstance(error, OSError) else type(error).__name__
+        return "accepted"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -212,142 +298,125 @@ def run_case(name: str, seed: int, case: int, samples: Path, work: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def child(name: str, seed: int, first: int, samples: Path, work: Path, pipe: Connection) -> None:
-    """CASES of one target; tells its parent which one begins and how it ended."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    used = next(
-        int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line
-    )
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    for case in range(first, first + CASES):
-        pipe.send(None)
-        try:
-            outcome, fault = run_case(name, seed, case, samples, work), ""
-        except BaseException as error:
-            places = []
-            trace = error.__traceback__
-            while trace is not None:
-                places.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
-                trace = trace.tb_next
-            message = " ".join(str(error).split())[:160]
-            outcome, fault = "FAULT", f"{type(error).__name__} at {' < '.join(reversed(places[-4:]))}: {message}"
-        pipe.send((outcome, fault))
-
-
 @dataclass
 class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: dict[str, tuple[int, str, int]] = field(default_factory=dict)  # by kind: (first case, what, how many)
 
-    def add_fault(self, case: int, what: str) -> bool:
-        """Whether it is of a new kind: another error, or from another place in the code."""
-        kind = what.split(": ")[0]
+    def add_fault(self, name: str, case: int, what: str) -> None:
+        kind = what.split(": ")[0]  # the error and its place in the code
+        if kind not in self.faults:
+            print(f"FAULT  {name}, case {case}: {what}", flush=True)
         first, text, count = self.faults.get(kind, (case, what, 0))
         self.faults[kind] = (first, text, count + 1)
         self.outcomes["FAULT"] += 1
-        return count == 0
 
 
-def answers_in_time(pipe: Connection, pid: int) -> bool:
-    """Whether the child answers within CASE_S, not counting the time in which it had no core to run on."""
+def child(name: str, seed: int, cases: range, samples: Path, work: Path, current: mmap.mmap, pipe: Connection) -> None:
+    """Run `cases` of one target; `current` has the number of the one that runs, should the process be killed."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    sampled = Samples(name, samples, work)
+    status = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) << 10 for line in status.splitlines() if "VmData" in line)
+    resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    outcomes: Counter[str] = Counter()
+    faults = []
+    for case in cases:
+        current[:8] = case.to_bytes(8, "little")
+        signal.setitimer(signal.ITIMER_REAL, WAIT_S)
+        signal.setitimer(signal.ITIMER_PROF, COMPUTE_S)
+        try:
+            outcomes[sampled.run(seed, case)] += 1
+        except BaseException as error:
+            frames = []
+            trace = error.__traceback__
+            while trace is not None:
+                frames.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
+                trace = trace.tb_next
+            message = " ".join(str(error).split())[:160]
+            faults.append((case, f"{type(error).__name__} at {' < '.join(reversed(frames[-4:]))}: {message}"))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    pipe.send((outcomes, faults))
 
-    def without_core_s() -> float:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
-    end = time.monotonic() + CASE_S - without_core_s()
-    while not pipe.poll(1):
-        if time.monotonic() - without_core_s() > end:
-            return False
-    return True
-
-
-def run_batch(name: str, seed: int, first: int, samples: Path, work: Path, tally: Tally, keep: Path) -> None:
+def run_batch(name: str, seed: int, cases: range, samples: Path, work: Path, tally: Tally) -> None:
+    """Run `cases` in a child, and those after one that kills it in another."""
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=child, args=(name, seed, first, samples, work, theirs))
-    process.start()
-    theirs.close()
-    case, running = first - 1, False
-
-    def fault(what: str) -> None:
-        if tally.add_fault(case, what):
-            print(f"FAULT  {name}, case {case}: {what}", flush=True)
-            damaged_copy(name, seed, case, samples, keep / f"{name}-{case}")
-
-    try:
-        while True:
-            if not answers_in_time(ours, process.pid or 0):
-                fault(f"no answer after {CASE_S} s")
-                return
-            answer = ours.recv()
-            if answer is None:
-                case, running = case + 1, True
-                continue
-            running = False
-            outcome, what = answer
-            if outcome == "FAULT":
-                fault(what)
-            else:
-                tally.outcomes[outcome] += 1
-    except EOFError:
-        process.join(10)
-        if running:
-            status = process.exitcode or 0
-            fault(
-                f"the process was ended by {signal.Signals(-status).name}"
-                if status < 0
-                else f"the process ended with {status}"
+    current = mmap.mmap(-1, 8)
+    while cases:
+        receives, sends = context.Pipe(duplex=False)
+        process = context.Process(target=child, args=(name, seed, cases, samples, work, current, sends))
+        process.start()
+        sends.close()
+        try:
+            outcomes, faults = receives.recv()
+            tally.outcomes += outcomes
+            for case, what in faults:
+                tally.add_fault(name, case, what)
+            cases = range(0)
+        except EOFError:
+            process.join()
+            case, status = int.from_bytes(current[:8], "little"), -(process.exitcode or 0)
+            hung = status in (signal.SIGALRM, signal.SIGPROF)
+            how = (
+                f"no end after {COMPUTE_S} s"
+                if hung
+                else f"ended by {signal.Signals(status).name if status > 0 else status}"
             )
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
+            tally.add_fault(name, case, how)
+            tally.outcomes["not counted"] += case - cases.start
+            cases = range(case + 1, cases.stop)
+        finally:
+            process.kill()
+            process.join()
+            receives.close()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=1.0, metavar="N", help="default: %(default)s")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, default=1.0, metavar="N", help="default: %(default)s")
+    length.add_argument("--cases", type=int, metavar="N", help="of each target")
     parser.add_argument(
-        "--only", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="TARGET", help=", ".join(TARGETS)
+        "--only",
+        nargs="+",
+        choices=[*TARGETS, "cheap"],
+        default=list(TARGETS),
+        metavar="TARGET",
+        help=f"cheap: those that take less than a millisecond a case; or {', '.join(TARGETS)}",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another campaign (default: %(default)s)")
     parser.add_argument("--case", type=int, metavar="N", help="this case of the one target in --only, in this process")
-    parser.add_argument(
-        "--keep",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / "fuzz-faults",
-        metavar="DIR",
-        help="damaged files (default: %(default)s)",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what came of it")
     options = parser.parse_args()
+    names = [name for name in TARGETS if name in options.only or ("cheap" in options.only and TARGETS[name].is_cheap)]
     with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
         samples, work = Path(directory) / "samples", Path(directory) / "work"
         samples.mkdir()
-        work.mkdir()
-        make_samples(samples)
+        make_samples(samples, names)
         if options.case is not None:
-            print(run_case(options.only[0], options.seed, options.case, samples, work))
+            print(Samples(names[0], samples, work).run(options.seed, options.case))
             return 0
-        tallies = {name: Tally() for name in options.only}
-        end, first = time.monotonic() + 60 * options.minutes, 0
-        while time.monotonic() < end:
+        tallies = {name: Tally() for name in names}
+        end = time.monotonic() + 60 * options.minutes
+        first, count = 0, CASES if options.cases is None else min(options.cases, 10_000)
+        while first < options.cases if options.cases is not None else time.monotonic() < end:
             for name, tally in tallies.items():
-                run_batch(name, options.seed, first, samples, work, tally, options.keep)
-            first += CASES
-    print(f"\n{'target':<12}{'cases':>8}{'accepted':>10}{'refused':>9}{'faults':>8}  kinds")
+                run_batch(name, options.seed, range(first, first + count), samples, work, tally)
+            first += count
+    print(f"\n{'target':<18}{'cases':>9}{'accepted':>10}{'refused':>9}{'faults':>8}  kinds")
     for name, tally in tallies.items():
         total, accepted, faults = tally.outcomes.total(), tally.outcomes["accepted"], tally.outcomes["FAULT"]
-        print(f"{name:<12}{total:>8}{accepted:>10}{total - accepted - faults:>9}{faults:>8}  {len(tally.faults)}")
+        refused = total - accepted - faults - tally.outcomes["not counted"]
+        print(f"{name:<18}{total:>9}{accepted:>10}{refused:>9}{faults:>8}  {len(tally.faults)}")
     if options.json:
-        found = {
+        results = {
             name: {"outcomes": tally.outcomes, "faults": list(tally.faults.values())} for name, tally in tallies.items()
         }
-        options.json.write_text(
-            json.dumps({"seed": options.seed, "minutes": options.minutes, "targets": found}, indent=1) + "\n"
-        )
+        options.json.write_text(json.dumps({"seed": options.seed, "targets": results}, indent=1) + "\n")
     return 1 if any(tally.faults for tally in tallies.values()) else 0
 
 
