@@ -3,7 +3,7 @@
 #
 # The trainer stops after saving on USR1 (sent before the time limit), on TERM (preemption, scontrol requeue) and when
 # run.max_seconds is over; it then ends with status 75. After a failure the job is requeued only if this job has saved
-# something new: one that fails at once would otherwise be requeued for ever, also while another job trains in the same run.dir.
+# something new: one that fails at once would otherwise be requeued endlessly, also while another job trains in the same run.dir.
 set -u
 if (($# == 0)); then
     echo "usage: sbatch slurm/train.sbatch CONFIG [--section.field value ...]" >&2

@@ -122,7 +122,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 @dataclasses.dataclass
 class Shared:
-    """A run that several tests look at, and what it printed."""
+    """A run that several tests read, and its output."""
 
     directory: Path
     printed: str
@@ -279,7 +279,7 @@ def test_console_and_logs_of_two_ranks(users: Shared) -> None:
         assert log.count(f"rank {rank} WARNING disk ") == 7 and "step 7/7" in log
 
 
-def test_a_full_disk_is_said_once(train: Train, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(train: Train, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)
     for name in ("metrics.jsonl", "logs/rank0.log", "samples.rank0.jsonl"):
@@ -507,7 +507,7 @@ def test_a_model_without_lamb_has_no_trust_ratios(tmp_path: Path) -> None:
     hook.end(cast(RunEnd, None))
 
 
-def test_the_progress_bar_is_not_cut(start_training: StartTraining, tmp_path: Path) -> None:
+def test_the_progress_bar_is_not_truncated(start_training: StartTraining, tmp_path: Path) -> None:
     """On a real terminal of 70 columns: time left comes first, and what does not fit is left out as a piece."""
     whole = {
         r"left .+",

@@ -51,7 +51,7 @@ def test_a_step_reads_no_value(
     assert len(steps[0]) == ("fp16" in options) and steps[1:] == [[], []]
 
 
-def test_it_would_be_noticed() -> None:
+def test_the_check_detects_a_wait() -> None:
     with ValuesRead() as values:
         assert bool(torch.ones(()) > 0)
     assert len(values.tensors) == 1

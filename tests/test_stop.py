@@ -169,7 +169,7 @@ def test_ctrl_c_is_heard_while_the_main_thread_is_busy_outside_python(times: int
         StopRequests(None)
         print("ready", flush=True)
         mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-        lock(mutex), lock(mutex)  # for ever
+        lock(mutex), lock(mutex)  # a deadlock
     """
     process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPOSITORY

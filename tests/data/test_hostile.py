@@ -104,7 +104,7 @@ def test_manifests_and_indexes_that_are_no_files(indexed: Path, capsys: pytest.C
         (indexed / "dataset.json", "is not a regular file"),
     ):
         path.unlink()
-        os.mkfifo(path)  # opening it would wait for ever
+        os.mkfifo(path)  # opening it would block
         with pytest.raises(DatasetError, match=message):
             Split(indexed, "train")
         path.unlink()

@@ -73,11 +73,11 @@ def main() -> None:
             uses = uses_of_a_node(data, num_nodes)
             for share in SHARES:
                 capacity = int(share * NUM_IMAGES)
-                found = {rule: share_served(rule, uses, capacity) for rule in RULES}
+                shares = {rule: share_served(rule, uses, capacity) for rule in RULES}
                 print(
-                    f"| {order} | {num_nodes} | {share:.0%} | " + " | ".join(f"{s:.1%}" for s in found.values()) + " |"
+                    f"| {order} | {num_nodes} | {share:.0%} | " + " | ".join(f"{s:.1%}" for s in shares.values()) + " |"
                 )
-                for rule, value in found.items():
+                for rule, value in shares.items():
                     served.setdefault((order, num_nodes, rule), []).append(value)
     if options.picture is not None:
         draw(served, options.picture)

@@ -1,4 +1,4 @@
-"""Is anything much slower than it was? Compares ratios of two things measured in turn, never times: machines differ.
+"""Has anything become much slower? Compares ratios of things measured in turn, never times, since machines differ.
 
     make check-ratios
 
@@ -98,7 +98,7 @@ def startup_ratios(work: Path) -> Iterator[Measured]:
 
 
 def report(measured: Iterable[Measured]) -> int:
-    """Print the table; the exit status."""
+    """Print the table and return the exit status."""
     beyond = []
     print(f"\n{'ratio':<62}{'measured':>9}{'usual':>8}{'bound':>15}")
     for bound, ratio in measured:

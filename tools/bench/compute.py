@@ -1,4 +1,4 @@
-"""What a device computes in a step, by class of kernel, and the most that it could. Needs torch and timm alone."""
+"""What a device computes in a step, by class of kernel, and its peak. Needs torch and timm alone."""
 
 import re
 from dataclasses import replace
@@ -13,8 +13,7 @@ from dali_train.training.flops import Peak, data_sheet_peak, measured_peak
 REAL, SYNTHETIC, BARE = "trainer, real data", "trainer, synthetic data", "bare loop"
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision.dtype
 
-# What a kernel on a GPU or an operator on a CPU does, by its name; the first that fits. Inductor's names show what it
-# fused. "other" is what fits nowhere.
+# Classes of GPU kernels and CPU operators by name; the first match counts. Inductor's names show what it fused.
 KERNEL_CLASSES = [
     ("all-reduce", r"nccl|gloo|all_?reduce"),
     ("memory copy", r"memcpy|memset|aten::(copy_|clone|contiguous|zero_|fill_)"),
@@ -37,7 +36,7 @@ KERNEL_CLASSES = [
 
 
 def time_by_class(profiler: profile, on_gpu: bool) -> dict[str, float]:
-    """Seconds of a GPU's kernels, or of a CPU's operators without those that they call, by what they do."""
+    """Return the seconds of GPU kernels, or of CPU operators without the operators that they call, by class."""
     seconds: dict[str, float] = {}
     for event in profiler.key_averages():
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
@@ -47,7 +46,7 @@ def time_by_class(profiler: profile, on_gpu: bool) -> dict[str, float]:
 
 
 def peak(config: Config, device: torch.device) -> Peak:
-    """Return the data sheet's for a GPU that is known, beside what one large matrix product reaches here; else that."""
+    """Return the data sheet's peak of a known GPU, otherwise the measured rate of large matrix products."""
     dtype = config.precision.dtype
     rate = measured_peak(dtype, device)
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)

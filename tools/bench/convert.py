@@ -96,7 +96,7 @@ def _bench(options: argparse.Namespace) -> int:
     for name, rate in spreads.items():
         print(f"{name:26} {rate.median:8.0f} images/s  ({rate.low:.0f} to {rate.high:.0f})")
     for name, peer in (("convert", "decode"), ("convert --no-decode-check", "copy")):
-        ratio = Spread.of(ours / theirs for ours, theirs in zip(rates[name], rates[peer], strict=True))
+        ratio = Spread.of(rate / other for rate, other in zip(rates[name], rates[peer], strict=True))
         medians = spreads[name].median / spreads[peer].median
         print(f"{name} / {peer}: {medians:.2f}  (rounds {ratio.low:.2f} to {ratio.high:.2f})")
     return 0

@@ -84,7 +84,7 @@ def main() -> None:
     rates = {name: Spread.of(result.images_per_second for result in results) for name, results in rounds.items()}
     print_table(rounds, rates)
     if options.plot:
-        # What costs almost nothing would leave no room for the others.
+        # Cheap stages would dwarf the others.
         drawn = {name: rate for name, rate in rates.items() if name not in ("synthetic", "ladder: read")}
         plot_bars(options.plot, drawn, f"{task.dataset.name}, {task.threads} threads", ours="dali_train")
     print_ratios(rates, Split(task.dataset, "train"))
@@ -105,10 +105,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def contend(name: str, task: Task, pipe: Connection) -> None:
     """One contender's process: runs the number of batches that it receives, whenever it receives one."""
-    multiprocessing.set_start_method("fork", force=True)  # what a DataLoader's own workers do by default on Linux
+    multiprocessing.set_start_method("fork", force=True)  # the default of a DataLoader's workers on Linux
     try:
         batches = CONTENDERS[name](task)
-        next(batches)  # what is missing may show only here
+        next(batches)  # a missing package may show only here
     except (ImportError, NotImplementedError) as error:
         pipe.send(str(error))
         return
@@ -119,7 +119,7 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
     pipe.send("ready")
     while True:
         count = pipe.recv()
-        # What was prepared while the others worked: two batches of each of the loader's workers, or of DALI's queue.
+        # Prepared while the others ran: two batches of each worker, or of DALI's queue.
         advance(batches, 2 * task.threads + 2)
         cpu, start = cpu_seconds(process), time.perf_counter()
         advance(batches, count)

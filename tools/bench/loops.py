@@ -37,7 +37,7 @@ from tools.bench.compute import AUTOCAST, BARE, REAL, SYNTHETIC, time_by_class
 
 @dataclass(frozen=True)
 class Task:
-    """What a contender needs to know to start; plain values, so that it can be sent to a new process."""
+    """What a contender needs; plain values, which can be sent to a new process."""
 
     config: Path
     overrides: list[str]
@@ -57,7 +57,7 @@ class Round:
 
 
 class Meter:
-    """Times the steps between `begin` and `end`, and talks to the process that gives the orders."""
+    """Times the steps between `begin` and `end`, and talks to the parent process."""
 
     def __init__(self, pipe: Connection, device: torch.device, steps: int) -> None:
         self._pipe, self._on_gpu, self.steps = pipe, device.type == "cuda", steps
@@ -77,7 +77,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def end(self, phases: dict[str, float]) -> None:
-        """Answer, and wait for the next order. `phases`: seconds of all the steps."""
+        """Report a round, and wait for the next request. `phases`: seconds of all its steps."""
         self._synchronise()
         seconds = time.perf_counter() - self._start
         kernels = {}
@@ -96,7 +96,7 @@ class Meter:
 
     def _answer(self, answer: Round | str) -> None:
         if self._on_gpu:
-            torch.cuda.empty_cache()  # the others need the memory now
+            torch.cuda.empty_cache()  # other contenders need the memory now
         self._pipe.send(answer)
         self._profile_next = self._pipe.recv()
 
@@ -116,13 +116,13 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
     errors = os.dup(2)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore that nobody frees where a contender is killed
+    tqdm.set_lock(threading.RLock())  # tqdm's semaphore would leak where a contender is killed
     try:
         CONTENDERS[name](task, task.load(), pipe)
     except ImportError as error:
         pipe.send(str(error))
     except EOFError:
-        pass  # no more orders
+        pass  # no more rounds
     except BaseException:
         os.dup2(errors, 2)
         raise
@@ -134,7 +134,7 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
 
 
 class Gate(Hook):
-    """Holds the trainer until it is its turn. A round is a step to warm up and the timed ones, with one logging
+    """Pauses the trainer between its rounds. A round is a step to warm up and the timed ones, with one logging
     step."""
 
     required = True
@@ -191,7 +191,7 @@ def trainer_synthetic(task: Task, config: Config, pipe: Connection) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """What each of them begins with."""
+    """What each loop starts from."""
 
     config: Config
     device: torch.device

@@ -1,4 +1,4 @@
-"""The contenders of data.py: each gives batches for ever, from the same images, cropped the same way.
+"""The contenders of data.py: each yields batches without end, from the same images, cropped the same way.
 
 All of them: RandomResizedCrop to 224 (area 0.08 to 1, aspect 3/4 to 4/3), mirrored with probability 0.5, (x - 127.5) /
 127.5 in float32, shuffled; those named RandAugment apply one policy of timm's besides. This project and FFCV hand over
@@ -21,7 +21,7 @@ from dali_train.data.dataset.manifest import text_index_path
 from dali_train.data.dataset.storage import MappedFiles
 from tools.bench.turns import ALONE, loading_config
 
-# Without the noise of recipes (mstd): it lets timm ask for an image of 0 bits, which Pillow 13 refuses.
+# Without recipes' noise (mstd), with which timm may posterize to 0 bits, which Pillow 13 refuses.
 RANDAUGMENT = "rand-m9-inc1"
 MEAN = STD = 127.5
 SIZE = 224
@@ -121,7 +121,7 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
     @pipeline_def(batch_size=task.batch, num_threads=task.threads, device_id=None, exec_dynamic=False)
     def reading_graph() -> Any:
         encoded = fn.external_source(source=lambda: feed()[0], batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
-        return fn.copy(encoded)  # to a buffer of DALI's, so that every byte is touched
+        return fn.copy(encoded)  # into a DALI buffer, so that every byte is read
 
     pipe = reading_graph() if stage == "read" else crop_graph(feed, batch_size=task.batch, num_threads=task.threads)
     while True:
@@ -158,7 +158,7 @@ def _need_files(task: Task) -> None:
 
 
 def _rand_augment() -> list[Any]:
-    """RANDAUGMENT for PIL images, as timm's own loader has it."""
+    """RANDAUGMENT for PIL images, as in timm's loader."""
     from PIL import Image
     from timm.data.auto_augment import rand_augment_transform
 
@@ -299,7 +299,7 @@ def _ffcv(task: Task) -> Iterator[Any]:
 
 
 def _export_ffcv(task: Task, split: Split) -> None:
-    """FFCV's file with the very same bytes: its own writer would decode and encode once more."""
+    """FFCV's format with the same bytes: FFCV's writer would decode and encode again."""
     try:
         from ffcv.fields import IntField, RGBImageField
         from ffcv.fields.rgb_image import IMAGE_MODES

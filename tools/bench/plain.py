@@ -1,4 +1,4 @@
-"""Does the trainer train as well as a plain loop? The same recipe by both, with many seeds each.
+"""Does the trainer train as well as a plain loop? Both run the same recipe with many seeds.
 
     python -m tools.bench.plain --config configs/resnet34-cifar10.py --out plain.jsonl --seeds 10 \\
         precision.dtype=fp32 data.root=data/cifar10
@@ -200,11 +200,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 def print_table(lines: list[dict[str, Any]]) -> None:
     top1 = {way: [100 * line["top1"] for line in lines if line["way"] == way] for way in WAYS}
     print(describe_machine())
-    for way, found in top1.items():
+    for way, values in top1.items():
         losses = [line["loss"] for line in lines if line["way"] == way]
-        error = np.std(found, ddof=1) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-        each = ", ".join(f"{value:.2f}" for value in found)
-        print(f"{way:8} {np.mean(found):6.2f} +- {error:.2f} %, loss {np.mean(losses):.3f}, {len(found)} seeds: {each}")
+        error = np.std(values, ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        each = ", ".join(f"{value:.2f}" for value in values)
+        print(
+            f"{way:8} {np.mean(values):6.2f} +- {error:.2f} %, loss {np.mean(losses):.3f}, {len(values)} seeds: {each}"
+        )
     print(f"Mann-Whitney: p = {mannwhitneyu(top1['trainer'], top1['plain']).pvalue:.3f}")
 
 

@@ -48,11 +48,11 @@ def main() -> None:
     ]
     measured: dict[Case, list[float]] = {case: [] for case in cases}
     context = multiprocessing.get_context("forkserver")
-    # Else each process imports torch and DALI, for seconds.
+    # Otherwise each process spends seconds on importing torch and DALI.
     context.set_forkserver_preload(["dali_train.data.loading.loader"])
-    for number in range(1, options.rounds + 1):  # interleaved, so that a busy moment of the disk hits all of them
+    for number in range(1, options.rounds + 1):  # interleaved, so that a busy moment of the disk slows all of them
         for case in cases:
-            # In a process of its own: pages that one has mapped stay, and a loader's threads map them until they end.
+            # In a new process: mapped pages stay cached while a loader's threads live.
             with ProcessPoolExecutor(1, context) as process:
                 measured[case].append(process.submit(measure, case, options).result())
         print(f"  round {number} of {options.rounds}", file=sys.stderr, flush=True)
@@ -116,7 +116,7 @@ def measure(case: Case, options: argparse.Namespace) -> float:
 def drop_pages(split: Split) -> None:
     for path in split.paths:
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # a page that is not written yet would stay
+            os.fsync(file.fileno())  # dirty pages cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

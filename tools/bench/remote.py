@@ -3,7 +3,7 @@ against LitData, Streaming and WebDataset, each with a cache of the same size.
 
     python -m tools.bench.remote DATASET --delay 0.02 --cached 0.5 --epochs 3
 
-A server of this machine answers each request after a delay. Every way is a process of its own with a few threads
+A server of this machine answers each request after a delay. Each way runs in its own process with a few threads
 or workers, which prepares images as ImageNet's recipes do (a random crop of 224 pixels, a flip, float32). Printed is a
 line per epoch: images/s, CPU time per image, memory of all its processes, requests, and what it fetched in units of the
 dataset; of our cache also the least that any cache of its size could fetch. Peers that are not installed are left out:
@@ -51,14 +51,14 @@ Epochs = Iterator[Iterable[Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """What each way is given."""
+    """The same for every way."""
 
     split: Split  # on the disk
     url: str
     cache: Path
     cached: int  # bytes
     epochs: int
-    ahead_mb: int  # only this project's
+    ahead_mb: int  # for this project
     workers: int
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--delay", type=float, default=0.02, metavar="S", help="of each answer (default: %(default)s)")
     parser.add_argument("--cached", type=float, default=0.5, metavar="SHARE", help="of the dataset (default: 0.5)")
-    parser.add_argument("--ahead", type=int, default=16, metavar="MB", help="read ahead by ours (default: 16)")
+    parser.add_argument("--ahead", type=int, default=16, metavar="MB", help="this project's read-ahead (default: 16)")
     parser.add_argument("--epochs", type=int, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="threads or processes (default: 2)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
@@ -83,27 +83,27 @@ def main() -> None:
         return
     print(describe_machine())
     with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary)
-        (place / "ours").symlink_to(options.dataset.resolve())
-        with ObjectServer(place, options.delay) as server:
+        folder = Path(temporary)
+        (folder / "ours").symlink_to(options.dataset.resolve())
+        with ObjectServer(folder, options.delay) as server:
             for way in options.ways:
                 package, write = FORMATS.get(way, (None, None))
                 if package is not None and importlib.util.find_spec(package) is None:
                     print(f"{way}: not installed", file=sys.stderr)
                     continue
                 if write is not None:
-                    write(split, place / way)
-                arguments = ["--only", way, server.url, str(place / f"cache-{way}")]
-                for line in lines_of([*sys.argv[1:], *arguments], place, server, num_bytes):
+                    write(split, folder / way)
+                arguments = ["--only", way, server.url, str(folder / f"cache-{way}")]
+                for line in lines_of([*sys.argv[1:], *arguments], folder, server, num_bytes):
                     print(json.dumps({"way": way, **line}), flush=True)
 
 
 def lines_of(
-    arguments: list[str], place: Path, server: ObjectServer, num_bytes: int
+    arguments: list[str], folder: Path, server: ObjectServer, num_bytes: int
 ) -> Iterator[dict[str, float | int]]:
-    """Run one way, and yield what it says of each epoch with what the server says of it."""
+    """Run one way, and yield its line of each epoch with the server's counts."""
     environment = os.environ | {
-        "XDG_CACHE_HOME": str(place / "metadata"),
+        "XDG_CACHE_HOME": str(folder / "metadata"),
         "OMP_NUM_THREADS": "1",
         "S3_ENDPOINT_URL": server.url,
         "AWS_ENDPOINT_URL": server.url,
@@ -192,7 +192,7 @@ def best_shares(task: Task, data: DataConfig) -> list[float]:
     return [float(part.sum() / sizes.sum()) for part in each]
 
 
-# The others, as their documentation has them used
+# Peers, as their documentation recommends
 
 
 def prepared(content: bytes) -> torch.Tensor:
@@ -213,10 +213,10 @@ def images_of(split: Split) -> Iterator[tuple[bytes, int]]:
         yield storage.image(number).tobytes(), label
 
 
-def write_litdata(split: Split, place: Path) -> None:
+def write_litdata(split: Split, folder: Path) -> None:
     from litdata.streaming.writer import BinaryWriter
 
-    writer = BinaryWriter(str(place), chunk_bytes=SHARD_BYTES)
+    writer = BinaryWriter(str(folder), chunk_bytes=SHARD_BYTES)
     for number, (content, label) in enumerate(images_of(split)):
         writer.add_item(number, {"image": content, "label": label})
     writer.done()
@@ -247,11 +247,11 @@ def litdata(task: Task) -> Epochs:
         yield loader
 
 
-def write_streaming(split: Split, place: Path) -> None:
+def write_streaming(split: Split, folder: Path) -> None:
     from streaming import MDSWriter
 
     columns = {"image": "bytes", "label": "int"}
-    with MDSWriter(out=str(place), columns=columns, size_limit=SHARD_BYTES) as writer:
+    with MDSWriter(out=str(folder), columns=columns, size_limit=SHARD_BYTES) as writer:
         for content, label in images_of(split):
             writer.write({"image": content, "label": label})
 
@@ -277,11 +277,11 @@ def streaming(task: Task) -> Epochs:
         yield loader
 
 
-def write_webdataset(split: Split, place: Path) -> None:
+def write_webdataset(split: Split, folder: Path) -> None:
     from webdataset import ShardWriter
 
-    place.mkdir()
-    with ShardWriter(f"{place}/%06d.tar", maxsize=SHARD_BYTES, verbose=0) as writer:
+    folder.mkdir()
+    with ShardWriter(f"{folder}/%06d.tar", maxsize=SHARD_BYTES, verbose=0) as writer:
         for number, (content, label) in enumerate(images_of(split)):
             writer.write({"__key__": f"{number:06}", "jpg": content, "cls": label})
 

@@ -29,7 +29,7 @@ from tools.bench.generated import write_shard
 from tools.bench.turns import Spread, describe_machine, parser_of, write_lines
 
 REPOSITORY = Path(__file__).parent.parent.parent
-# ImageNet-1k (Russakovsky et al., arXiv 1409.0575), cut as its TFRecords usually are: images, shards.
+# ImageNet-1k (Russakovsky et al., arXiv 1409.0575) in its usual TFRecords: images, shards.
 FULL_SIZE: dict[SplitName, tuple[int, int]] = {"train": (1_281_167, 1024), "validation": (50_000, 128)}
 NUM_CLASSES, NUM_FILES = 1000, 64  # files: different JPEGs
 GOAL = 1.5
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def write_dataset_of_full_size(root: Path) -> None:
-    """An index of ImageNet's size over the same few images again and again."""
+    """Write an index of ImageNet's size over a few images, repeated."""
     stored = root / "images"
     write_shard(stored, range(NUM_FILES), num_classes=NUM_CLASSES)
     part = index_shard(stored, check_crc=False)

@@ -92,14 +92,14 @@ def main() -> None:
     print()
     for name, peer, goal in RATIOS:
         if name in rounds and peer in rounds:
-            # Round by round, since what slows the machine down for a while slows neighbours down equally.
+            # Round by round, since a busy moment slows neighbouring rounds equally.
             pairs = zip(rounds[name], rounds[peer], strict=True)
             ratio = Spread.of(theirs.step_s / ours.step_s for ours, theirs in pairs)
             print_ratio(name, peer, ratio.median, goal=goal, rounds=ratio)
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """(this tool's own options, the config's)."""
+    """Return (this tool's options, the config's)."""
     parser = parser_of(__doc__, "--rounds", "--json")
     parser.allow_abbrev = False
     parser.add_argument(
@@ -141,7 +141,7 @@ def print_table(rounds: dict[str, list[Round]], images: int, flops: float, best:
 
 
 def print_phases(name: str, results: list[Round]) -> None:
-    """Where the trainer's step goes, as its own clock has it, next to the step as this tool timed it."""
+    """Print the trainer's phases by its own clock, beside the step as timed here."""
     means = {phase: sum(result.phases[phase] for result in results) / len(results) for phase in STEP_PHASES}
     step = sum(result.step_s for result in results) / len(results)
     print(

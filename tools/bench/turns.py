@@ -29,7 +29,7 @@ from dali_train.config import (
     ScheduleConfig,
 )
 
-# What several benchmarks can be told.
+# Options that several benchmarks share.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dataset": {"type": Path, "metavar": "DATASET", "help": "directory with dataset.json; its training split is read"},
     "--threads": {"type": int, "metavar": "N", "help": "of each contender, for decoding (default: %(default)s)"},
@@ -74,7 +74,7 @@ def take_turns(
     lines: Path | None = None,
     shared: dict[str, Any] | None = None,
 ) -> dict[str, list[Any]]:
-    """Give each contender one order after the other, interleaved, so that a busy moment of the machine hits all of
+    """Run each contender in turn, round by round, so that a busy moment of the machine slows all of
     them.
 
     Each is a process that runs ``contend(name, *arguments, pipe)``: it sends "ready" or why it cannot take part, and
@@ -116,7 +116,7 @@ def take_turns(
     except EOFError:
         sys.exit(f"{name} ended with an error, see above; leave it out with --only")
     finally:
-        # Not asked politely: loaders with workers of their own take long to say goodbye.
+        # Killed, since loaders with workers take long to shut down.
         for process, _ in workers.values():
             with suppress(psutil.NoSuchProcess):  # ended with an error
                 for member in family(psutil.Process(process.pid)):
@@ -133,7 +133,7 @@ def loading_config(
     mixup_alpha: float = 0.0,
     channels_last: bool = False,
 ) -> Config:
-    """A config of which only the data path is used. By default a micro-batch is an entire step."""
+    """Return a config for the data path alone. By default a micro-batch is an entire step."""
     return Config(
         data=data,
         model=ModelConfig(name="vit_base_patch16_224", channels_last=channels_last),
@@ -146,7 +146,7 @@ def loading_config(
 
 
 def chosen(names: Iterable[str], words: Sequence[str] | None) -> list[str]:
-    """The names that hold one of the words; all of them without words."""
+    """Return the names that contain one of `words`; without words, all of them."""
     return [name for name in names if not words or any(word in name for word in words)]
 
 
@@ -155,7 +155,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
-    """Until its loader has prepared all that it prepares ahead, which would take processors from whoever is next."""
+    """Wait until its loader has filled its queues, since that would take cores from the next contender."""
     deadline, before = time.monotonic() + timeout_s, cpu_seconds(process)
     while time.monotonic() < deadline:
         time.sleep(0.2)
@@ -166,7 +166,7 @@ def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Return what it and its children have used, those included that have ended and were waited for."""
+    """Return the CPU seconds of a process and its children, including those that have ended and were reaped."""
     total = 0.0
     for member in family(process):
         with suppress(psutil.NoSuchProcess):  # a compiler's worker that has just ended
@@ -175,7 +175,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def describe_machine() -> str:
-    """Two lines: the hardware, and the versions of what is installed."""
+    """Return two lines: the hardware, and the installed versions."""
     packages = []
     for package in PACKAGES:
         try:
@@ -201,7 +201,7 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def print_ratio(name: str, peer: str, ratio: float, *, goal: float | None = None, rounds: Spread | None = None) -> None:
-    """One of the last lines."""
+    """Print one of the last lines: a ratio beside its goal."""
     details = [f"rounds {rounds.low:.3f} to {rounds.high:.3f}"] if rounds is not None else []
     if goal is not None:
         details.append(f"goal {goal:g}: {'met' if ratio >= goal else 'not met'}")
