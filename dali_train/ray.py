@@ -79,7 +79,7 @@ def run_rank(words: Sequence[str], directory: Path, run_dir: Path, stop: Any) ->
     global _rank
     context, before = get_context(), newest_step(run_dir)
     rank = context.get_world_rank()
-    host, port, run_id = broadcast_from_rank_zero(_meeting_place() if rank == 0 else None)
+    host, port, run_id = broadcast_from_rank_zero(_rendezvous_address() if rank == 0 else None)
     environment = {
         "TORCHELASTIC_RUN_ID": run_id,
         "RANK": str(rank),
@@ -104,7 +104,7 @@ def run_rank(words: Sequence[str], directory: Path, run_dir: Path, stop: Any) ->
     return 1
 
 
-def _meeting_place() -> tuple[str, int, str]:
+def _rendezvous_address() -> tuple[str, int, str]:
     with socket.socket() as listener:
         listener.bind(("", 0))
         return ray.util.get_node_ip_address(), listener.getsockname()[1], LOCAL + uuid.uuid4().hex

@@ -248,6 +248,6 @@ def test_names_those_that_the_others_wait_for() -> None:
     assert name_missing([(beat(0), 0.0), victim, (beat(2), 30.0)], 3).startswith(
         "Missing or late: rank 2 on n2 (pid 102): silent for 30 s"
     )
-    assert name_missing(waiting, 3) == "Missing or late: rank 2: not heard of since the ranks met"
+    assert name_missing(waiting, 3) == "Missing or late: rank 2: silent since the rendezvous"
     stalled = [(beat(rank, phase="data"), 1.0) for rank in (0, 1)]
     assert name_missing(stalled, 2).startswith("All ranks wait for images, a data stall: rank 0 on n0")

@@ -18,14 +18,14 @@ import torch
 from dali_train.config import ParallelConfig, TensorConfig
 from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
-from dali_train.runtime import process_group as meeting
+from dali_train.runtime import process_group as group_module
 from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
 from dali_train.runtime.process import choose_device, numa_node_cores
 from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import METRICS, goodput, read_events, read_status
 
 from .conftest import REPOSITORY, Train
-from .helpers import FLOAT32_BOUND, LONG, extended, largest_difference, samples
+from .helpers import FLOAT32_BOUND, LONG, extended, in_ranks, largest_difference, samples
 from .ranks import free_port
 
 NOTHING = LaunchOptions()
@@ -157,8 +157,8 @@ def test_one_visible_device_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("rank", "host"), [(1, "localhost"), (1, "no-such-host.invalid"), (0, "localhost")])
-def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host: str) -> None:
-    monkeypatch.setattr(meeting, "MEETING_TIMEOUT", timedelta(seconds=2))  # 50 in earnest
+def test_a_rendezvous_that_fails_is_explained(monkeypatch: pytest.MonkeyPatch, rank: int, host: str) -> None:
+    monkeypatch.setattr(group_module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=2))  # 50 in earnest
     alone = Launch(
         rank=rank, world_size=2, local_rank=rank, local_world_size=2, host=host, port=free_port(), launcher="srun"
     )
@@ -168,6 +168,24 @@ def test_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch, rank: int, host
         monkeypatch.setenv(name, "")  # put back afterwards
     with pytest.raises(RunError, match=r"(?s)" + found), process_group(alone, torch.device("cpu")):
         pass
+
+
+def join_with_a_gpu_on_rank_1(rank: int, directory: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_module, "RENDEZVOUS_TIMEOUT", timedelta(seconds=5))
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        launch, device = discover(NOTHING), torch.device("cuda", 0) if rank else torch.device("cpu")
+        with pytest.raises((RunError, ValueError)) as error, process_group(launch, device):
+            pass
+    (directory / type(error.value).__name__).write_text(str(error.value))
+
+
+def test_a_host_without_its_gpu_is_named(tmp_path: Path) -> None:
+    """The backends differ, and either would wait for the other: the later rank says so."""
+    in_ranks(2, join_with_a_gpu_on_rank_1, tmp_path)
+    host = os.uname().nodename
+    message = (tmp_path / "ConfigError").read_text()
+    assert re.search(rf"this rank uses (gloo|nccl) on {host}, another one (gloo|nccl) on {host}: .*run.device", message)
 
 
 # A hook that gives nodes time to come and go, until there is a file.

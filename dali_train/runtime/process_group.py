@@ -1,6 +1,7 @@
 """The rendezvous of the ranks, and their process groups."""
 
 import os
+import platform
 import socket
 import sys
 import threading
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from dali_train.config import Config
-from dali_train.errors import RunError
+from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
 from dali_train.runtime.process import choose_device
@@ -27,24 +28,26 @@ from dali_train.runtime.stop import StopRequests
 
 Value = TypeVar("Value")
 
-MEETING_TIMEOUT = timedelta(seconds=50)  # a minute with the start of the program
+RENDEZVOUS_TIMEOUT = timedelta(seconds=50)  # a minute with the start of the program
 # The watchdog ends a rank that waits for longer than parallel.timeout_s, with a report; collectives give up after it.
 _AFTER_WATCHDOG = timedelta(seconds=15)
-_SILENCE_S = 10
+_LATE_S = 10
 
 
 @contextmanager
 def process_group(
     launch: Launch, device: torch.device, timeout_s: float = 600, stop: StopRequests | None = None
 ) -> Iterator[Launch]:
-    """Within, have the default process group: NCCL on GPUs, Gloo on CPUs. A single process has none.
+    """Initialise the default process group (NCCL on GPUs, Gloo on CPUs) for the duration of the block. A single process
+    gets none. Yields `launch` with the port of the shared store.
 
-    Gives the launch back, with the port of the store that the ranks share.
-
-    Its collectives give up a little later than `timeout_s`, parallel.timeout_s, after which the watchdog ends a rank.
     A rank that is asked to stop while it waits for the others ends with status 75.
 
+    Args:
+        timeout_s: parallel.timeout_s, after which the watchdog ends a rank; collectives time out a little later.
+
     Raises:
+        ConfigError: some ranks found a GPU and others did not.
         RunError: the other ranks were not reached within a minute.
     """
     if device.type == "cuda":
@@ -61,12 +64,13 @@ def process_group(
         MASTER_ADDR=launch.host,
         MASTER_PORT=str(launch.port),
     )
-    met = threading.Event()
-    threading.Thread(target=_end_meeting, args=(launch, met, stop), name="meeting", daemon=True).start()
+    done = threading.Event()
+    threading.Thread(target=_watch_rendezvous, args=(launch, done, stop), name="rendezvous", daemon=True).start()
     try:
-        # Short while the ranks meet, longer while they work.
-        store, port = _meet(launch)
-        store.set_timeout(MEETING_TIMEOUT)
+        # A short timeout for the rendezvous, a longer one for the work.
+        store, port = _rendezvous(launch)
+        store.set_timeout(RENDEZVOUS_TIMEOUT)
+        _require_same_backend(store, backend)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),
@@ -76,14 +80,14 @@ def process_group(
             device_id=device if backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError) as error:
-        _end_if_asked(launch, stop)  # as another rank was, which has gone
+        _end_if_asked(launch, stop)  # another rank was too, and is gone
         raise RunError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
-            f"{launch.host}:{launch.port} within {MEETING_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): check "
+            f"{launch.host}:{launch.port} within {RENDEZVOUS_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): check "
             "that every rank was started and that the address is reachable from each host"
         ) from error
     finally:
-        met.set()
+        done.set()
     yield replace(launch, port=port)
     dist.destroy_process_group()  # not after an error: it would wait for ranks that are gone
 
@@ -104,15 +108,33 @@ def joined(
         yield launch, device
 
 
-def _end_meeting(launch: Launch, met: threading.Event, stop: StopRequests | None) -> None:
-    """End this process if it is asked to stop before the ranks have met, or if nobody answers: the main thread waits
-    outside Python. torch (2.15) waits without end for what listens on the port and never answers, another program; its
-    own limit comes first in all other cases, though some seconds late."""
-    end = time.monotonic() + MEETING_TIMEOUT.total_seconds() + _SILENCE_S
-    while not met.wait(0.2):
+def _require_same_backend(store: dist.Store, backend: str) -> None:
+    """Refuse a mixture of backends, whose ranks would wait for each other without an error."""
+    mine = f"{backend} on {platform.node()}"
+    first = store.compare_set("dali_train/backend", "", mine).decode()
+    if first.split()[0] != backend:
+        raise ConfigError(
+            f"this rank uses {mine}, another one {first}: NCCL is for GPUs, and torch finds none on a host with gloo. "
+            "Check its driver, or set run.device cpu for all ranks"
+        )
+
+
+def _watch_rendezvous(launch: Launch, done: threading.Event, stop: StopRequests | None) -> None:
+    """End this process if it is asked to stop during the rendezvous, while the main thread waits outside Python, or if
+    nothing answers: torch (2.15) waits forever if another program holds the port and never answers. In every other case
+    torch's own timeout fires first, a few seconds late."""
+    end = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds() + _LATE_S
+    while not done.wait(0.2):
         _end_if_asked(launch, stop)
         if time.monotonic() > end:
-            _give_up(launch)
+            print(
+                f"rank {launch.rank} of {launch.world_size} ({launch.launcher}): no answer from "
+                f"{launch.host}:{launch.port} within {RENDEZVOUS_TIMEOUT.seconds} s: the port belongs to another "
+                "program. Choose another port",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
 
 
 def _end_if_asked(launch: Launch, stop: StopRequests | None) -> None:
@@ -122,39 +144,29 @@ def _end_if_asked(launch: Launch, stop: StopRequests | None) -> None:
         os._exit(START_AGAIN)
 
 
-def _give_up(launch: Launch) -> None:
-    print(
-        f"rank {launch.rank} of {launch.world_size} ({launch.launcher}): what listens on {launch.host}:{launch.port} "
-        f"gave no answer within {MEETING_TIMEOUT.seconds} s, so it is not rank 0 of this run: choose another port",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
-
-
-def _meet(launch: Launch) -> tuple[dist.Store, int]:
+def _rendezvous(launch: Launch) -> tuple[dist.Store, int]:
     """Return a store that all ranks share, and its port on the launch's host."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=MEETING_TIMEOUT))
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=RENDEZVOUS_TIMEOUT))
         return store, launch.port
-    # An elastic agent's store outlives its workers, and after a restart they would find the addresses of the dead there
-    # (torch 2.15: "Gloo connectFullMesh failed", again and again). So rank 0 opens a new one for each start, and the
+    # An elastic agent's store outlives its workers. After a restart they would find the addresses of dead ranks there
+    # (torch 2.15: "Gloo connectFullMesh failed", again and again). So rank 0 opens a new store for each start, and the
     # agent's store only holds its port.
-    agent = dist.TCPStore(launch.host, launch.port, is_master=False, timeout=MEETING_TIMEOUT)
+    agents_store = dist.TCPStore(launch.host, launch.port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
     if launch.rank == 0:
-        own = dist.TCPStore(launch.host, 0, is_master=True, wait_for_workers=False, timeout=MEETING_TIMEOUT)
-        agent.set("dali_train/port", str(own.port))
-        return own, own.port
-    end = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+        store = dist.TCPStore(launch.host, 0, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT)
+        agents_store.set("dali_train/port", str(store.port))
+        return store, store.port
+    end = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
     while True:
-        port = int(agent.get("dali_train/port"))
+        port = int(agents_store.get("dali_train/port"))  # perhaps still that of an earlier start
         try:
             socket.create_connection((launch.host, port), 2).close()  # torch would print C++ stacks if nobody listens
             store = dist.TCPStore(launch.host, port, is_master=False, timeout=timedelta(seconds=2))
             if store.add(f"rank{launch.rank}", 1) == 1:
                 return store, port
-            reason = "the store found there is of an earlier start"
-        except (OSError, RuntimeError) as error:  # of an earlier start too, or not reachable
+            reason = "the store belongs to an earlier start"
+        except (OSError, RuntimeError) as error:  # an earlier start's, or not reachable
             reason = str(error)
         if time.monotonic() > end:
             raise RuntimeError(f"rank 0's store on port {port}: {reason}")
@@ -171,7 +183,7 @@ def host_group(launch: Launch, config: Config, timeout: timedelta | None = None)
     group = dist.new_group(
         backend="gloo", timeout=timeout or timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG
     )
-    assert isinstance(group, dist.ProcessGroup)  # a rank that is not in the group would get a number
+    assert isinstance(group, dist.ProcessGroup)  # it is a number on ranks outside the group
     return group
 
 
@@ -188,7 +200,7 @@ def on_rank_0(function: Callable[[], Value], group: dist.ProcessGroup | None) ->
     dist.broadcast_object_list(outcome, src=0, group=group)
     value, fault = outcome
     if fault is not None:
-        dist.barrier(group)  # rank 0 must not leave before all know
+        dist.barrier(group)  # rank 0 must not leave before all have received the error
         raise fault
     return value
 

@@ -158,8 +158,8 @@ class Watchdog:
             error.reported_elsewhere = self._is_reported_elsewhere(str(error))
         elif isinstance(error, Exception) and self._is_reported_elsewhere(
             re.sub(r"\d+", "#", ended)
-        ):  # but for the numbers
-            self._cause, self._cause_reported_elsewhere = ended, True  # one traceback will do
+        ):  # ignoring digits (ranks, devices)
+            self._cause, self._cause_reported_elsewhere = ended, True  # printed by another rank
         if self._launch.rank == 0 and not lost_peer:
             self._wait(2 * BEAT_S, lambda: all(beat.ended for beat, _ in self._beats.values()))
         return self._cause
@@ -180,7 +180,7 @@ class Watchdog:
 
     def _is_reported_elsewhere(self, message: str) -> bool:
         """Return whether another rank has ended with the same message before this one."""
-        key, rank = f"said {hashlib.sha256(message.encode()).hexdigest()}", str(self._launch.rank)
+        key, rank = f"reported {hashlib.sha256(message.encode()).hexdigest()}", str(self._launch.rank)
 
         def ask() -> str:
             assert self._store is not None
@@ -330,7 +330,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 def name_missing(beats: list[tuple[Beat, float]], world_size: int) -> str:
     """Name the ranks that the others wait for, from each rank's last heartbeat and the seconds of silence since."""
     ranks = {beat.rank for beat, _ in beats}
-    never = [f"rank {rank}: not heard of since the ranks met" for rank in range(world_size) if rank not in ranks]
+    never = [f"rank {rank}: silent since the rendezvous" for rank in range(world_size) if rank not in ranks]
     furthest = max((_progress(beat) for beat, _ in beats), default=(0, 0))
     ended, silent, late, level = list[str](), list[str](), list[str](), list[str]()
     for beat, silent_s in beats:
