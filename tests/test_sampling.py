@@ -1,18 +1,24 @@
-"""Sample order and draws: coverage, independence of ranks and of resuming, and agreement with NumPy's generator."""
+"""Sample order and draws: coverage, independence of ranks and of resuming, what a block order gives to a disk, and the
+numbers themselves."""
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from crc32c import crc32c
 
 from dali_train.config import Config, MixupConfig
+from dali_train.config.override import read_overrides
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.loading.loader import Segment
+from dali_train.data.sampling.block_order import BlockOrder, Blocks
 from dali_train.data.sampling.draws import Images, Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
 
+from .data.files import tool
 from .test_config import PLAIN
 
 
@@ -91,14 +97,14 @@ def test_each_image_once_an_epoch_on_any_number_of_ranks_and_after_resuming(
                     break
                 together[step, k] = asked(step, k)
     assert together.keys() == single.keys()
-    for place, batch in single.items():
+    for step_and_k, batch in single.items():
         for name, value in vars(batch).items():
-            np.testing.assert_array_equal(value, getattr(together[place], name))
+            np.testing.assert_array_equal(value, getattr(together[step_and_k], name))
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_every_class_comes_equally_often(repeats: int) -> None:
-    """On any number of ranks, at any step: each epoch has N / C places for each class and N / (C n) for an image,
+    """On any number of ranks, at any step: each epoch has N / C positions for each class and N / (C n) for an image,
     rounded; no two looks at an image draw the same; and epochs differ."""
     counts = {0: 3, 2: 40, 3: 57}  # none of class 1
     labels = np.random.default_rng(0).permutation(np.repeat([*counts], [*counts.values()]))
@@ -120,10 +126,12 @@ def test_every_class_comes_equally_often(repeats: int) -> None:
     # What is left out in one epoch comes in another: in many of them every image of a class equally often.
     seen = np.bincount(order.images_at(np.arange(300 * 100) * repeats)[0], minlength=100)
     np.testing.assert_allclose(seen, [10_000 / counts[label] for label in labels], rtol=0.25)
+    # And each class gets the position that remains after rounding equally often.
+    np.testing.assert_allclose([seen[labels == number].sum() / 300 for number in counts], 100 / 3, atol=0.15)
 
 
 def test_order_is_uniform() -> None:
-    """Each image is equally likely at each place: chi-square of 6 images over 6,000 epochs, 25 degrees of freedom."""
+    """Each image is equally likely everywhere: chi-square of 6 images over 6,000 epochs, 25 degrees of freedom."""
     counts = np.zeros((6, 6))
     for epoch in range(6000):
         order = shuffled(philox_generator(3, Purpose.ORDER, low=0, high=epoch), 6)
@@ -208,6 +216,28 @@ def test_mixup_draws_are_those_of_earlier_versions() -> None:
     np.testing.assert_array_equal(drawn.lambdas, np.full(4, 0.006625903304666281, dtype=np.float32))
 
 
+BITS = {  # settings -> the CRC32C of everything in some micro-batches
+    "--data.shuffle full": "45980974",
+    "--data.shuffle block --data.crop inception --data.augment rand-m9-mstd0.5-inc1": "bb944562",
+    "--data.shuffle balanced --data.crop_side 32 --data.crop_padding 4 --mixup.cutmix_alpha 1": "02c39cb7",
+    "--data.repeats 2 --data.augment auto-imagenet-mstd0.5 --data.color_jitter .4 --data.random_erasing .5": "c4ce3b1e",
+    "--data.shuffle none --data.augment trivial --data.random_erasing 0.3 --data.random_erasing_fill noise": "0cf7172d",
+}
+
+
+@pytest.mark.parametrize("settings", BITS)
+def test_micro_batches_are_those_of_earlier_versions(settings: str) -> None:
+    """Literal values again: no version may give a run other images, crops or augmentations."""
+    config = config_of(24, 6, block_images=4, window_blocks=3).replace(read_overrides(settings.split()))
+    rows = rows_of(97)
+    rows["label"] = np.arange(97) ** 2 % 7
+    micro_batches, checksum = MicroBatches(rows, config), 0
+    for step, k in ((0, 0), (0, 3), (4, 0), (4, 1), (5, 2), (60, 2)):  # an epoch ends within micro-batch 0 of step 4
+        for _, value in sorted(vars(micro_batches(step, k)).items()):
+            checksum = crc32c(np.ascontiguousarray(value).tobytes(), checksum)
+    assert f"{checksum:08x}" == BITS[settings]
+
+
 def test_cutmix_draws() -> None:
     drawn = [mixing(step=step, size=2, side=64, alpha=0.8, cutmix_alpha=1.0) for step in range(4000)]
     cuts, lambdas = np.array([one.cuts[0] for one in drawn]), np.array([one.lambdas[0] for one in drawn])
@@ -249,3 +279,108 @@ def test_repeats_are_neighbours_with_draws_of_their_own(shuffle: str, micro_batc
 def test_torch_seeds_differ() -> None:
     seeds = {torch_seed(0, Purpose.DROPOUT, step=step, k=k) for step in range(50) for k in range(50)}
     assert len(seeds) == 2500 and all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+# The block order: what it must keep of a random order, and what it must give to a disk
+
+# Some divide evenly, most do not: a ragged last block, a ragged last window, steps that straddle epochs, lanes shorter
+# than a window, a window larger than the dataset.
+CASES = [
+    Blocks(
+        num_images=num_images,
+        block_images=block_images,
+        window_blocks=window_blocks,
+        global_batch=lanes * 4,
+        micro_batch=4,
+    )
+    for num_images in (1, 7, 64, 257, 1000)
+    for block_images in (1, 5, 16, 300)
+    for window_blocks in (1, 3, 100)
+    for lanes in (1, 3, 8)
+]
+
+
+def epoch_of(case: Blocks, epoch: int = 0, seed: int = 0) -> np.ndarray:
+    return BlockOrder(case, seed=seed, epoch=epoch).images_at(np.arange(case.num_images))
+
+
+@pytest.mark.parametrize("num_images", sorted({case.num_images for case in CASES}))
+def test_every_epoch_of_a_block_order_has_each_image_once(num_images: int) -> None:
+    positions = np.arange(3 * num_images)
+    generator = np.random.default_rng(0)
+    for case in (case for case in CASES if case.num_images == num_images):
+        images, epochs = SampleOrder(num_images, seed=5, shuffle=case).images_at(positions)
+        for epoch in range(3):
+            np.testing.assert_array_equal(np.sort(images[epochs == epoch]), np.arange(num_images))
+        # Nothing depends on what was asked before: any part from the middle, in any order, by one who begins there.
+        for start in generator.integers(0, 3 * num_images, size=5):
+            part = generator.permutation(positions[start : start + 37])
+            np.testing.assert_array_equal(
+                SampleOrder(num_images, seed=5, shuffle=case).images_at(part)[0], images[part]
+            )
+
+
+def test_a_block_order_changes_with_seed_and_epoch() -> None:
+    case = Blocks(num_images=1000, block_images=16, window_blocks=4, global_batch=32, micro_batch=8)
+    orders = [epoch_of(case), epoch_of(case, epoch=1), epoch_of(case, seed=1)]
+    assert not any(np.array_equal(a, b) for a in orders for b in orders if a is not b)
+
+
+def test_one_block_a_window_and_one_image_a_block_shuffle_all() -> None:
+    """Chi-square of 6 images over 1,200 epochs, 25 degrees of freedom: all that is left is the permutation of
+    blocks."""
+    counts = np.zeros((6, 6))
+    for epoch in range(1200):
+        order = epoch_of(Blocks(num_images=6, block_images=1, window_blocks=1, global_batch=4, micro_batch=2), epoch)
+        counts[np.arange(6), order] += 1
+    assert ((counts - 200) ** 2 / 200).sum() < 52.6
+
+
+def test_each_block_is_read_by_one_lane() -> None:
+    """1,000 images in blocks of 10, windows of 2, 5 lanes of 200: each lane has 10 whole windows of 20 images."""
+    case = Blocks(num_images=1000, block_images=10, window_blocks=2, global_batch=20, micro_batch=4)
+    for epoch in range(4):
+        order = BlockOrder(case, seed=1, epoch=epoch)
+        images = order.images_at(np.arange(1000)).reshape(50, 5, 4)  # step, lane, image
+        shift = order.images_in(0)[0] % 10  # where cutting begins
+        blocks = ((images - shift) % 1000) // 10
+        for lane in range(5):
+            windows = blocks[:, lane].reshape(10, 20)
+            assert all(len(np.unique(window)) == 2 for window in windows), "a window's images come from its two blocks"
+            assert len(np.unique(blocks[:, lane])) == 20, "no other lane touches them"
+        assert len(np.unique(blocks[0])) >= 5, "a step comes from all lanes' windows"
+
+
+def test_windows_are_those_that_the_images_come_from() -> None:
+    case = Blocks(num_images=257, block_images=5, window_blocks=3, global_batch=24, micro_batch=4)
+    stream = SampleOrder(257, seed=0, shuffle=case)
+    for start in range(0, 600, 4):
+        positions = np.arange(start, start + 4)
+        windows = stream.windows_at(positions)
+        assert windows is not None
+        read = {(epoch, int(image)) for epoch, window in windows for image in stream.images_in(epoch, window)}
+        images, epochs = stream.images_at(positions)
+        assert set(zip(epochs.tolist(), images.tolist(), strict=True)) <= read
+        assert len(read) <= 3 * 15 * len(windows)
+
+
+def test_blocks_are_cut_elsewhere_each_epoch() -> None:
+    case = Blocks(num_images=160, block_images=16, window_blocks=1, global_batch=4, micro_batch=4)
+    firsts = {int(BlockOrder(case, seed=0, epoch=epoch).images_in(0)[0]) % 16 for epoch in range(50)}
+    assert len(firsts) > 10
+
+
+def test_comparison_of_orders(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """tools/compare_orders.py: images in a block lie together, one host reads each, and shuffled storage mixes as well
+    as full."""
+    sizes = ["--images", "20000", "--classes", "10", "--global-batch", "512", "--micro-batch", "64", "--ranks", "4"]
+    monkeypatch.setattr(sys, "argv", ["compare_orders.py", *sizes, "--block-images", "16", "--window-blocks", "4"])
+    tool("compare_orders").main()
+    lines = capsys.readouterr().out.splitlines()[3:]
+    rows = {line[:26].strip(): [float(word) for word in line[26:].split()] for line in lines}
+    full, block, none = rows["full"], rows["block, 4 of 16 images"], rows["none"]
+    images_a_read, reads_an_image, by_class, shuffled, neighbours = range(4, 9)
+    assert full[images_a_read] < 1.1 and 15 < block[images_a_read] < 18 and none[images_a_read] >= 64
+    assert full[reads_an_image] == none[reads_an_image] == 1 and block[reads_an_image] < 1.1
+    assert 1 < block[by_class] < none[by_class] / 5 and 0.8 < block[shuffled] < 1.2
+    assert 0.98 < full[neighbours] < 1.02 and 0.5 < block[neighbours] < 0.95
