@@ -331,7 +331,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.plan import print_plan
 
-    _refuse_numbers(options, "num_images", "gpu_memory")
+    _refuse_numbers(options, "world_size", "num_images", "gpu_memory")
     print_plan(
         config,
         world_size=_launch_options(options).world_size,
@@ -551,6 +551,6 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
 def _refuse_numbers(options: argparse.Namespace, *names: str) -> None:
     """Refuse options that are not positive numbers of a sensible size."""
     for name in names:
-        value = getattr(options, name)
+        value = getattr(options, name, None)
         if value is not None and not 0 < value <= 1e15:  # nan is neither
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: use a number over 0, at most 1e15")

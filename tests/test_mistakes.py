@@ -203,6 +203,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
         "plan --config digits --model.kwargs.drop_rate",
         "--model.kwargs.drop_rate has no value: write --model.kwargs.drop_rate VALUE",
     ),
+    ("plan --config digits --run.dir runs/\udcff", "run.dir is 'runs/\\udcff': use UTF-8"),
     # Commands
     ("train", "--config FILE is missing; `dali-train recipes` lists"),
     ("train --config vit-b16 --data.root nowhere", "nowhere: this directory does not exist; data.root names a dataset"),
@@ -224,6 +225,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ("status photos.py", "photos.py: no such directory; use a run directory"),
     (f"status {__file__}", "test_mistakes.py: a file; use a run directory"),
     ("plan --config vit-b16 --gpu-memory nan", "--gpu-memory is nan: use a number over 0"),
+    ("plan --config vit-b16 --world_size -5", "--world-size is -5: use a number over 0"),
     ("init nowhere --gpu-memory inf", "--gpu-memory is inf: use a number over 0"),
     ("diff a b c", "a b c: diff compares two runs, but 3 are given"),
     ("doctor frobnicate", "frobnicate: without --config FILE doctor takes no further arguments"),

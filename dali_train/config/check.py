@@ -141,6 +141,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         text = "empty" if value == "" else repr(value)
         shown = text if len(text) <= 120 else f"{text[:117]}..."
         choices = [choice for kind in alternatives(hint) if get_origin(kind) is Literal for choice in get_args(kind)]
+        if isinstance(value, str) and not _is_text(value):
+            raise ConfigError(f"{name} is {shown}: use UTF-8 without null characters") from None
         raise ConfigError(f"{name} is {shown}: use {close_value(value, choices, allowed(hint))}") from None
 
 
@@ -220,6 +222,11 @@ def _validated(value: Any, hint: Any) -> Any:
     raise _InvalidValueError
 
 
+def _is_text(value: str) -> bool:
+    """Return whether all readers and writers of files take `value`: a word of the command line may be any bytes."""
+    return "\0" not in value and value.encode(errors="replace").decode() == value
+
+
 # bool is a subclass of int in Python, but `epochs=True` is a mistake.
 _IS_VALID: dict[Any, Callable[[Any], bool]] = {
     bool: lambda value: isinstance(value, bool),
@@ -227,7 +234,7 @@ _IS_VALID: dict[Any, Callable[[Any], bool]] = {
     float: lambda value: (
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     ),
-    str: lambda value: isinstance(value, str | os.PathLike) and value != "" and "\0" not in str(value),
+    str: lambda value: isinstance(value, str | os.PathLike) and value != "" and _is_text(str(value)),
     type(None): lambda value: value is None,
 }
 _WORDS: dict[Any, str] = {

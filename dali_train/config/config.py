@@ -210,7 +210,7 @@ class Config:
         """
         changes = {**dict(_by_full_name(sections)), **(changes or {})}
         groups: dict[str, dict[str, Any]] = defaultdict(dict)
-        for prefix in KWARGS:
+        for prefix in KWARGS:  # an argument such as model.kwargs.drop_path_rate joins those that the config has
             kwargs = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
             if kwargs:
                 whole, group = prefix.removesuffix("."), prefix.partition(".")[0]
