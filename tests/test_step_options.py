@@ -19,7 +19,6 @@ from dali_train.cli import main
 from dali_train.config import ModelConfig, load_config
 from dali_train.config.override import config_with
 from dali_train.errors import ConfigError
-from dali_train.training import position_embedding
 from dali_train.training.flops import ModelFlops, data_sheet_peak, flops_per_image, model_flops
 from dali_train.training.memory import estimate_memory
 from dali_train.training.model import (
@@ -27,6 +26,7 @@ from dali_train.training.model import (
     check_sizes,
     compile_blocks,
     repeated_blocks,
+    resample_position_embedding,
 )
 from dali_train.training.precision import compute_in
 
@@ -203,7 +203,7 @@ def test_position_embeddings_of_another_size_are_timms(tiny_config: Path) -> Non
             value := resample(built.pos_embed, (3, 5), (4, 4), 1),
             *torch.autograd.grad(value.square().sum(), built.pos_embed),
         )
-        for resample in (position_embedding.resample, timm.layers.resample_abs_pos_embed)
+        for resample in (resample_position_embedding, timm.layers.resample_abs_pos_embed)
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     output = built(torch.randn(2, 3, 24, 40))

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dali_train.config import Config
 from dali_train.training.loss import mixup_loss
-from dali_train.training.model import build_model
+from dali_train.training.model import KEPT_RESULTS, build_model
 from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import Precision
-from dali_train.training.recompute import KEPT_RESULTS
 
 # Not in the estimate: CUDA's context, cuDNN's and cuBLAS's workspaces, the decoder's buffers, and fragmentation in the
 # allocator.

@@ -1,22 +1,31 @@
-"""The network: any timm model, with the same initial weights on every rank."""
+"""The network: any timm model, with the same initial weights on every rank.
+
+`build_model` makes it from the config; below it, in this order: normalisation in half precision, attention kernels,
+compilation (with stochastic depth that compiles once), recomputed activations, position embeddings for other sizes,
+checks of image sizes, and what a model says of itself.
+"""
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import timm
 import torch
-from timm.layers import is_fast_norm, set_fast_norm
+import torch.nn.functional as F
+from timm.layers import DropPath, is_fast_norm, resample_abs_pos_embed, set_fast_norm
+from timm.models import deit, eva, vision_transformer
 from timm.models.vision_transformer import LayerScale
 from torch import nn
 from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dali_train.config import Config, ModelConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
-from dali_train.training import models, position_embedding  # noqa: F401 - what they add to timm
+from dali_train.training import extra_models
 from dali_train.training.model_arguments import (
     argument_names,
     build_on_meta,
@@ -25,8 +34,6 @@ from dali_train.training.model_arguments import (
     is_timms,
 )
 from dali_train.training.pretrained import Tensors, create_pretrained, freeze
-from dali_train.training.recompute import recompute_activations
-from dali_train.training.stochastic_depth import share_graphs
 
 logger = logging.getLogger("dali_train")
 
@@ -37,6 +44,17 @@ _KERNELS = {
     "math": SDPBackend.MATH,
 }
 _torchs_order: list[int] = []  # torch's own order of attention kernels, while another one is in force
+_aten = torch.ops.aten
+# Most of a block's arithmetic and about a third of its activations. Everything else is cheap to compute again.
+KEPT_RESULTS = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 def build_model(
@@ -87,7 +105,7 @@ def build_model(
         else:
             model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
     if config.model.constant_drop_path:
-        models.make_drop_path_constant(repeated_blocks(model), config.model.kwargs["drop_path_rate"])
+        extra_models.make_drop_path_constant(repeated_blocks(model), config.model.kwargs["drop_path_rate"])
     model.to(
         device="cpu" if on_host else device,
         dtype=torch.float64 if config.precision.dtype == "fp64" else torch.float32,
@@ -96,7 +114,7 @@ def build_model(
     if fast_norm:
         _keep_stream_in_half_precision(model)
     freeze(model, config.model.freeze)
-    recompute_activations(model, repeated_blocks(model), config.model)
+    _recompute_activations(model, repeated_blocks(model), config.model)
     if device.type != "meta":
         _choose_attention(config.model.attention, device)
         if config.precision.autocast:
@@ -186,7 +204,7 @@ def compile_blocks(blocks: list[nn.Module], *, mode: str | None = None, fall_bac
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     eager = [block.forward for block in blocks]
     for number, block in enumerate(blocks):
-        share_graphs(block)
+        _share_graphs(block)
         compiled = torch.compile(block.forward, mode=mode)
         block.forward = _falling_back(compiled, number, blocks, eager) if fall_back else compiled
 
@@ -212,6 +230,116 @@ def _falling_back(
             return eager[number](*inputs, **named)
 
     return call
+
+
+class TensorRateDropPath(nn.Module):
+    """timm's `DropPath`: drop each sample's residual branch with probability `drop_prob` in training.
+
+    timm's rate is a Python number, for which torch.compile makes one graph per block. The masks differ from timm's,
+    which are drawn by another operator.
+    """
+
+    keep_prob: torch.Tensor  # (), float32
+
+    def __init__(self, replaced: DropPath, device: torch.device) -> None:
+        super().__init__()
+        self.drop_prob, self.scale_by_keep = replaced.drop_prob, replaced.scale_by_keep
+        self.register_buffer("keep_prob", torch.tensor(1 - replaced.drop_prob, device=device), persistent=False)
+        self.train(replaced.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        kept = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) < self.keep_prob
+        scale = kept / self.keep_prob if self.scale_by_keep else kept
+        return x * scale.to(x.dtype)
+
+
+def _share_graphs(block: nn.Module) -> None:
+    """Replace the stochastic depth of a block by one that compiles to the same code for every rate."""
+    device = next(block.parameters()).device
+    for module in list(block.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, DropPath):
+                setattr(module, name, TensorRateDropPath(child, device))
+
+
+def _recompute_activations(model: nn.Module, blocks: list[nn.Module], config: ModelConfig) -> None:
+    """Apply model.activation_checkpointing to `model`. Call this before the model is compiled.
+
+    Args:
+        blocks: the repeated blocks of the model.
+
+    Raises:
+        ConfigError: the model does not support it.
+    """
+    setting = config.activation_checkpointing
+    if setting == "selective":
+        if not blocks:
+            raise ConfigError(
+                f"model.activation_checkpointing is selective, but {config.name} has no repeated blocks: set it to "
+                "true or false"
+            )
+        for block in blocks:
+            block.forward = partial(_selectively, block, block.forward)
+    elif setting:
+        timm_model: Any = model
+        try:
+            timm_model.set_grad_checkpointing(True)
+        except (AttributeError, AssertionError) as error:
+            raise ConfigError(
+                f"model.activation_checkpointing is true, but timm's {config.name} does not support it: set it to "
+                "false, and use a smaller batch.micro_batch if memory is short"
+            ) from error
+
+
+def _selectively(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*inputs, **named)
+    contexts = partial(
+        create_selective_checkpoint_contexts, KEPT_RESULTS if _draws_nothing_in_attention(block) else KEPT_RESULTS[:3]
+    )
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+
+
+def _draws_nothing_in_attention(block: nn.Module) -> bool:
+    """Return whether attention draws no dropout, which a kept result would not redraw, shifting all later draws."""
+    dropout = getattr(getattr(block, "attn", None), "attn_drop", None)
+    return getattr(dropout, "p", 0) == 0
+
+
+def resample_position_embedding(
+    embedding: torch.Tensor,
+    new_size: Sequence[int],
+    old_size: Sequence[int] | None = None,
+    num_prefix_tokens: int = 1,
+    **options: Any,
+) -> torch.Tensor:
+    """Return `embedding`, (1, prefix + height * width, dim), for another grid of patches, in the same dtype.
+
+    timm does this in each forward pass with `torch.nn.functional.interpolate`, always in float32, and CUDA has no
+    deterministic backward pass for that. Interpolation is linear, so a product with the interpolated identity matrix
+    gives the same values, and is deterministic. It is computed in float64: the product is small, and neither autocast
+    nor TF32 rounds it.
+
+    Args:
+        new_size, old_size: (height, width) in patches.
+        num_prefix_tokens: the first tokens, which stand for no patch, stay as they are.
+        options: timm's, which it gives when weights are loaded, not in a forward pass; then it resamples itself.
+    """
+    if options or old_size is None:
+        return resample_abs_pos_embed(embedding, new_size, old_size, num_prefix_tokens, **options)
+    if tuple(new_size) == tuple(old_size):
+        return embedding
+    num_patches = old_size[0] * old_size[1]
+    identity = torch.eye(num_patches, dtype=torch.float64, device=embedding.device).view(1, num_patches, *old_size)
+    weights = F.interpolate(identity, size=tuple(new_size), mode="bicubic", antialias=True).flatten(2).mT
+    resampled = weights @ embedding[:, num_prefix_tokens:].double()
+    return torch.cat([embedding[:, :num_prefix_tokens], resampled.to(embedding.dtype)], dim=1)
+
+
+for _timm_module in (vision_transformer, deit, eva):
+    _timm_module.resample_abs_pos_embed = resample_position_embedding
 
 
 def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evaluates: bool = True) -> None:
