@@ -34,10 +34,11 @@ with needing("Ray", extra="ray", module=__name__):
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from dali_train.commands import data
+from dali_train.commands.boundary import run_command
 from dali_train.commands.data import data_parser
 from dali_train.config import Config
 from dali_train.config.override import config_with
-from dali_train.errors import RunError, UserError
+from dali_train.errors import RunError
 from dali_train.runtime.launch import LOCAL
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, newest_step
 
@@ -168,19 +169,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--parts", type=int, metavar="N", help="default: what the cluster has cores for")
     options, words = parser.parse_known_args(arguments)
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    try:
-        if options.command == "convert":
-            if not any(word.partition("=")[0] == "--workers" for word in words):
-                words += ["--workers", "1"]  # a part has as many threads as its task has cores
-            threads = data_parser().parse_args(["convert", *words]).workers
-            with ray.init():
-                return convert(words, threads, options.parts)
-        config = config_with(options.config, words, "python -m dali_train.ray train")
-        with ray.init():  # the cluster that RAY_ADDRESS names, that of this machine, or one for this command
-            return train(config, ["--config", options.config, *words], options.workers)
-    except (UserError, ray.exceptions.RayError) as error:
-        print(f"dali_train.ray: {error}", file=sys.stderr)
-        return MISTAKE if isinstance(error, UserError) and not isinstance(error, RunError) else 1
+
+    def work() -> int:
+        try:
+            if options.command == "convert":
+                if not any(word.partition("=")[0] == "--workers" for word in words):
+                    words.extend(["--workers", "1"])  # a part has as many threads as its task has cores
+                threads = data_parser().parse_args(["convert", *words]).workers
+                with ray.init():
+                    return convert(words, threads, options.parts)
+            config = config_with(options.config, words, "python -m dali_train.ray train")
+            with ray.init():  # the cluster that RAY_ADDRESS names, that of this machine, or one for this command
+                return train(config, ["--config", options.config, *words], options.workers)
+        except ray.exceptions.RayError as error:
+            raise RunError(str(error)) from error
+
+    return run_command("dali_train.ray", work)
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -37,12 +37,13 @@ from dali_train import __version__
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.checkpoint.storage import MANIFEST
 from dali_train.commands import data
+from dali_train.commands.boundary import run_command
 from dali_train.commands.train import run
 from dali_train.config import Config
 from dali_train.config.config_file import config_from_json
 from dali_train.config.override import config_with
 from dali_train.data.convert import datasets
-from dali_train.errors import ConfigError, DatasetError, UserError
+from dali_train.errors import ConfigError, DatasetError, RunError, UserError
 from dali_train.files import sha256
 from dali_train.report import write_report
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
@@ -205,27 +206,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--remote", action="store_true", help="on the cluster that this machine's Flyte config names")
     options, overrides = parser.parse_known_args(arguments)
-    try:
-        config = config_with(options.config, overrides, "workflow")
-        machine = Machine(num_processes=options.num_processes, gpus=options.gpus, work=str(options.work))
-        outputs = _run(options, _with_batch(config, options, machine), machine)
-    except (ConfigError, DatasetError, flyte.errors.BaseRuntimeError) as error:
-        print(f"dali_train.workflow: {error}", file=sys.stderr)
-        # An error from a task comes as one of Flyte's, with the name of its class.
-        kind = error.code if isinstance(error, flyte.errors.BaseRuntimeError) else type(error).__name__
-        return MISTAKE if kind in (ConfigError.__name__, DatasetError.__name__) else 1
-    except KeyboardInterrupt:
-        ranks = multiprocessing.active_children()
-        for rank in ranks:  # Flyte's thread waits for them, and they agree to save and stop
-            rank.terminate()
-        for rank in ranks:
-            rank.join()
-        print("dali_train.workflow: stopped; start it again to resume", file=sys.stderr, flush=True)
-        os._exit(START_AGAIN)  # Flyte would take the stop for a failure and retry
-    print(
-        f"accuracies {' '.join(f'{value:.4f}' for value in outputs.epoch_accuracies)}\nmodel {outputs.model_state.path}"
-    )
-    return FINISHED
+
+    def work() -> int:
+        try:
+            config = config_with(options.config, overrides, "workflow")
+            machine = Machine(num_processes=options.num_processes, gpus=options.gpus, work=str(options.work))
+            outputs = _run(options, _with_batch(config, options, machine), machine)
+        except flyte.errors.BaseRuntimeError as error:  # also an error from a task, with the name of its class
+            is_mistake = error.code in (ConfigError.__name__, DatasetError.__name__)
+            raise (ConfigError if is_mistake else RunError)(str(error)) from error
+        except KeyboardInterrupt:
+            ranks = multiprocessing.active_children()
+            for rank in ranks:  # Flyte's thread waits for them, and they agree to save and stop
+                rank.terminate()
+            for rank in ranks:
+                rank.join()
+            print("dali_train.workflow: stopped; start it again to resume", file=sys.stderr, flush=True)
+            os._exit(START_AGAIN)  # Flyte would take the stop for a failure and retry
+        accuracies = " ".join(f"{value:.4f}" for value in outputs.epoch_accuracies)
+        print(f"accuracies {accuracies}\nmodel {outputs.model_state.path}")
+        return FINISHED
+
+    return run_command("dali_train.workflow", work)
 
 
 def _run(options: argparse.Namespace, config: Config, machine: Machine) -> TrainingOutputs:
