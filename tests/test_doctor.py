@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dali_train.commands import doctor, doctor_run
+from dali_train.commands import doctor
 from dali_train.commands.doctor import Finding, table
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
@@ -88,10 +88,10 @@ def test_stored_bytes_are_looked_at(tiny_config: Path, tmp_path: Path) -> None:
     write_shard(shard, [(encoded(photograph(1, 40, 40), "TIFF"), 1)])
     build_index(tmp_path)
     config = load_config(tiny_config).replace({"data.root": str(tmp_path)})
-    assert next(doctor_run.splits(config)).verdict == "pass"
+    assert next(doctor.splits(config)).verdict == "pass"
     shard.write_bytes(shard.read_bytes().replace(b"II*\0", b"hello"[:4]))
-    finding = next(doctor_run.splits(config))
-    assert finding.verdict == "fail" and "is not an image in a known format" in finding.found
+    finding = next(doctor.splits(config))
+    assert finding.verdict == "fail" and "is not an image in a known format" in finding.text
 
 
 def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,21 +99,21 @@ def test_a_decoder_that_crashes(tiny_config: Path, tmp_path: Path, monkeypatch: 
     crashing.write_text("#!/bin/sh\nkill -SEGV $$\n")
     crashing.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(crashing))
-    (finding,) = doctor_run.decoding_a_batch(load_config(tiny_config), ALONE, torch.device("cpu"))
-    assert finding.verdict == "fail" and finding.found == "the process was ended by SIGSEGV while decoding on the CPU"
+    (finding,) = doctor.decoding_a_batch(load_config(tiny_config), ALONE, torch.device("cpu"))
+    assert finding.verdict == "fail" and finding.text == "the process was ended by SIGSEGV while decoding on the CPU"
     assert finding.remedy == "a bug in the decoder: install another version of DALI, or set data.device cpu"
 
 
 def test_too_little_space(tiny_config: Path, tmp_path: Path) -> None:
     run = replace(load_config(tiny_config).run, dir=str(tmp_path / "run"))
-    findings = {finding.check: finding for finding in doctor_run.run_directory(run, ALONE, 10**18)}
-    assert findings["free space"].verdict == "fail" and "102 checkpoints take" in findings["free space"].found
+    findings = {finding.check: finding for finding in doctor.run_directory(run, ALONE, 10**18)}
+    assert findings["free space"].verdict == "fail" and "102 checkpoints take" in findings["free space"].text
     assert findings["run directory"].verdict != "fail" and not (tmp_path / "run").exists()
 
 
 def test_a_directory_that_nobody_may_write_to(tiny_config: Path) -> None:
     run = replace(load_config(tiny_config).run, dir="/sys/dali_train")
-    (finding,) = doctor_run.run_directory(run, ALONE, 0)
+    (finding,) = doctor.run_directory(run, ALONE, 0)
     assert finding.verdict == "fail"
     assert re.search(
         "mounted read-only: mount it writable|this user may not write there: change its permissions", finding.remedy
@@ -131,7 +131,7 @@ def test_old_versions_and_a_wrong_decoder(monkeypatch: pytest.MonkeyPatch) -> No
     assert verdicts["torch"].verdict == "pass"
     monkeypatch.setattr(doctor, "decode", lambda encoded, device_id: np.zeros((240, 320, 3), dtype=np.uint8))
     (finding,) = doctor.decoding(torch.device("cpu"))
-    assert finding.verdict == "fail" and "grey levels from libjpeg" in finding.found
+    assert finding.verdict == "fail" and "grey levels from libjpeg" in finding.text
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import dali_train
 from dali_train.checkpoint.model import load_trained
 from dali_train.checkpoint.recipe import recipe_settings
 from dali_train.cli import main
-from dali_train.commands.doctor_run import model_and_batch
+from dali_train.commands.doctor import model_and_batch
 from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
@@ -154,7 +154,7 @@ def test_weights_to_evaluate_name_what_does_not_fit(
     assert "four.pth does not fit vit_tiny_patch16_224" in capsys.readouterr().err
     config = load_trained(finished).config.replace({"model.weights": str(tmp_path / "four.pth")})
     findings, _ = model_and_batch(config, discover(LaunchOptions()), torch.device("cpu"))  # of the doctor
-    assert findings[-1].verdict == "fail" and "four.pth does not fit vit_tiny_patch16_224" in findings[-1].found
+    assert findings[-1].verdict == "fail" and "four.pth does not fit vit_tiny_patch16_224" in findings[-1].text
 
 
 def test_torch_reads_what_was_exported(finished: Path) -> None:

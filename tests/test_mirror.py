@@ -23,7 +23,7 @@ from dali_train.checkpoint.load import load_checkpoint
 from dali_train.checkpoint.mirror import Mirror, mirrored
 from dali_train.checkpoint.storage import CheckpointError
 from dali_train.cli import main
-from dali_train.commands.doctor_run import run_directory
+from dali_train.commands.doctor import run_directory
 from dali_train.config import load_config
 from dali_train.config.sections import RunConfig
 from dali_train.errors import ConfigError
@@ -367,7 +367,7 @@ def test_what_cannot_be_written_is_told_before_training(s3_server: S3Server, tin
         pass
     s3_server.fault = lambda method, path: "403 Forbidden" if method == "PUT" else None
     findings = {finding.check: finding for finding in run_directory(config.run, discover(LaunchOptions()), 0)}
-    assert findings["mirror"].verdict == "fail" and "is refused" in findings["mirror"].found
+    assert findings["mirror"].verdict == "fail" and "is refused" in findings["mirror"].text
 
 
 REFUSED = """
