@@ -192,6 +192,22 @@ def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     assert capfd.readouterr().err == ""
 
 
+def test_help_needs_no_torch() -> None:
+    """Which takes seconds to import."""
+    script = """import sys
+from dali_train.cli import main
+for words in (["--help"], ["train", "--help"], ["train", "--config", "vit-b16", "--help"]):
+    try:
+        main(words)
+    except SystemExit:
+        print("torch" in sys.modules, file=sys.stderr)
+main(["recipes"])
+print("torch" in sys.modules, file=sys.stderr)
+"""
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
+    assert printed.split() == ["False"] * 4
+
+
 COMPLETIONS = {
     "dali-train tr": "train",
     "dali-train train --data.sh": "--data.shuffle",

@@ -21,6 +21,8 @@ _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
 _ON_CPU = 32
 """Images per micro-batch without a GPU, whose memory would be the limit."""
+_MEASURED = 32
+"""Most images in the pass whose time is measured, which then fits into any memory."""
 _HOURS_ON_CPU = 1.0
 """A run without a GPU gets as many epochs as fit into about this time, at least `_FEWEST_EPOCHS`."""
 _FEWEST_EPOCHS = 10
@@ -75,11 +77,9 @@ def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) ->
         choice = _Choice(on_cpu, largest, reason, most, enough)
     message = f"{output}: {_describe(split)}"
     if is_here:
-        batch = dict(
-            global_batch=config.batch.global_batch, micro_batch=min(config.batch.global_batch, choice.micro_batch)
-        )
+        num_images = max(2, min(choice.micro_batch, _MEASURED))  # batch statistics need two
         device = torch.device("cpu" if on_cpu else "cuda")
-        epoch_s = len(split) * _seconds_per_image(config.replace(batch=batch), split.num_classes, device)
+        epoch_s = len(split) * _seconds_per_image(config, split.num_classes, device, num_images)
         if on_cpu:
             fitting = max(_FEWEST_EPOCHS, min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
             reason = enough if fitting == most else f"about {duration(fitting * epoch_s)} here; {most} are better"
@@ -102,11 +102,11 @@ def _loaded(text: str) -> Config:
         return load_config(path)
 
 
-def _seconds_per_image(config: Config, num_classes: int, device: torch.device) -> float:
-    """Measure a forward and backward pass of one micro-batch, the second of two."""
+def _seconds_per_image(config: Config, num_classes: int, device: torch.device, num_images: int) -> float:
+    """Measure a forward and backward pass of `num_images`, the faster of two."""
     model = build_model(config, num_classes, device).train()
-    size, count = config.data.train_size, max(2, config.batch.micro_batch)  # batch statistics need two images
-    images = torch.randn(count, 3, size, size, device=device)
+    size = config.data.train_size
+    images = torch.randn(num_images, 3, size, size, device=device)
     seconds = float("inf")
     for _ in range(2):
         start = time.perf_counter()
@@ -114,7 +114,7 @@ def _seconds_per_image(config: Config, num_classes: int, device: torch.device) -
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = min(seconds, time.perf_counter() - start)
-    return seconds / count
+    return seconds / num_images
 
 
 def _describe(split: Split) -> str:
