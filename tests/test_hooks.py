@@ -132,10 +132,10 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def place(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("runs")
-    (place / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
-    return place
+def folder(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
+    return folder
 
 
 def started(config: Path, name: str, *words: str, ranks: int = 1, status: int = 0) -> Shared:
@@ -147,9 +147,9 @@ def started(config: Path, name: str, *words: str, ranks: int = 1, status: int = 
 
 
 @pytest.fixture(scope="module")
-def users(place: Path) -> Shared:
+def users(folder: Path) -> Shared:
     """Two ranks with hooks of the user's own."""
-    return started(extended(place / "config.py", OWN_HOOKS), "users", ranks=2)
+    return started(extended(folder / "config.py", OWN_HOOKS), "users", ranks=2)
 
 
 FOREIGN = [
@@ -162,13 +162,13 @@ FOREIGN = [
 
 
 @pytest.fixture(scope="module")
-def everything(place: Path) -> Shared:
+def everything(folder: Path) -> Shared:
     """One rank with all hooks on at every step, in three starts; lines of others come into its metrics meanwhile."""
     words = ("--hooks.trackers", "tensorboard", "--hooks.profile")
-    config = place / "config.py"
+    config = folder / "config.py"
     started(config, "all", *words, "2", "3", "--run.max_seconds", "0.001", status=75)
     started(config, "all", *words, "2", "3", "--run.max_steps", "4")
-    path = place / "all" / "metrics.jsonl"
+    path = folder / "all" / "metrics.jsonl"
     lines = "".join(f"{line}\n" for line in [*FOREIGN, "[1]", "torn {"]).encode() + b"\xff\xfe\n"
     path.write_bytes(path.read_bytes() + lines)
     return started(config, "all", *words, "6", "9")
@@ -202,9 +202,9 @@ def test_a_hook_cannot_replace_what_the_run_records(users: Shared) -> None:
     assert all(line["loss"] > 0 and line["epoch"] < 9 and "own" not in line for line in users.events("train"))
 
 
-def test_hooks_change_nothing(place: Path, everything: Shared) -> None:
+def test_hooks_change_nothing(folder: Path, everything: Shared) -> None:
     """All of them on, at every step, against as few as there can be: the same bits."""
-    few = started(place / "config.py", "few", "--hooks.log_every_steps", "100", "--hooks.predictions", "0")
+    few = started(folder / "config.py", "few", "--hooks.log_every_steps", "100", "--hooks.predictions", "0")
     differences = relative_differences(final_weights(few.directory), final_weights(everything.directory))
     assert max(differences.values()) == 0
     assert not (few.directory / "predictions").exists()
@@ -266,7 +266,7 @@ def test_a_profile_of_other_steps(first: int, message: str, caplog: pytest.LogCa
 
 def test_console_and_logs_of_two_ranks(users: Shared) -> None:
     printed = users.printed
-    assert not {"\r", "\x1b"} & set(printed), "control characters have no place in a log"
+    assert not {"\r", "\x1b"} & set(printed), "control characters have no folder in a log"
     assert printed.count("step 4/7  epoch 2.56  loss ") == 1, "rank 0 alone has the terminal"
     assert len(re.findall(r"^step 1/7 took [\d.]+ m?s, .* at most [\d.]+ m?s per epoch", printed, re.MULTILINE)) == 1
     assert re.findall(r"^step (\d).*  an epoch in [\d.]+ m?s  left", printed, re.MULTILINE) == ["2"]
@@ -305,15 +305,15 @@ def test_files_removed_from_the_run_directory_are_reported(train: Train, tiny_co
 
 @pytest.mark.parametrize(("ranks", "words"), [(1, ()), (2, ("--parallel.pipeline", "2"))])
 def test_the_sample_trace_has_each_micro_batch_once(
-    users: Shared, place: Path, ranks: int, words: tuple[str, ...]
+    users: Shared, folder: Path, ranks: int, words: tuple[str, ...]
 ) -> None:
     """After a kill of two ranks beyond the newest checkpoint, on one rank or on two that share their micro-batches: the
     second one's file is trimmed too."""
     name = f"killed-{ranks}"
-    shutil.copytree(users.directory, place / name, symlinks=True)
-    shutil.rmtree(place / name / "checkpoints" / "step-00000007")
-    started(place / "config.py", name, *words, ranks=ranks)
-    lines = [json.loads(line) for path in (place / name).glob("samples.rank*.jsonl") for line in path.open()]
+    shutil.copytree(users.directory, folder / name, symlinks=True)
+    shutil.rmtree(folder / name / "checkpoints" / "step-00000007")
+    started(folder / "config.py", name, *words, ranks=ranks)
+    lines = [json.loads(line) for path in (folder / name).glob("samples.rank*.jsonl") for line in path.open()]
     assert sorted((line["step"], line["k"]) for line in lines) == [(step, k) for step in range(7) for k in range(4)]
 
 

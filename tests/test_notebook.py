@@ -32,17 +32,17 @@ def interrupt(metrics):
     os.killpg(os.getpgrp(), signal.SIGINT)
 
 def run_and_interrupt(name, **processes):
-    changes = {"run.dir": str(place / name), "run.epochs": 400, "run.eval_every_epochs": None}
+    changes = {"run.dir": str(folder / name), "run.epochs": 400, "run.eval_every_epochs": None}
     changes["run.checkpoint_every_steps"] = 100000
-    threading.Thread(target=interrupt, args=(place / name / "metrics.jsonl",)).start()
+    threading.Thread(target=interrupt, args=(folder / name / "metrics.jsonl",)).start()
     return dali_train.run(config.replace(changes), **processes)
 """
 
 
-def executed(cells: list[str], place: Path) -> list[tuple[str, str]]:
+def executed(cells: list[str], folder: Path) -> list[tuple[str, str]]:
     """What each cell printed and gave, and the error that it raised, "" without one."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", allow_errors=True).execute(cwd=str(place))
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", allow_errors=True).execute(cwd=str(folder))
     results = []
     for cell in notebook.cells:
         shown = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in cell.outputs]
@@ -76,8 +76,8 @@ def test_training_in_cells(on_two_ranks: Path, tiny_config: Path, tmp_path: Path
     cells = [
         *readme,
         "type(model).__name__",
-        "import json; from pathlib import Path; place = Path.cwd()",
-        "one = dali_train.run(config.replace({'run.dir': str(place / 'one')})); "
+        "import json; from pathlib import Path; folder = Path.cwd()",
+        "one = dali_train.run(config.replace({'run.dir': str(folder / 'one')})); "
         "print(json.dumps(one.epoch_accuracies))",
         "dali_train.run(config.replace({'data.eval_size': 28}))",
         INTERRUPT,

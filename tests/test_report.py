@@ -39,20 +39,20 @@ class BiasNorm(Hook):
 @pytest.fixture(scope="module")
 def runs(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """One run with a hook that measures; one with EMA, resumed on two ranks."""
-    place = tmp_path_factory.mktemp("runs")
-    (place / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
-    config = extended(place / "config.py", MEASURING)
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "config.py").write_text(TINY_CONFIG.format(root=str(dataset)))
+    config = extended(folder / "config.py", MEASURING)
 
     def train(name: str, *words: str, ranks: int = 1) -> None:
-        arguments = ["train", "--config", str(config), "--run.dir", str(place / name), "--batch.micro_batch", "16"]
+        arguments = ["train", "--config", str(config), "--run.dir", str(folder / name), "--batch.micro_batch", "16"]
         arguments += words
-        run_in_pool(arguments, place / f"{name}.log", ranks=ranks)
+        run_in_pool(arguments, folder / f"{name}.log", ranks=ranks)
 
     train("plain")
     faster = ("--optimizer.lr", "0.02", "--run.published_top1", "0.727", "--ema.decay", "0.9")
     train("faster", *faster, "--run.max_steps", "4")
     train("faster", *faster, ranks=2)
-    return [place / "plain", place / "faster"]
+    return [folder / "plain", folder / "faster"]
 
 
 def charts_of(page: str) -> dict[str, Any]:
@@ -107,15 +107,15 @@ def test_report_of_runs(runs: list[Path], capsys: pytest.CaptureFixture[str]) ->
 
 def test_runs_are_served_while_they_train(runs: list[Path], tmp_path: Path) -> None:
     """An index, a page per run, several together; the same answer costs nothing; nothing else is handed out."""
-    place = tmp_path / "runs"
-    place.mkdir()
+    folder = tmp_path / "runs"
+    folder.mkdir()
     for run in runs:
-        (place / run.name).symlink_to(run)
-    started = write_run(place / "just <started>", 0)
+        (folder / run.name).symlink_to(run)
+    started = write_run(folder / "just <started>", 0)
     (started / "metrics.jsonl").write_bytes(b"")
-    torn = write_run(place / "torn", 3)
+    torn = write_run(folder / "torn", 3)
     (torn / "config.json").write_text("{")
-    with make_server([place, runs[0]], "127.0.0.1", 0) as server:
+    with make_server([folder, runs[0]], "127.0.0.1", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
 
         def get(target: str, **headers: str) -> tuple[int, str, str]:
@@ -343,8 +343,8 @@ def test_nothing_in_a_page_is_markup_of_its_own(tmp_path: Path) -> None:
 def test_many_points_and_runs_of_one_name(tmp_path: Path) -> None:
     """A curve has as many points as one can see; two runs of one name are told apart; a gap is no number."""
     ended = {"event": "train", "step": 2501, "epoch": 250.1, "step_s": 1.0, "loss": float("nan")}
-    for place in ("a", "b"):
-        write_run(tmp_path / place / "run-1", 2500 if place == "a" else 3, events=[ended])
+    for folder in ("a", "b"):
+        write_run(tmp_path / folder / "run-1", 2500 if folder == "a" else 3, events=[ended])
     assert main(["report", str(tmp_path)]) == 0
     data = charts_of((tmp_path / "comparison" / "index.html").read_text())["runs"]
     assert [run["name"] for run in data] == ["a/run-1", "b/run-1"]

@@ -138,18 +138,18 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     expected = scalars_of_metrics(run)
     assert {step for _, step in expected} == {1, 2, 3, 4, 5, 6, 7}
     losses = {
-        place: value
-        for place, value in expected.items()
-        if place[0].endswith(("/loss", "/top1", "/grad_norm", "/lr", "_max"))
+        key: value
+        for key, value in expected.items()
+        if key[0].endswith(("/loss", "/top1", "/grad_norm", "/lr", "_max"))
     }
     assert len(losses) == 4 * 7 + 2 * 4 + 1
     assert scalars_of_tensorboard(run) == pytest.approx(expected, rel=1e-6)
     # The steps that were trained twice: W&B's server and MLflow keep what came first, whose times are others.
     recorded = scalars_of_mlflow(run, store)
-    assert {place: recorded[place] for place in losses} == pytest.approx(losses, rel=1e-4)
-    assert set(recorded) >= {place for place in expected if place[0] != "train/first_step_s"}
+    assert {key: recorded[key] for key in losses} == pytest.approx(losses, rel=1e-4)
+    assert set(recorded) >= {key for key in expected if key[0] != "train/first_step_s"}
     offline = scalars_of_wandb(run)
-    assert {place: offline[place] for place in losses} == pytest.approx(losses, rel=1e-9)
+    assert {key: offline[key] for key in losses} == pytest.approx(losses, rel=1e-9)
     files = list((run / "wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and {path.stem for path in files} == {f"run-{ids[0]}"}
     begin = next(record.run for record in wandb_records(files[0]) if record.WhichOneof("record_type") == "run")
@@ -196,7 +196,7 @@ def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) ->
     assert printed.count(f"hook MLflow failed at start: hooks.trackers mlflow: {nowhere} cannot be used (") == 1
     metrics = scalars_of_metrics(tmp_path / "run")
     offline = scalars_of_wandb(tmp_path / "run")
-    assert offline == pytest.approx({place: metrics[place] for place in offline}) and len(offline) == len(metrics)
+    assert offline == pytest.approx({key: metrics[key] for key in offline}) and len(offline) == len(metrics)
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert key.encode() not in path.read_bytes(), f"the key is in {path}"
