@@ -135,7 +135,7 @@ def stripes(options: Namespace) -> Sources:
     pixels = np.zeros((options.images, 36, 36), np.uint8)
     pixels[::2, ::4], pixels[1::2, :, ::4] = 255, 255
     labels = np.arange(options.images, dtype=np.int32) % 2
-    source = PixelSource(pixels, labels, title="stripes")
+    source = PixelSource(pixels, labels, title="stripes").images()
     return {"train": source, "validation": source}, ["horizontal", "vertical"]
 
 

@@ -45,7 +45,8 @@ from dali_train.checkpoint.load import load_checkpoint  # noqa: E402
 from dali_train.checkpoint.run_directory import RunDirectory  # noqa: E402
 from dali_train.checkpoint.storage import CheckpointManifest, parse_manifest  # noqa: E402
 from dali_train.config import load_config  # noqa: E402
-from dali_train.data.convert.archive import Archive, SourceError  # noqa: E402
+from dali_train.data.convert.archive import Archive  # noqa: E402
+from dali_train.data.convert.sources import SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.index import Split  # noqa: E402
@@ -98,7 +99,7 @@ def read_split(directory: Path) -> None:
 
 def read_archive(path: Path) -> None:
     archive = Archive(path)
-    for member in archive.members():
+    for member in archive.list():
         archive.read(member)
 
 

@@ -245,7 +245,7 @@ def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding:
     splits, class_names = sources
     conversion = Conversion(
         name=name,
-        sources=splits,
+        splits=splits,
         class_names=class_names,
         out=options.out,
         upload=options.upload,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dali_train.data.convert import archive
-from dali_train.data.convert.archive import Archive, Directory, SourceError
+from dali_train.data.convert.archive import Archive, Directory
+from dali_train.data.convert.sources import SourceError
 from tests.data.files import tar_bytes, write_tar
 
 MEMBERS = [
@@ -23,7 +24,7 @@ MEMBERS = [
 
 def listed(path: Path) -> list[tuple[str, bytes]]:
     container = Archive(path)
-    return [(member.name, container.read(member)) for member in container.members()]
+    return [(member.name, container.read(member)) for member in container.list()]
 
 
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -46,13 +47,13 @@ def test_an_archive_in_an_archive(tmp_path: Path) -> None:
     inner = {"1.jpg": b"one", "2.jpg": b"two"}
     path = write_tar(tmp_path / "outer.tar", [("./a.tar", tar_bytes(inner.items())), ("b.tar", tar_bytes({}))])
     container = Archive(path)
-    found = {outer.name: {m.name: container.read(m) for m in container.members(outer)} for outer in container.members()}
+    found = {outer.name: {m.name: container.read(m) for m in container.list(outer)} for outer in container.list()}
     assert found == {"a.tar": inner, "b.tar": {}}
-    # Cut off, the inner one must not continue with the members of the outer one.
+    # Truncated, the inner one must not continue with the members of the outer one.
     write_tar(path, [("a.tar", tar_bytes([("1", b"1")])[:1024]), ("b.jpg", b"2")])
     container = Archive(path)
-    with pytest.raises(SourceError, match=r"outer.tar \(a.tar in it\): at byte 1536: .* cut off"):
-        list(container.members(next(container.members())))
+    with pytest.raises(SourceError, match=r"outer.tar \(a.tar in it\): at byte 1536: .* truncated"):
+        list(container.list(next(container.list())))
 
 
 @pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, b"S", b"Z"])
@@ -72,12 +73,12 @@ TWO = tar_bytes([("a", b"1"), ("b", b"x" * 3000)])
     ("content", "message"),
     [
         (b"", "at byte 0: .* damaged here"),
-        (TWO[:1024], "at byte 1024: the archive ends without its closing blocks: cut off"),
-        (TWO[:2500], "member 'b' has 3000 bytes, 964 are there: cut off"),
-        (TWO[:1300], "at byte 1024: .* (cut off|damaged)"),
+        (TWO[:1024], "at byte 1024: the archive ends without its closing blocks: truncated"),
+        (TWO[:2500], "member 'b' has 3000 bytes, 964 are there: truncated"),
+        (TWO[:1300], "at byte 1024: .* (truncated|damaged)"),
         (b"hello" * 1000, "at byte 0: .* not a plain or gzipped tar"),
         (b"BZh9" + bytes(1000), "not a plain or gzipped tar"),
-        (gzip.compress(TWO, mtime=0)[:-30], "damaged or cut off"),
+        (gzip.compress(TWO, mtime=0)[:-30], "damaged or truncated"),
         (
             tar_bytes([("a", b"1")]) + TWO,
             "at byte 1024: the archive seems to end here, but .* bytes follow: .*two archives",
@@ -111,7 +112,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = tarfile.TarInfo("n01440764_1.JPEG").tobuf(tarfile.USTAR_FORMAT)
     path.write_bytes(header * 2_000 + bytes(1024))
     tracemalloc.start()
-    assert sum(1 for _ in Archive(path).members()) == 2_000
+    assert sum(1 for _ in Archive(path).list()) == 2_000
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
     monkeypatch.setattr(archive, "_MAX_UNPACKED_BYTES", 5_000_000)
@@ -123,7 +124,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_archive_that_shrinks_under_the_reader(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("a", bytes(100_000))])
     container = Archive(path)
-    (member,) = container.members()
+    (member,) = container.list()
     os.truncate(path, 50_000)
     with pytest.raises(SourceError, match=r"a.tar:a: has 49488 bytes, 100000 when the conversion began"):
         container.read(member)
@@ -135,8 +136,8 @@ def test_directories(tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(name.encode(errors="surrogateescape"))
     container = Directory(tmp_path)
-    assert [member.name for member in container.members()] == ["a/x", "b/10", "b/2", "\udcff"]
-    member = next(container.members())
+    assert [member.name for member in container.list()] == ["a/x", "b/10", "b/2", "\udcff"]
+    member = next(container.list())
     (tmp_path / "a/x").write_bytes(b"longer")
     with pytest.raises(SourceError, match="has 6 bytes, 3 when the conversion began"):
         container.read(member)
@@ -155,8 +156,8 @@ def test_directories_with_what_is_no_file(tmp_path: Path) -> None:
     ):
         odd.symlink_to(target)
         with pytest.raises(SourceError, match=f"odd: {message}"):
-            list(Directory(tmp_path).members())
+            list(Directory(tmp_path).list())
         odd.unlink()
     os.mkfifo(odd)
     with pytest.raises(SourceError, match="odd: a device, FIFO or socket"):
-        list(Directory(tmp_path).members())
+        list(Directory(tmp_path).list())

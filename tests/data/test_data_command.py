@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from dali_train.data.convert import conversion
-from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.datasets import DATASETS, SOURCE, Converter, advice
-from dali_train.data.convert.sources import PixelSource, Sources
+from dali_train.data.convert.sources import PixelSource, SourceError, Sources
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.storage import MappedFiles
@@ -222,7 +221,7 @@ def test_a_converter_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[st
         if options.shift:
             names["b"]
         pixels = np.zeros((6, 8, 8), np.uint8)
-        return {"train": PixelSource(pixels, np.zeros(6, np.int32), title="letters")}, list(names)
+        return {"train": PixelSource(pixels, np.zeros(6, np.int32), title="letters").images()}, list(names)
 
     arguments = {**SOURCE, "--shift": {"action": "store_true"}}
     with pytest.MonkeyPatch.context() as patch:

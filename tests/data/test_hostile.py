@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dali_train.data.convert.archive import SourceError
-from dali_train.data.convert.sources import Sources
+from dali_train.data.convert.sources import SourceError, Sources
 from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.imagenet import imagenet
+from dali_train.data.convert.sources import SourceError
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from tests.data.files import (
@@ -82,13 +82,13 @@ def test_wrong_archives_say_which_is_right(tmp_path: Path) -> None:
     assert "--validation-archive needs --devkit ILSVRC2012_devkit_t12.tar.gz" in message(None, validation, None)
     assert "neither SYNSET.tar, such as n01440764.tar, nor SYNSET_name.JPEG" in message(validation, None, None)
     assert "expected ILSVRC2012_val_NUMBER.JPEG" in message(None, train, devkit)
-    assert "train.tar: has no meta.mat" in message(None, validation, train)
+    assert "train.tar: meta.mat is missing: this is the wrong archive" in message(None, validation, train)
     short = write_validation_archive(tmp_path / "short.tar", 2)
     assert "2 images, the devkit has 3 labels" in message(None, short, devkit)
     long = write_validation_archive(tmp_path / "long.tar", 4)
-    assert "is none of the devkit's 3 validation images" in message(None, long, devkit)
+    assert "is not one of the devkit's 3 validation images" in message(None, long, devkit)
     twice = write_tar(tmp_path / "twice.tar", [("ILSVRC2012_val_00000001.JPEG", b"1")] * 2)
-    assert "stands twice" in message(None, twice, devkit)
+    assert "appears twice" in message(None, twice, devkit)
     other = write_training_archive(tmp_path / "other.tar", num_images=1, synsets=["n99999999"])
     assert "n99999999 (1 synsets) are not in" in message(other, None, devkit)
     mixed = write_tar(tmp_path / "mixed.tar", [("n01440764.tar", tar_bytes([("n01443537_1.JPEG", b"1")]))])

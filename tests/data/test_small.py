@@ -87,7 +87,7 @@ def test_cifar10_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     label = write_tar(tmp_path / "label.tar", [("test_batch.bin", bytes(3073) + b"\x0b" + bytes(3072))])
     assert "at byte 3073: label 11, expected 0 to 9" in message(label)
     part = write_tar(tmp_path / "part.tar", [("data_batch_1.bin", bytes(3073))])
-    assert "part.tar: has no data_batch_2.bin" in message(part)
+    assert "part.tar: data_batch_2.bin is missing" in message(part)
     assert "expected image files in train/CLASS/ or test/CLASS/" in message(
         write_tar(tmp_path / "empty.tar", [("a.txt", b"")])
     )

@@ -184,7 +184,7 @@ def test_broken_files(tmp_path: Path) -> None:
     other = write_tar(tmp_path / "val-0.tar", SAMPLE)
     assert "--validation-fraction is 0.5 where there is a validation split" in error(validation_fraction=0.5)
     other = other.rename(tmp_path / "other.tar")
-    assert f"{other}: train, val or test stands in the names of other files, not in this one: rename" in error()
+    assert f"{other}: train, val or test is in the names of other files, but not in this one: rename" in error()
     other.unlink()
     tar.write_bytes(tar.read_bytes()[:1500])
     assert f"{tar}: at byte 0: member 'a/1.jpg' has" in error()
@@ -195,7 +195,7 @@ def test_broken_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("members", "label_key", "place", "message"),
     [
-        (SAMPLE[:1], None, ":a/1", "has 1 image and 0 .cls files: one of each must stand side by side"),
+        (SAMPLE[:1], None, ":a/1", "has 1 image and 0 .cls files: there must be one of each side by side"),
         (SAMPLE[1:], None, ":a/1", "has 0 images and 1 .cls file"),
         ([*SAMPLE, ("a/1.png", b"")], None, ":a/1", "has 2 images and 1 .cls file"),
         ([SAMPLE[0], ("b/2.jpg", b""), SAMPLE[1]], None, ":a/1", "has 1 image and 0 .cls files"),
@@ -233,8 +233,8 @@ def test_broken_samples_of_a_webdataset(
         (table([0], labels=[1 << 40]), {}, ":row 0", "its label is 1099511627776: labels are whole numbers"),
         (table([0, 1], labels=[0, 3]), {}, ":row 1", "its label is 3, and there are 3 class names"),
         (table([]).cast(table([0]).schema), {}, "", "has no images: fetch it"),
-        (b"version https://git-lfs.github.com/spec/v1\n", {}, "", "damaged, cut off or not Parquet (Parquet magic"),
-        (None, {}, "", "damaged, cut off or not Parquet"),
+        (b"version https://git-lfs.github.com/spec/v1\n", {}, "", "damaged, truncated or not Parquet (Parquet magic"),
+        (None, {}, "", "damaged, truncated or not Parquet"),
     ],
 )
 def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: str, message: str) -> None:
@@ -263,11 +263,11 @@ def test_parquet_of_other_datasets_plain_bytes_and_null(tmp_path: Path) -> None:
         assert source.read(0) == (b"x", small_photograph(5))[content is plain]
         with pytest.raises(BadImageError, match="is null, or has no bytes"):
             source.read(1)
-        assert source.locate(1)[0] == f"{path}:row 1"
+        assert source[1].location == f"{path}:row 1"
     content = bytearray(path.read_bytes())
     content[4:40] = bytes(36)  # where listing does not look
     path.write_bytes(content)
-    assert f"{path}: damaged, cut off or not Parquet" in error_of("parquet", path)
+    assert f"{path}: damaged, truncated or not Parquet" in error_of("parquet", path)
 
 
 Spoil = Callable[[Path], object]  # the directory of the training split
@@ -298,7 +298,7 @@ def with_bytes(offset: int, content: bytes) -> Spoil:
 @pytest.mark.parametrize(
     ("spoil", "place", "message"),
     [
-        (lambda root: os.truncate(root / SHARD, 9000), SHARD, "has 9,000 bytes, 14,614 by index.json: cut off or"),
+        (lambda root: os.truncate(root / SHARD, 9000), SHARD, "has 9,000 bytes, 14,614 by index.json: truncated, or"),
         (with_shard(samples=5), SHARD, "damaged, or not the shard that index.json describes"),
         (with_shard(samples=10**9), SHARD, "damaged, or not the shard"),
         (with_shard(column_sizes=[8, None, None, None]), INDEX, "column y is int of size None: name one"),

@@ -67,7 +67,7 @@ def test_mistakes(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--classes is 5: use 1 to 4, the dataset has no more" in message("--classes", 5)
     (tmp_path / "list").write_text("cow\n")
     error = message("--class-list", tmp_path / "list")
-    assert "'cow' is no class of the dataset: one name per line is expected, such as ant, bee, cat" in error
+    assert "'cow' is not a class of the dataset: one name per line is expected, such as ant, bee, cat" in error
     assert "cannot be read (No such file or directory)" in message("--class-list", tmp_path / "nowhere")
     assert "--images-per-class is 0: use at least 1" in message("--images-per-class", 0)
 

@@ -24,7 +24,6 @@ from dali_train.commands.boundary import run_command
 from dali_train.data.convert.conversion import Conversion, convert
 from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.imagenet import imagenet
-from dali_train.data.convert.sources import SourcePart
 from dali_train.data.dataset.image_file import is_jpeg
 from tools.bench.turns import Spread, describe_machine, parser_of
 
@@ -54,14 +53,14 @@ def _bench(options: argparse.Namespace) -> int:
     sources, class_names = imagenet(options.archive, None, None)
     once = sources["train"]
     # A thousand photographs are written in a tenth of a second, which would measure starting and stopping.
-    source = SourcePart(once, np.tile(np.arange(len(once.labels)), options.repeat))
+    source = once.part(np.tile(np.arange(len(once.labels)), options.repeat))
     contents = (once.read(image) for image in range(len(once.labels)))
     images = [content for content in contents if isinstance(content, bytes) and is_jpeg(content)] * options.repeat
 
     def conversion(out: Path, *, decode_check: bool) -> Conversion:
         return Conversion(
             name="imagenet",
-            sources={"train": source},
+            splits={"train": source},
             class_names=class_names,
             out=out,
             encoding=EncodingOptions(decode_check=decode_check),

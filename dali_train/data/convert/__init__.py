@@ -1,9 +1,10 @@
 """Turning a published image dataset into verified, shuffled, indexed TFRecords.
 
-A *source* lists images and reads them where they are (`sources`, `archive`, `imagenet`, `small`, `trees`; where
-there are many files `listing`, `webdataset`, `parquet`, `mds` and `packed`); `plan` says which image goes to which
-place of which shard; `image` makes the bytes to store; `shards` writes them; `run` does all of them, resumes, and hands
-the result to `dali_train.data.dataset.build_index`.
+A *source* lists images, each a range of bytes in a file, and reads them where they are (`sources`). The formats:
+directories and tar archives (`archive`, `trees`, `imagenet`), many files of other libraries (`listing`, `formats`),
+small sets in memory (`small`), another dataset (`subset`). `image` makes the bytes to store, `shards` writes them,
+`conversion` gives each image its shard and place, resumes, and hands the result to
+`dali_train.data.dataset.build_index`; `datasets` is the table of all that can be converted.
 
 The invariant: the bytes of a dataset are a function of the source, the options and the seed. Neither the number of
 workers, nor being killed and started again, changes a bit of it.

@@ -1,4 +1,4 @@
-"""Containers of image files: tar archives, which `tarfile` lists and which are read in place, and directories."""
+"""Containers of files, each a source: directories, and tar archives, listed by `tarfile` and read in place."""
 
 import gzip
 import os
@@ -8,83 +8,50 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any
 
-from dali_train.errors import DatasetError
+from dali_train.data.convert.sources import Image, SourceError, checked_length, printable
 
 _MAX_UNPACKED_BYTES = 2 << 30  # of a gzipped archive: the small datasets and the devkit are far below
 _MAX_PADDING = 128 << 10  # zeros behind the last member; tar itself pads to 10 kB
 
 
-class SourceError(DatasetError):
-    """A source that its command does not expect; the message names the file, the place and the remedy."""
-
-
-class Member(NamedTuple):
-    """One file of a container. Bytes of its name that are not UTF-8 are surrogates, as everywhere in Python."""
-
-    name: str
-    offset: int  # of its content, bytes from the beginning of the container's file; 0 in a directory
-    size: int
-
-
-class Readable(Protocol):
-    path: Path
-
-    def read(self, member: Member) -> bytes:
-        """Read from any thread. Raises SourceError: it is no longer there as it was listed."""
-        ...
-
-    def place(self, name: str) -> str:
-        """Return the place of the member `name`, for messages."""
-        ...
-
-
-class Container(Readable, Protocol):
-    def entries(self) -> Iterator[Member]:
-        """Yield files and folders; the names of folders, and only they, end in "/"."""
-        ...
-
-    def members(self) -> Iterator[Member]:
-        """Yield files."""
-        ...
-
-
-class MembersByName(dict[str, Member]):
+class FilesByName(dict[str, Image]):
     """The files of a container by their names without directories. Raises SourceError: no such file."""
 
-    def __init__(self, container: Container) -> None:
-        super().__init__((PurePosixPath(member.name).name, member) for member in container.members())
+    def __init__(self, container: "Container") -> None:
+        super().__init__((PurePosixPath(file.name).name, file) for file in container.list())
         self._path = container.path
 
-    def __missing__(self, name: str) -> Member:
-        raise SourceError(f"{self._path}: has no {name}: another archive or directory is meant, or it is incomplete")
+    def __missing__(self, name: str) -> Image:
+        raise SourceError(
+            f"{self._path}: {name} is missing: this is the wrong archive or directory, or it is incomplete"
+        )
 
 
-def printable(name: str) -> str:
-    """Return a file's name as proper text: bytes that are not UTF-8 as \\xNN, so that two names stay two."""
-    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-
-
-def open_container(path: Path) -> Container:
-    """Open a directory or an archive. Raises SourceError: there is nothing that can be read."""
+def open_container(path: Path) -> "Container":
+    """Open a directory or an archive. Raises SourceError if it cannot be opened."""
     return Directory(path) if os.access(path, os.F_OK) and path.is_dir() else Archive(path)
 
 
 class Directory:
-    """The files below a directory, in the order of their names; hidden ones are passed over, links are followed."""
+    """The files below a directory, in the order of their names; hidden ones are skipped, links are followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def members(self) -> Iterator[Member]:
-        return (entry for entry in self.entries() if not entry.name.endswith("/"))
+    def list(self, *, folders: bool = False) -> Iterator[Image]:
+        """Yield the files, and if asked for the folders, whose names end in "/".
 
-    def entries(self) -> Iterator[Member]:
-        """Raises SourceError: a directory within itself or that cannot be read, a dead link, or what is not a file."""
-        yield from self._below(str(self.path), "", ())
+        Raises:
+            SourceError: a directory within itself or that cannot be read, a dead link, or what is not a file.
+        """
+        root = f"{self.path}/"
+        for name, size in self._below(str(self.path), "", ()):
+            if folders or not name.endswith("/"):
+                yield Image(root, name, 0, size)
 
-    def _below(self, directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Member]:
+    def _below(self, directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int]]:
         try:
             with os.scandir(directory) as entries:
                 ordered = sorted(entries, key=lambda entry: entry.name)
@@ -95,34 +62,31 @@ class Directory:
         for entry in ordered:
             if entry.name.startswith("."):
                 continue
-            place = printable(entry.path)
+            location = printable(entry.path)
             try:
                 status = entry.stat()
             except FileNotFoundError:
-                raise SourceError(f"{place}: a link to a file that does not exist: remove or mend it") from None
+                raise SourceError(f"{location}: a link to a file that does not exist: remove or mend it") from None
             if stat.S_ISDIR(status.st_mode):
                 identity = status.st_dev, status.st_ino
                 if identity in above:
-                    raise SourceError(f"{place}: a link to a directory that it lies in: remove it")
-                yield Member(f"{prefix}{entry.name}/", 0, 0)
+                    raise SourceError(f"{location}: a link to a directory that it lies in: remove it")
+                yield f"{prefix}{entry.name}/", 0
                 yield from self._below(entry.path, f"{prefix}{entry.name}/", (*above, identity))
             elif stat.S_ISREG(status.st_mode):
-                yield Member(prefix + entry.name, 0, status.st_size)
+                yield prefix + entry.name, status.st_size
             else:
-                raise SourceError(f"{place}: a device, FIFO or socket, or a link to one, not a file: remove it")
+                raise SourceError(f"{location}: a device, FIFO or socket, or a link to one, not a file: remove it")
 
-    def read(self, member: Member) -> bytes:
+    def read(self, image: Image) -> bytes:
+        """Raises SourceError: it is not as it was listed."""
         try:
-            content = (self.path / member.name).read_bytes()
+            content = (self.path / image.name).read_bytes()
         except FileNotFoundError:
-            raise SourceError(f"{self.place(member.name)}: vanished while converting") from None
+            raise SourceError(f"{image.location}: vanished while converting") from None
         except PermissionError:
-            raise SourceError(f"{self.place(member.name)}: cannot be read (Permission denied): allow it") from None
-        _check_length(content, member, self.place(member.name))
-        return content
-
-    def place(self, name: str) -> str:
-        return printable(str(self.path / name))
+            raise SourceError(f"{image.location}: cannot be read (Permission denied): allow it") from None
+        return checked_length(content, image)
 
 
 class Archive:
@@ -140,27 +104,22 @@ class Archive:
             raise SourceError(f"{path}: cannot be opened ({error.strerror or error})") from error
         self._descriptor = self._file.fileno()
 
-    def read(self, member: Member) -> bytes:
-        content = os.pread(self._descriptor, member.size, member.offset)
-        _check_length(content, member, self.place(member.name))
-        return content
+    def read(self, image: Image) -> bytes:
+        """Raises SourceError: it is not as it was listed."""
+        return checked_length(os.pread(self._descriptor, image.size, image.offset), image)
 
-    def place(self, name: str) -> str:
-        return printable(f"{self.path}:{name}")
-
-    def members(self, within: Member | None = None) -> Iterator[Member]:
-        return (entry for entry in self.entries(within) if not entry.name.endswith("/"))
-
-    def entries(self, within: Member | None = None) -> Iterator[Member]:
-        """Yield what is in the archive, or in the archive that is its member `within`, in the order there.
+    def list(self, within: Image | None = None, *, folders: bool = False) -> Iterator[Image]:
+        """Yield the files of the archive, or of the archive that is its file `within`, in their order there; if asked
+        for, the folders as well, whose names end in "/".
 
         Raises:
-            SourceError: not a tar, cut off, or a member that is neither file nor directory, with its name and place.
+            SourceError: not a tar, truncated, or a member that is neither file nor directory, with its name and place.
         """
         # Headers lie far apart: reading ahead of each would read the entire archive.
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         size = os.fstat(self._descriptor).st_size
         position, end = (within.offset, within.offset + within.size) if within else (0, size)
+        file = str(self.path)
         headers: Any = _Part(self._descriptor, position, end)
         try:
             tar = tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape")
@@ -173,13 +132,14 @@ class Archive:
                     )
                 if not 0 <= entry.size <= there:
                     raise SourceError(
-                        f"member {printable(entry.name)!r} has {entry.size} bytes, {there} are there: cut off"
+                        f"member {printable(entry.name)!r} has {entry.size} bytes, {there} are there: truncated"
                     )
                 position = tar.offset
                 name = entry.name.removeprefix("./")
                 if entry.isdir():  # tarfile has removed the slash
                     name = f"{name.rstrip('/')}/"
-                yield Member(name, entry.offset_data, entry.size)
+                if folders or not name.endswith("/"):
+                    yield Image(file, name, entry.offset_data, entry.size)
             self._check_end(position, end)
         except (SourceError, tarfile.TarError, ValueError, OverflowError) as error:
             inner = f" ({printable(within.name)} in it)" if within else ""
@@ -194,7 +154,7 @@ class Archive:
         """
         rest = os.pread(self._descriptor, min(end - position, _MAX_PADDING + 1), position)
         if len(rest) < tarfile.BLOCKSIZE:
-            raise SourceError("the archive ends without its closing blocks: cut off, e.g. an unfinished download")
+            raise SourceError("the archive ends without its closing blocks: truncated, e.g. an unfinished download")
         if rest.strip(b"\0") or len(rest) > _MAX_PADDING:
             raise SourceError(
                 f"the archive seems to end here, but {end - position:,} bytes follow: damaged, an unfinished download, "
@@ -202,23 +162,7 @@ class Archive:
             )
 
 
-class FileRanges:
-    """Parts of a file that is opened for each read, since there may be more such files than a process can keep open."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self, member: Member) -> bytes:
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                content = os.pread(file.fileno(), member.size, member.offset)
-        except FileNotFoundError:
-            raise SourceError(f"{self.path}: vanished while converting") from None
-        _check_length(content, member, self.place(member.name))
-        return content
-
-    def place(self, name: str) -> str:
-        return printable(f"{self.path}:{name}")
+Container = Directory | Archive
 
 
 class _Part:
@@ -239,11 +183,6 @@ class _Part:
         return content
 
 
-def _check_length(content: bytes, member: Member, place: str) -> None:
-    if len(content) != member.size:
-        raise SourceError(f"{place}: has {len(content)} bytes, {member.size} when the conversion began")
-
-
 def _unpacked(path: Path) -> IO[bytes]:
     """Return the content of a gzipped file, in a temporary file that vanishes with the process."""
     unpacked: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  kept open as long as its archive
@@ -256,5 +195,5 @@ def _unpacked(path: Path) -> IO[bytes]:
                     raise SourceError(f"{path}: over {_MAX_UNPACKED_BYTES:,} bytes when unpacked: gunzip it first")
                 unpacked.write(chunk)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SourceError(f"{path}: damaged or cut off ({error}): fetch it again") from error
+        raise SourceError(f"{path}: damaged or truncated ({error}): fetch it again") from error
     return unpacked

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.image import EncodingOptions
 from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, write_shards
-from dali_train.data.convert.sources import Source
+from dali_train.data.convert.sources import Images
 from dali_train.data.convert.upload import MAX_OPTIONS_BYTES, Upload
 from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
@@ -81,7 +81,7 @@ class Conversion:
     """A source and its options, and the directory to convert it into."""
 
     name: str  # of the dataset, e.g. "imagenet"
-    sources: Mapping[SplitName, Source]
+    splits: Mapping[SplitName, Images]
     class_names: Sequence[str]
     out: Path
     upload: Upload | None = None  # whose `directory` `out` is; the files go to its URL
@@ -96,8 +96,8 @@ class Conversion:
             raise DatasetError(f"--workers is {self.workers}: use at least 1")
         if not 0 <= self.seed < 1 << 63:
             raise DatasetError(f"--seed is {self.seed}: use 0 to 2**63 - 1")
-        for split, source in self.sources.items():
-            num_images, num_shards = len(source.labels), self.num_shards.get(split)
+        for split, images in self.splits.items():
+            num_images, num_shards = len(images.labels), self.num_shards.get(split)
             if num_images == 0:
                 raise DatasetError(f"the {split} split has no images")
             if num_shards is not None and not 1 <= num_shards <= min(num_images, 99_999):
@@ -107,14 +107,14 @@ class Conversion:
                 )
 
     @property
-    def place(self) -> str:
-        """Where the dataset is in the end."""
+    def destination(self) -> str:
+        """The directory or URL of the finished dataset."""
         return str(self.out) if self.upload is None else self.upload.url
 
     def shards_of(self, split: SplitName) -> int:
-        source = self.sources[split]
+        images = self.splits[split]
         return self.num_shards.get(split) or default_num_shards(
-            split, num_images=len(source.labels), num_bytes=source.num_bytes
+            split, num_images=len(images.labels), num_bytes=images.num_bytes
         )
 
     def identity(self) -> dict[str, Any]:
@@ -124,8 +124,8 @@ class Conversion:
             "seed": self.seed,
             **asdict(self.encoding),
             "num_classes": len(self.class_names),
-            **{f"{split}_shards": self.shards_of(split) for split in self.sources},
-            **{f"{split}_source": source.identity() for split, source in self.sources.items()},
+            **{f"{split}_shards": self.shards_of(split) for split in self.splits},
+            **{f"{split}_source": images.identity() for split, images in self.splits.items()},
         }
 
 
@@ -148,8 +148,8 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     state, finished = out / ".conversion", out / ".conversion.finished"
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
     if _is_complete(conversion, state):
-        place = conversion.place
-        return [f"{place} is complete already: nothing to do. `dali-train data verify {place}` checks it"]
+        where = conversion.destination
+        return [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
     plans = phase in ("all", "plan")
     if not _is_claimed(conversion, state):
         _refuse_foreign(out, state, plans=plans)  # now, so that a refused conversion leaves nothing behind
@@ -164,13 +164,13 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
         if conversion.upload is not None:
             conversion.upload.claim(conversion.identity())
         asked = Part(1, 1) if phase == "all" else part
-        found = {split: _convert_split(conversion, split, state, asked) for split in conversion.sources}
+        shards_of = {split: _convert_split(conversion, split, state, asked) for split in conversion.splits}
         if part is not None:
-            num_bad = sum(len(shard.bad) for shards in found.values() for shard in shards.values())
+            num_bad = sum(len(shard.bad) for shards in shards_of.values() for shard in shards.values())
             bad = f"; {plural(num_bad, 'image')} in it cannot be decoded, see --finish" if num_bad else ""
             return [f"part {phase} is in {out}{bad}"]
-        _refuse_missing(conversion, state, found)
-        done = {split: [shards[number] for number in sorted(shards)] for split, shards in found.items()}
+        _refuse_missing(conversion, state, shards_of)
+        done = {split: [shards[number] for number in sorted(shards)] for split, shards in shards_of.items()}
         _report_bad_images(conversion, done)
         report = {
             split: {
@@ -197,14 +197,14 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
         for kind, count in kinds.items()
         if count
     ]
-    return [*counted, *lines, f"{conversion.place} is ready"]
+    return [*counted, *lines, f"{conversion.destination} is ready"]
 
 
 def _plan(conversion: Conversion) -> list[str]:
     return [
         *(
-            f"{split}: {plural(len(source.labels), 'image')} in {plural(conversion.shards_of(split), 'shard')}"
-            for split, source in conversion.sources.items()
+            f"{split}: {plural(len(images.labels), 'image')} in {plural(conversion.shards_of(split), 'shard')}"
+            for split, images in conversion.splits.items()
         ),
         f"{conversion.out} is planned. Next: --part 1/N to --part N/N for any N, then --finish",
     ]
@@ -241,8 +241,8 @@ def _is_complete(conversion: Conversion, state: Path) -> bool:
         if complete:
             _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
         return complete
-    if found := upload.find():
-        _refuse_other(conversion, found[1], found[0])
+    if claim := upload.find():
+        _refuse_other(conversion, claim[1], claim[0])
     elif foreign := upload.foreign():
         raise DatasetError(f"{upload.url} holds {foreign[0]} but no conversion to resume: use an empty prefix")
     return upload.is_complete
@@ -274,7 +274,7 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: 
     """Return the shards of `part` of the split by their numbers, as converted now or before; without one, those that
     are there already."""
     num_shards, directory = conversion.shards_of(split), conversion.out / split
-    layout = shuffled_layout(len(conversion.sources[split].labels), num_shards, seed=conversion.seed)
+    layout = shuffled_layout(len(conversion.splits[split].labels), num_shards, seed=conversion.seed)
     wanted = range(num_shards) if part is None else range(part.number - 1, num_shards, part.total)
     numbers = {directory / f"{split}-{number:05d}-of-{num_shards:05d}": number for number in wanted}
 
@@ -296,15 +296,17 @@ def _convert_split(conversion: Conversion, split: SplitName, state: Path, part: 
         directory.mkdir(exist_ok=True)
         num_images = sum(len(images) for _, images in jobs)
         with Progress(f"{split} ({len(jobs)} of {num_shards} shards)", total=num_images, unit="images") as progress:
-            writer = ShardWriter(conversion.sources[split], conversion.encoding, conversion.class_names, progress)
+            writer = ShardWriter(conversion.splits[split], conversion.encoding, conversion.class_names, progress)
             write_shards(jobs, writer, finish=finish, workers=conversion.workers)
         sync_directory(directory)
     return done
 
 
-def _refuse_missing(conversion: Conversion, state: Path, found: Mapping[SplitName, Mapping[int, WrittenShard]]) -> None:
+def _refuse_missing(
+    conversion: Conversion, state: Path, finished: Mapping[SplitName, Mapping[int, WrittenShard]]
+) -> None:
     """Raises DatasetError: there are shards that no part has made. RunError: one has no good image."""
-    missing = [(s, number) for s in found for number in range(conversion.shards_of(s)) if number not in found[s]]
+    missing = [(s, number) for s in finished for number in range(conversion.shards_of(s)) if number not in finished[s]]
     if missing:
         total = max((int(path.name.removeprefix(_PARTS)) for path in state.glob(f"{_PARTS}*")), default=1)
         parts = sorted({number % total + 1 for _, number in missing})
@@ -314,7 +316,7 @@ def _refuse_missing(conversion: Conversion, state: Path, found: Mapping[SplitNam
             f"{', '.join(f'--part {part}/{total}' for part in parts[:_MOST_LISTED])}"
             f"{' and others' if len(parts) > _MOST_LISTED else ''}, then --finish again"
         )
-    for split, shards in found.items():
+    for split, shards in finished.items():
         empty = [shard.indexed.shard.name for shard in shards.values() if not shard.indexed.shard.num_records]
         if empty and conversion.on_bad == "skip":
             raise RunError(f"{split}: {min(empty)} has no good image: start with fewer --{split}-shards")
@@ -417,13 +419,13 @@ def _refuse_other(conversion: Conversion, recorded: Any, path: Path | str) -> No
     current = json.loads(json.dumps(conversion.identity()))  # as JSON gives it back
     if not isinstance(recorded, dict) or "dataset" not in recorded:
         raise DatasetError(
-            f"{conversion.place} holds a dataset that was not converted here ({path}): use another --out"
+            f"{conversion.destination} holds a dataset that was not converted here ({path}): use another --out"
         )
     # A version without this option kept every image's bytes.
     differences = _differences({"apply_orientation": False, **recorded}, current)
     if differences:
         raise DatasetError(
-            f"{conversion.place} holds a conversion with other options or another source ({path}): "
+            f"{conversion.destination} holds a conversion with other options or another source ({path}): "
             f"{'; '.join(differences)}. Repeat those, or use another --out, or delete the directory"
         )
 
@@ -451,6 +453,8 @@ def _source_difference(split: SplitName, was: Mapping[str, Any] | None, now: Map
     elif was_fraction != now_fraction:
         shown = ("not given" if fraction is None else fraction for fraction in (was_fraction, now_fraction))
         return "--validation-fraction was {}, now {}".format(*shown)
+    if was and now:
+        now = {name: now.get(name) for name in was}  # an older version may have recorded less
     if was == now:
         return ""
     if was is None or now is None:

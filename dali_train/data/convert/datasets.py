@@ -110,8 +110,8 @@ def load_sources(options: Namespace) -> "Sources":
         DatasetError: no files were named.
         SourceError: the function's, or an entry that it looked up is not there.
     """
-    from dali_train.data.convert.archive import SourceError
     from dali_train.data.convert.conversion import DOWNLOAD_DIRECTORY
+    from dali_train.data.convert.sources import SourceError
 
     converter = DATASETS[options.source_kind]
     if converter.download is not None:
@@ -176,20 +176,20 @@ DATASETS: dict[str, Converter] = {
     ),
     "webdataset": Converter(
         help="WebDataset: tars of KEY.jpg (or png, webp, ...) and KEY.cls, which are read in place.",
-        load=lambda o: _in("webdataset").webdataset(o),
+        load=lambda o: _in("formats").webdataset(o),
         arguments={**_SHARDS, **_label_key("the field of KEY.json that has the label (default: KEY.cls has it)")},
     ),
     "parquet": Converter(
         help="Parquet files of images as on the Hugging Face hub; row groups are unpacked into TMPDIR, or DATASET, "
         "meanwhile. Needs dali-train[parquet].",
-        load=lambda o: _in("parquet").parquet(o),
+        load=lambda o: _in("formats").parquet(o),
         arguments=_columns("image", "label"),
         files=r"(.*[-_.])?(train|test|val|validation)[-_.].*parquet$",
     ),
     "mds": Converter(
         help="MosaicML Streaming's MDS: directories with index.json and shards, which are read in place; compressed "
         "ones are unpacked into TMPDIR, or DATASET, meanwhile, and need dali-train[parquet].",
-        load=lambda o: _in("mds").mds(o),
+        load=lambda o: _in("formats").mds(o),
         arguments=_columns("x or image", "y or label"),
         files=r"shard\.\d+\.mds",
     ),

@@ -75,6 +75,7 @@ class StoredImage:
     rotated: bool = False  # not upright by its EXIF orientation, which training ignores
     turned: bool = False  # was not upright, and is now
     unchecked: bool = False  # stored as it stands, and nothing has decoded it yet
+    name: str | None = None  # its image/filename in another dataset
 
     @property
     def format(self) -> str:

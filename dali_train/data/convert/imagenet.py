@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dali_train.data.convert.archive import Archive, Directory, Member, MembersByName, SourceError
-from dali_train.data.convert.listing import list_archive, list_splits
-from dali_train.data.convert.sources import ImageFiles, Source, Sources, hold_out
+from dali_train.data.convert.archive import Archive, Directory, FilesByName
+from dali_train.data.convert.listing import list_splits, open_plain
+from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
 from dali_train.data.dataset.manifest import SplitName
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
@@ -34,26 +34,28 @@ def imagenet(train: Path | None, validation: Path | None, devkit: Path | None) -
     if validation is not None and devkit is None:
         raise SourceError("--validation-archive needs --devkit ILSVRC2012_devkit_t12.tar.gz, which holds its labels")
     synset_of_id, validation_ids = _read_devkit(devkit) if devkit is not None else ({}, [])
-    sources: dict[SplitName, Source] = {}
+    sources: dict[SplitName, Images] = {}
     synsets = sorted(synset_of_id.values())
     if train is not None:
         archive = Archive(train)
-        found = {_synset(archive, member) for member in archive.members()}
-        if not found:
+        synsets_there = {_synset(member) for member in archive.list()}
+        if not synsets_there:
             raise SourceError(f"{train}: an archive without members: not ImageNet's training archive")
-        unknown = sorted(found - set(synsets)) if devkit is not None else []
+        unknown = sorted(synsets_there - set(synsets)) if devkit is not None else []
         if unknown:
             raise SourceError(
                 f"{train}: {', '.join(unknown[:5])} ({len(unknown)} synsets) are not in {devkit}: take the devkit of "
                 "the same year"
             )
-        synsets = synsets or sorted(found)
-        sources["train"] = ImageFiles(archive, _training_images(archive, synsets))
+        synsets = synsets or sorted(synsets_there)
+        sources["train"] = Images(ImageFiles(partial(_training_images, archive, synsets), archive.read), train)
     if validation is not None:
         label_of = {synset: label for label, synset in enumerate(synsets)}
         labels = [label_of[synset_of_id[number]] for number in validation_ids]
         archive = Archive(validation)
-        sources["validation"] = ImageFiles(archive, _validation_images(archive, labels))
+        sources["validation"] = Images(
+            ImageFiles(partial(_validation_images, archive, labels), archive.read), validation
+        )
     return sources, synsets
 
 
@@ -66,90 +68,89 @@ def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int) -
     if source.is_file():
         splits, synsets = imagenet(source, None, None)
         return hold_out(splits, validation_fraction, seed=seed), synsets
-    files = Directory(source).members() if source.exists() else ()
+    files = Directory(source).list() if source.exists() else ()
     synsets = sorted({match[1] for member in files if (match := _SYNSET_ARCHIVE.search(member.name))})
     label_of = {synset: label for label, synset in enumerate(synsets)}
 
-    def list_synset(path: Path) -> list[Source]:
+    def list_synset(path: Path) -> Iterable[Image]:
         match = _SYNSET_ARCHIVE.fullmatch(path.name)
         if match is None:
             raise SourceError(f"{path}: is not SYNSET.tar, such as n01440764.tar: move it out of --source")
-        images = partial(_images_of, synset=match[1], label=label_of[match[1]], place=str(path))
-        return list_archive(path, lambda archive: images(archive.members()))
+        return _images_of(open_plain(path).list(), match[1], label_of[match[1]], str(path))
 
     return hold_out(list_splits(source, ".tar", list_synset), validation_fraction, seed=seed), synsets
 
 
-def _synset(archive: Archive, member: Member) -> str:
+def _synset(member: Image) -> str:
     match = _SYNSET_ARCHIVE.search(member.name) or _SYNSET_IMAGE.search(member.name)
     if match is None:
         raise SourceError(
-            f"{archive.place(member.name)}: neither SYNSET.tar, such as n01440764.tar, nor SYNSET_name.JPEG: "
+            f"{member.location}: neither SYNSET.tar, such as n01440764.tar, nor SYNSET_name.JPEG: "
             "--train-archive is ImageNet's ILSVRC2012_img_train.tar"
         )
     return match[1]
 
 
-def _training_images(archive: Archive, synsets: list[str]) -> Iterator[tuple[Member, int]]:
+def _training_images(archive: Archive, synsets: list[str]) -> Iterator[Image]:
     label_of = {synset: label for label, synset in enumerate(synsets)}
-    for outer in archive.members():
-        synset = _synset(archive, outer)
+    for outer in archive.list():
+        synset = _synset(outer)
         # Some copies hold the images themselves instead of a tar per synset.
-        images = archive.members(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
-        yield from _images_of(images, synset, label_of[synset], archive.place(outer.name))
+        images = archive.list(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
+        yield from _images_of(images, synset, label_of[synset], outer.location)
 
 
-def _images_of(images: Iterable[Member], synset: str, label: int, place: str) -> Iterator[tuple[Member, int]]:
+def _images_of(images: Iterable[Image], synset: str, label: int, location: str) -> Iterator[Image]:
     for image in images:
         match = _SYNSET_IMAGE.search(image.name)
         if match is None or match[1] != synset:
-            raise SourceError(f"{place}: holds {image.name!r}, expected {synset}_NUMBER.JPEG")
-        yield image, label
+            raise SourceError(f"{location}: holds {image.name!r}, expected {synset}_NUMBER.JPEG")
+        yield image._replace(label=label)
 
 
-def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[tuple[Member, int]]:
+def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[Image]:
     """`labels` by the number in the name, which counts from 1."""
     seen: set[int] = set()
-    for image in archive.members():
+    for image in archive.list():
         match = _VALIDATION_IMAGE.search(image.name)
         if match is None:
             raise SourceError(
-                f"{archive.place(image.name)}: expected ILSVRC2012_val_NUMBER.JPEG: --validation-archive is "
-                "ILSVRC2012_img_val.tar"
+                f"{image.location}: expected ILSVRC2012_val_NUMBER.JPEG: --validation-archive is ILSVRC2012_img_val.tar"
             )
         number = int(match[1])
         if not 1 <= number <= len(labels) or number in seen:
-            problem = "stands twice" if number in seen else f"is none of the devkit's {len(labels)} validation images"
-            raise SourceError(f"{archive.place(image.name)}: {problem}: archive and devkit do not belong together")
+            problem = (
+                "appears twice" if number in seen else f"is not one of the devkit's {len(labels)} validation images"
+            )
+            raise SourceError(f"{image.location}: {problem}: archive and devkit do not belong together")
         seen.add(number)
-        yield image, labels[number - 1]
+        yield image._replace(label=labels[number - 1])
     if len(seen) != len(labels):
         raise SourceError(
-            f"{archive.path}: {len(seen)} images, the devkit has {len(labels)} labels: another archive is meant, or "
-            "it is cut off"
+            f"{archive.path}: {len(seen)} images, the devkit has {len(labels)} labels: this is the wrong "
+            "archive, or it is truncated"
         )
 
 
 def _read_devkit(path: Path) -> tuple[dict[int, str], list[int]]:
     """Return the synset of each ILSVRC id whose synset has images itself, and the id of each validation image."""
     archive = Archive(path)
-    members = MembersByName(archive)
-    meta, truth = members["meta.mat"], members["ILSVRC2012_validation_ground_truth.txt"]
-    synset_of_id = _read_meta(archive.read(meta), archive.place(meta.name))
+    files = FilesByName(archive)
+    meta, truth = files["meta.mat"], files["ILSVRC2012_validation_ground_truth.txt"]
+    synset_of_id = _read_meta(archive.read(meta), meta.location)
     try:
         ids = [int(line) for line in archive.read(truth).split()]
     except ValueError as error:
-        raise SourceError(f"{archive.place(truth.name)}: expected one ILSVRC id per line ({error})") from error
+        raise SourceError(f"{truth.location}: expected one ILSVRC id per line ({error})") from error
     unknown = sorted(set(ids) - set(synset_of_id))
     if unknown:
         raise SourceError(
-            f"{archive.place(truth.name)}: ILSVRC ids {unknown[:5]} are not among the {len(synset_of_id)} synsets of "
-            "meta.mat"
+            f"{truth.location}: ILSVRC ids {unknown[:5]} are not among the {len(synset_of_id)} synsets of meta.mat"
         )
     return synset_of_id, ids
 
 
-def _read_meta(content: bytes, place: str) -> dict[int, str]:
+def _read_meta(content: bytes, location: str) -> dict[int, str]:
     """Return the table ``synsets`` of a MATLAB file: a row per synset, of which those with children hold no images.
 
     scipy reads level 5 files as numbers, text and structs and unpickles nothing, so the file cannot run code.
@@ -160,5 +161,5 @@ def _read_meta(content: bytes, place: str) -> dict[int, str]:
         table = loadmat(io.BytesIO(content), squeeze_me=True, variable_names=["synsets"])["synsets"]
         rows = [(int(row["ILSVRC2012_ID"]), str(row["WNID"]), int(row["num_children"])) for row in np.atleast_1d(table)]
     except Exception as error:  # nearly any kind on damaged files
-        raise SourceError(f"{place}: not the devkit's table of synsets, or damaged ({error})") from error
+        raise SourceError(f"{location}: not the devkit's table of synsets, or damaged ({error})") from error
     return {number: synset for number, synset, num_children in rows if num_children == 0}

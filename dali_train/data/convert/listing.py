@@ -1,25 +1,54 @@
-"""The common part of converters from many files with numeric labels: splits, labels and class names."""
+"""What converters from many files with numeric labels share: splits, labels, class names, and unpacking.
+
+Some files' images can only be unpacked together: the row groups of Parquet files, compressed shards. They are asked for
+in random order, so each such block is unpacked once, with its first image, into a temporary file.
+"""
 
 import logging
 import os
 import re
+import tempfile
+import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
-from dali_train.data.convert.archive import Archive, Directory, FileRanges, Member, SourceError, printable
-from dali_train.data.convert.sources import ImageFiles, JoinedSources, Source, Sources, hold_out
+from dali_train.data.convert.archive import Archive, Directory
+from dali_train.data.convert.sources import (
+    Image,
+    ImageFiles,
+    Images,
+    SourceError,
+    Sources,
+    hold_out,
+    printable,
+    read_range,
+)
+from dali_train.data.dataset.image_file import BadImageError
 from dali_train.data.dataset.manifest import MAX_CLASSES, SplitName, read_class_names
 from dali_train.data.progress import Progress
+from dali_train.errors import RunError
+from dali_train.files import NO_SPACE
+
+ListFile = Callable[[Path], Iterable[Image]]
+"""Yields the images of one file."""
 
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
 
 def sources_of(
-    options: Namespace, ending: str, list_file: Callable[[Path], Iterable[Source]], names: Sequence[str] = ()
+    options: Namespace,
+    ending: str,
+    list_file: ListFile,
+    names: Sequence[str] = (),
+    read: Callable[[Image], bytes] = read_range,
 ) -> Sources:
     """Return the splits and the class names of what `list_file` finds in each file whose name ends in `ending`.
 
@@ -30,22 +59,25 @@ def sources_of(
     Raises:
         SourceError: no files, no images in them, or an image whose label has no name.
     """
-    splits = list_splits(options.source, ending, list_file)
+    splits = list_splits(options.source, ending, list_file, read)
     if options.class_names is not None:
         names = read_class_names(options.class_names)
     if not names:
-        names = [str(label) for label in range(1 + max(int(source.labels.max()) for source in splits.values()))]
-    for source in splits.values():
-        nameless = np.flatnonzero(source.labels >= len(names))
+        names = [str(label) for label in range(1 + max(int(images.labels.max()) for images in splits.values()))]
+    for images in splits.values():
+        nameless = np.flatnonzero(images.labels >= len(names))
         if len(nameless):
+            image = images[int(nameless[0])]
             raise SourceError(
-                f"{source.locate(int(nameless[0]))[0]}: its label is {source.labels[nameless[0]]}, and there are "
+                f"{image.location}: its label is {image.label}, and there are "
                 f"{len(names)} class names, for labels from 0: give a file with a name for each to --class-names"
             )
     return hold_out(splits, options.validation_fraction, seed=options.seed), names
 
 
-def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[Source]]) -> dict[SplitName, Source]:
+def list_splits(
+    source: Path, ending: str, list_file: ListFile, read: Callable[[Image], bytes] = read_range
+) -> dict[SplitName, Images]:
     """Return the splits that `list_file` finds in the files below `source` whose names end in `ending`, sorted.
 
     The last of the words train, val (valid, validation) and test in a file's path below `source` is its split; without
@@ -57,7 +89,7 @@ def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[
     if not os.access(source, os.F_OK):
         raise SourceError(f"--source {source}: does not exist: name a directory of *{ending}, or one such file")
     files: dict[str, list[Path]] = {}
-    names = [member.name for member in Directory(source).members()] if source.is_dir() else [""]
+    names = [file.name for file in Directory(source).list()] if source.is_dir() else [""]
     for name in names:
         if (source / name).name.endswith(ending):
             words = _SPLIT_WORD.findall(name)
@@ -66,7 +98,7 @@ def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[
         raise SourceError(f"--source {source}: has no *{ending}: name the directory that holds them, or one such file")
     if "" in files and len(files) > 1:
         raise SourceError(
-            f"{printable(str(files[''][0]))}: train, val or test stands in the names of other files, not in this one: "
+            f"{printable(str(files[''][0]))}: train, val or test is in the names of other files, but not in this one: "
             "rename it, or move it out of --source"
         )
     chosen: dict[SplitName, list[Path]] = {
@@ -75,26 +107,30 @@ def list_splits(source: Path, ending: str, list_file: Callable[[Path], Iterable[
     }
     if "val" in files and "test" in files:
         _log.warning("%s: %d files of the test split are left out", source, len(files["test"]))
-    sources: dict[SplitName, Source] = {}
+    splits: dict[SplitName, Images] = {}
     with Progress(f"listing {source}", total=sum(map(len, chosen.values())), unit="files") as progress:
         for split, paths in chosen.items():
-            parts: list[Source] = []
-            for path in paths:
-                parts += list_file(path)
-                progress.update(1)
-            if paths and not sum(len(part.labels) for part in parts):
-                raise SourceError(f"{paths[0]}: has no images{', nor have the others' if paths[1:] else ''}: fetch it")
+            listed = ImageFiles(partial(_list_files, paths, list_file, progress), read)
             if paths:
-                sources[split] = JoinedSources(source if source.is_dir() else source.parent, parts)
-    return sources
+                splits[split] = Images(listed, source if source.is_dir() else source.parent)
+                if not len(splits[split].labels):
+                    others = ", nor have the others" if paths[1:] else ""
+                    raise SourceError(f"{paths[0]}: has no images{others}: fetch it")
+    return splits
 
 
-def list_archive(path: Path, images: Callable[[Archive], Iterable[tuple[Member, int]]]) -> list[Source]:
-    """Return what `images` finds in a tar, to be read in place. Raises SourceError: it is gzipped, or by `images`."""
+def _list_files(paths: Iterable[Path], list_file: ListFile, progress: Progress) -> Iterator[Image]:
+    for path in paths:
+        yield from list_file(path)
+        progress.update(1)
+
+
+def open_plain(path: Path) -> Archive:
+    """Open a tar whose images are read in place. Raises SourceError: it is gzipped."""
     archive = Archive(path)
     if archive.is_gzipped:
         raise SourceError(f"{path}: is gzipped, and images are read in place: gunzip it first")
-    return [ImageFiles(FileRanges(path), images(archive))]
+    return archive
 
 
 def find_column(path: Path, columns: Mapping[str, str], option: str, key: str | None, usual: Sequence[str]) -> str:
@@ -106,19 +142,117 @@ def find_column(path: Path, columns: Mapping[str, str], option: str, key: str | 
     Raises:
         SourceError: `path` has none.
     """
-    found = [name for name in ((key,) if key else usual) if name in columns]
-    if not found:
+    matching = [name for name in ((key,) if key else usual) if name in columns]
+    if not matching:
         there = ", ".join(f"{name} ({kind})" for name, kind in columns.items())
         raise SourceError(f"{path}: has no column {key or ' or '.join(usual)}, but {there}: name one with {option}")
-    return found[0]
+    return matching[0]
 
 
-def checked_label(label: object, place: str) -> int:
+def checked_label(label: object, location: str) -> int:
     """Return `label`. Raises SourceError: it is not a whole number from 0 on, or larger than any class's."""
     if type(label) is not int or not 0 <= label < MAX_CLASSES:
         text = repr(label)
         raise SourceError(
-            f"{place}: its label is {text if len(text) < 60 else text[:56] + '...'}: labels are whole numbers from 0 "
-            f"to {MAX_CLASSES - 1:,}; correct it, or leave the file out"
+            f"{location}: its label is {text if len(text) < 60 else text[:56] + '...'}: labels are whole numbers "
+            f"from 0 to {MAX_CLASSES - 1:,}; correct it, or leave the file out"
         )
     return label
+
+
+def import_pyarrow() -> Any:
+    """Return the module pyarrow, with pyarrow.parquet. Raises SourceError: it is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise SourceError(
+            "Parquet and compressed MDS are read with pyarrow, which is missing: pip install 'dali-train[parquet]'"
+        ) from error
+    return pyarrow
+
+
+@dataclass
+class _Block:
+    """Images that are unpacked together."""
+
+    first: int  # number of the first image in the file, with which its name ends
+    num_images: int
+    unpack: Callable[[], Iterable[bytes]]
+    ends: "array[int] | None" = None  # where the images begin and end in the temporary file; None: not unpacked yet
+
+
+class PackedBlocks:
+    """Reads images of packed blocks, and others in place. The temporary file vanishes with the process."""
+
+    def __init__(self, directory: Path) -> None:
+        """It lies where TMPDIR says, else in `directory`, which need not exist before there are images."""
+        self._directory = Path(os.environ.get("TMPDIR") or directory)
+        self._file: IO[bytes] | None = None
+        self._size = 0
+        self._blocks: dict[tuple[str, int], _Block] = {}
+        # Held while unpacking, so that only one block is in memory however many workers there are.
+        self._lock = threading.Lock()
+
+    def add(
+        self,
+        path: Path,
+        kind: str,
+        labels: Sequence[int],
+        unpack: Callable[[], Iterable[bytes]],
+        sizes: Sequence[int],
+        *,
+        first: int = 0,
+        position: int = 0,
+    ) -> Iterator[Image]:
+        """Yield the images of a block that begins at byte `position` of the file. They are named `{kind} {number}`,
+        counting from `first`."""
+        file = str(path)
+        if (file, position) in self._blocks:
+            raise SourceError(f"{path}: damaged: two of its blocks begin at byte {position}: fetch it again")
+        self._blocks[file, position] = _Block(first, len(labels), unpack)
+        for number, (label, size) in enumerate(zip(labels, sizes, strict=True), first):
+            yield Image(file, f"{kind} {number}", position, size, label)
+
+    def read(self, image: Image) -> bytes:
+        """Raises BadImageError: there are no bytes. SourceError: a block has fewer images than were listed, or more."""
+        block = self._blocks.get((image.file, image.offset))
+        if block is None:
+            return read_range(image)
+        ends = block.ends or self._unpack(block, image)
+        assert self._file is not None
+        number = int(image.name.rpartition(" ")[2]) - block.first
+        begin, end = ends[number], ends[number + 1]
+        if begin == end:
+            raise BadImageError("is null, or has no bytes")
+        return os.pread(self._file.fileno(), end - begin, begin)
+
+    def _unpack(self, block: _Block, image: Image) -> "array[int]":
+        with self._lock:
+            if block.ends is None:  # else another thread has done it meanwhile
+                ends = self._append(block.unpack())
+                if len(ends) != block.num_images + 1:
+                    problem = f"{len(ends) - 1} images follow, {block.num_images} when the conversion began"
+                    raise SourceError(f"{image.location}: {problem}")
+                block.ends = ends
+            return block.ends
+
+    def _append(self, images: Iterable[bytes]) -> "array[int]":
+        """Return the offsets between which the images are. Raises RunError: the disk is full."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115  open as long as the source
+            self._file.seek(self._size)  # behind the last complete block
+            ends = array("Q", [self._size])
+            for image in images:
+                self._file.write(image)
+                ends.append(ends[-1] + len(image))
+            self._file.flush()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            raise RunError(
+                f"{self._directory}: the source cannot be unpacked here ({error.strerror}): make as much space as it "
+                "takes, or name another directory in TMPDIR, and start the same command again"
+            ) from error
+        self._size = ends[-1]
+        return ends

@@ -21,7 +21,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare, reencode
-from dali_train.data.convert.sources import Source
+from dali_train.data.convert.sources import Images
 from dali_train.data.dataset.build_index import IndexedShard
 from dali_train.data.dataset.image_file import BATCH_PIXELS, BadImageError, DecodeChecker
 from dali_train.data.dataset.index import INDEX_DTYPE
@@ -29,7 +29,7 @@ from dali_train.data.dataset.manifest import Encoding, Shard
 from dali_train.data.dataset.tfrecord import Buffer, encode_example, frame_record
 from dali_train.data.progress import Progress
 
-LABEL_BASE = 1  # as in the field's ImageNet records
+LABEL_BASE = 1  # as in the usual ImageNet TFRecords (labels 1 to 1000)
 
 _FLUSHERS = 4
 _DECODED_BYTES = 300_000_000  # of images that are decoded at one time, whatever the number of workers
@@ -101,7 +101,7 @@ class WrittenShard:
 class ShardWriter:
     """Writes shards, several at once in as many threads."""
 
-    source: Source
+    images: Images
     encoding: EncodingOptions
     class_names: Sequence[str]
     progress: Progress
@@ -109,8 +109,8 @@ class ShardWriter:
     _budget: MemoryBudget = field(default_factory=lambda: MemoryBudget(_DECODED_BYTES))
     _local: threading.local = field(default_factory=threading.local)  # each thread's DecodeChecker
 
-    def write(self, path: Path, images: NDArray[np.uint32]) -> WrittenShard:
-        """Write `images` in their order, but for the bad ones, to `partial_path(path)`; `publish` does the rest.
+    def write(self, path: Path, numbers: NDArray[np.uint32]) -> WrittenShard:
+        """Write the good ones of the images `numbers`, in this order, to `partial_path(path)`; `publish` does the rest.
 
         Raises:
             OSError: the disk is full, or another fault of the system.
@@ -121,16 +121,16 @@ class ShardWriter:
         encoding: Encoding = "image"
         crc = offset = 0
         with partial_path(path).open("wb", buffering=0) as file:
-            for batch in self._batches(images):
+            for batch in self._batches(numbers):
                 pieces: list[Buffer] = []
                 for image, stored in batch:
                     if isinstance(stored, BadImageError):
-                        name, position = self.source.locate(image)
-                        bad.append(BadImage(file=name, position=position, reason=str(stored)))
+                        listed = self.images[image]
+                        bad.append(BadImage(file=listed.location, position=listed.offset, reason=str(stored)))
                         continue
                     record = frame_record(encode_example(stored.content, self._features(image, stored)))
                     start = offset + len(record[0]) + len(record[1])
-                    rows.append((start, len(stored.content), 0, self.source.labels[image], stored.height, stored.width))
+                    rows.append((start, len(stored.content), 0, self.images.labels[image], stored.height, stored.width))
                     checksums.append(crc32c(stored.content))
                     offset += sum(map(len, record))
                     offsets.append(offset)
@@ -159,25 +159,25 @@ class ShardWriter:
         return WrittenShard(indexed=indexed, bad=tuple(bad), counts=counts)
 
     def _features(self, image: int, stored: StoredImage) -> dict[str, str | int]:
-        label = int(self.source.labels[image])
+        label = int(self.images.labels[image])
         return {
             "image/format": stored.format,
             "image/class/label": label + LABEL_BASE,
             "image/class/synset": self.class_names[label],
-            "image/filename": self.source.name(image),
+            "image/filename": stored.name or self.images.name(image),
             "image/height": stored.height,
             "image/width": stored.width,
         }
 
-    def _batches(self, images: NDArray[np.uint32]) -> Iterator[Batch]:
+    def _batches(self, numbers: NDArray[np.uint32]) -> Iterator[Batch]:
         """Yield the images as they are to be stored, in order. A batch is decoded and written as one."""
         batch: Batch = []
         pixels = 0
-        for image in images.tolist():
+        for image in numbers.tolist():
             if self.stop.is_set():
                 raise StoppedError
             try:
-                stored: StoredImage | BadImageError = prepare(self.source.read(image), self.encoding, self._budget)
+                stored: StoredImage | BadImageError = prepare(self.images.read(image), self.encoding, self._budget)
             except BadImageError as error:
                 stored = error
             size = stored.height * stored.width if isinstance(stored, StoredImage) else 0

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.convert.archive import MembersByName, SourceError, open_container
-from dali_train.data.convert.sources import PixelSource, Source, Sources
+from dali_train.data.convert.archive import FilesByName, open_container
+from dali_train.data.convert.sources import Images, PixelSource, SourceError, Sources
 from dali_train.data.convert.trees import split_folders
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 
@@ -52,36 +52,36 @@ def cifar10(path: Path) -> Sources:
     """
     archive = path / "cifar-10-binary.tar.gz"
     container = open_container(archive if archive.is_file() else path)
-    members = MembersByName(container)
-    if not any(name in members for names in _CIFAR10_FILES.values() for name in names):
-        if _CIFAR10_PICKLES & set(members):
+    files = FilesByName(container)
+    if not any(name in files for names in _CIFAR10_FILES.values() for name in names):
+        if _CIFAR10_PICKLES & set(files):
             raise SourceError(
                 f"{path}: CIFAR-10's Python version is made of pickles, which can run code when they are read, and "
                 "is not read: use the binary version, cifar-10-binary.tar.gz, which --download fetches"
             )
         return split_folders(path)
-    sources: dict[SplitName, Source] = {}
+    sources: dict[SplitName, Images] = {}
     for split, names in _CIFAR10_FILES.items():
-        if not any(name in members for name in names):
+        if not any(name in files for name in names):
             continue
-        parts = [_cifar10_records(container.read(members[name]), container.place(members[name].name)) for name in names]
+        parts = [_cifar10_records(container.read(files[name]), files[name].location) for name in names]
         records = np.concatenate(parts)
         pixels = np.ascontiguousarray(records[:, 1:].reshape(-1, *_CIFAR10_SHAPE).transpose(0, 2, 3, 1))
-        sources[split] = PixelSource(pixels, records[:, 0].astype(np.int32), title=f"cifar10_{split}")
+        sources[split] = PixelSource(pixels, records[:, 0].astype(np.int32), title=f"cifar10_{split}").images()
     return sources, CIFAR10_CLASSES
 
 
-def _cifar10_records(content: bytes, place: str) -> NDArray[np.uint8]:
+def _cifar10_records(content: bytes, location: str) -> NDArray[np.uint8]:
     size = 1 + int(np.prod(_CIFAR10_SHAPE))
     if not content or len(content) % size:
         raise SourceError(
-            f"{place}: has {len(content)} bytes, which is not a multiple of the record size {size}: cut off, or not "
-            "CIFAR-10's"
+            f"{location}: has {len(content)} bytes, which is not a multiple of the record size {size}: truncated, or "
+            "not CIFAR-10's"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, size)
     wrong = np.flatnonzero(records[:, 0] >= len(CIFAR10_CLASSES))
     if len(wrong):
-        raise SourceError(f"{place}: at byte {wrong[0] * size}: label {records[wrong[0], 0]}, expected 0 to 9")
+        raise SourceError(f"{location}: at byte {wrong[0] * size}: label {records[wrong[0], 0]}, expected 0 to 9")
     return records
 
 
@@ -97,7 +97,7 @@ def mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources
         raise SourceError(
             f"{directory}: this directory does not exist; it should hold train-images-idx3-ubyte.gz and the like"
         )
-    sources: dict[SplitName, Source] = {}
+    sources: dict[SplitName, Images] = {}
     for split in SPLITS:
         images, labels = (_idx_file(directory, _IDX_PREFIXES[split], kind) for kind in ("images-idx3", "labels-idx1"))
         if images is None and labels is None:
@@ -108,11 +108,11 @@ def mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources
         pixels, numbers = _read_idx(images, dimensions=3), _read_idx(labels, dimensions=1)
         if len(pixels) != len(numbers):
             raise SourceError(
-                f"{images} has {len(pixels)} images, {labels} {len(numbers)} labels: they do not belong together"
+                f"{images} has {len(pixels)} images, {labels} {len(numbers)} labels: their lengths must match"
             )
         if len(numbers) and numbers.max() >= len(class_names):
             raise SourceError(f"{labels}: label {numbers.max()}, expected 0 to {len(class_names) - 1}")
-        sources[split] = PixelSource(pixels, numbers.astype(np.int32), title=f"{title}_{split}")
+        sources[split] = PixelSource(pixels, numbers.astype(np.int32), title=f"{title}_{split}").images()
     if not sources:
         raise SourceError(
             f"{directory}: has none of train-images-idx3-ubyte, t10k-images-idx3-ubyte (or .gz): --download fetches "
@@ -149,7 +149,7 @@ def _read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
                 )
             content = file.read(size + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SourceError(f"{path}: damaged or cut off ({error}): fetch it again") from error
+        raise SourceError(f"{path}: damaged or truncated ({error}): fetch it again") from error
     if len(content) != size:
         raise SourceError(
             f"{path}: {' x '.join(map(str, shape))} bytes expected, there are "
@@ -175,8 +175,8 @@ def digits() -> Sources:
     pixels = np.repeat(grey[..., None], 3, axis=-1)
     num_train = len(pixels) * 4 // 5
     parts: dict[SplitName, slice] = {"train": slice(0, num_train), "validation": slice(num_train, None)}
-    sources: dict[SplitName, Source] = {
-        split: PixelSource(pixels[part], labels[part].astype(np.int32), title="digits", first=part.start)
+    sources: dict[SplitName, Images] = {
+        split: PixelSource(pixels[part], labels[part].astype(np.int32), title="digits", first=part.start).images()
         for split, part in parts.items()
     }
     return sources, DIGIT_CLASSES

@@ -1,71 +1,165 @@
-"""The sources of a conversion: lists of labelled images, which are read in place, one at a time."""
+"""What a conversion reads: a source lists images, each a range of bytes in some file, and reads them one at a time.
 
+A converter gives each split as `Images` of a `Source`. Those of files are `ImageFiles`, whatever the files are; a new
+format needs a function that yields an `Image` for each of its images, and, where these are not plain ranges of bytes,
+a function that reads one.
+"""
+
+import copy
 import json
+import os
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.convert.archive import Member, Readable, SourceError, printable
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.sampling.rng import shuffled
+from dali_train.errors import DatasetError
 
 _HELD_OUT_STREAM = 0x4845_4C44_4F55_54  # apart from those that training draws from, whose keys are small numbers
 
 
+class SourceError(DatasetError):
+    """A source that its command does not expect; the message names the file, the place and the remedy."""
+
+
+def printable(name: str) -> str:
+    """Decode a file name; bytes that are not UTF-8 become \\xNN, so that distinct names stay distinct."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+
+
+class Image(NamedTuple):
+    """`size` bytes at byte `offset` of a file. Bytes of names that are not UTF-8 are surrogates, as everywhere in
+    Python."""
+
+    file: str  # a path; of a directory, with "/" at its end, if the image is all of the file `name` below it
+    name: str
+    offset: int
+    size: int
+    label: int = -1  # from 0; -1 for a file of which it is not known
+
+    @property
+    def location(self) -> str:
+        """`file` and `name`, for messages."""
+        return printable(f"{self.file}{'' if self.file.endswith('/') else ':'}{self.name}")
+
+
 class Source(Protocol):
-    """One split. Images are numbered from 0 in an order that the source fixes; many threads may read at once."""
+    def list(self) -> Iterable[Image]:
+        """Yield the images of one split, always in the same order. Raises SourceError: not what it should be."""
+        ...
+
+    def read(self, image: Image) -> RawImage:
+        """Read an image that `list` has yielded, from any thread. Raises SourceError: it is not as it was listed."""
+        ...
+
+
+class Images:
+    """The images of one split of a source, numbered from 0; a conversion depends on all of this.
+
+    A million images are a few columns and one string: as Python objects they would take half a gigabyte.
+    """
 
     labels: NDArray[np.int32]  # (N,), from 0
     num_bytes: int  # of all images together, as the source holds them
 
-    def read(self, image: int) -> RawImage: ...
+    def __init__(self, source: Source, root: Path | str, **facts: object) -> None:
+        """List a source.
 
-    def name(self, image: int) -> str:
-        """Return the record's image/filename."""
-        ...
+        Args:
+            root: the file or directory that holds it; records have the places of their images in it.
+            facts: further values that identify it.
+        """
+        self._source, self._root, self._facts = source, root, facts
+        self._rows: NDArray[np.int64] | None = None  # the numbers of the listed images that count; None: all do
+        names, self._name_ends = bytearray(), array("Q", [0])
+        self._offsets, self._sizes, labels = array("Q"), array("I"), array("i")
+        files: dict[str, int] = {}
+        self._file_numbers = array("I")
+        for file, name, offset, size, label in source.list():
+            names += name.encode(errors="surrogateescape")
+            self._name_ends.append(len(names))
+            self._offsets.append(offset)
+            self._sizes.append(size)
+            labels.append(label)
+            self._file_numbers.append(files.setdefault(file, len(files)))
+        self._names, self._files = bytes(names), [*files]
+        self.labels = np.array(labels, dtype=np.int32)
+        self.num_bytes = sum(self._sizes)
+        self._facts = {"name": Path(root).name, "num_images": len(labels), "num_bytes": self.num_bytes, **facts}
 
-    def locate(self, image: int) -> tuple[str, int]:
-        """Return (file, byte offset in it), to find a bad image."""
-        ...
+    def __getitem__(self, number: int) -> Image:
+        row = number if self._rows is None else int(self._rows[number])
+        name = self._names[self._name_ends[row] : self._name_ends[row + 1]].decode(errors="surrogateescape")
+        file = self._files[self._file_numbers[row]]
+        return Image(file, name, self._offsets[row], self._sizes[row], int(self.labels[number]))
+
+    def read(self, number: int) -> RawImage:
+        return self._source.read(self[number])
+
+    def name(self, number: int) -> str:
+        """Return the record's image/filename: the place in the root."""
+        location = self[number].location
+        return location.removeprefix(printable(f"{self._root}:")).removeprefix(printable(f"{self._root}/"))
+
+    def part(self, rows: NDArray[np.int64], fraction: float | None = None) -> "Images":
+        """Return some of the images, by their numbers; `fraction` is the one that `hold_out` was called with."""
+        assert self._rows is None
+        chosen = copy.copy(self)
+        chosen._rows, chosen.labels = rows, self.labels[rows]
+        chosen.num_bytes = self.num_bytes * len(rows) // max(1, len(self.labels))  # enough for a number of shards
+        chosen._facts = {
+            **self.identity(),
+            "validation_fraction": fraction,
+            "num_chosen": len(rows),
+            "chosen_crc32c": f"{crc32c(rows.data):08x}",
+        }
+        return chosen
 
     def identity(self) -> dict[str, Any]:
-        """Return values that identify this source; a resumed conversion compares them."""
-        ...
+        """Return values that a resumed conversion compares: the files with sizes, places and labels. What the images
+        hold is not read for it."""
+        if self._rows is not None:
+            return self._facts
+        listing = crc32c(self._sizes, crc32c(self._offsets, crc32c(self._names)))
+        listing = crc32c(self.labels.data, listing)
+        if len(self._files) > 1:
+            below = [file.removeprefix(f"{self._root}/") for file in self._files]
+            listing = crc32c(self._file_numbers, crc32c(json.dumps(below).encode(), listing))
+        return {**self._facts, "listing_crc32c": f"{listing:08x}"}
 
 
-Sources = tuple[dict[SplitName, Source], Sequence[str]]
+Sources = tuple[dict[SplitName, Images], Sequence[str]]
 """The splits, and the class names in the order of the labels."""
 
 
-def hold_out(sources: Mapping[SplitName, Source], fraction: float | None, *, seed: int) -> dict[SplitName, Source]:
-    """Return `sources`; if there is a `fraction`, with that part of each class of the training split, chosen by `seed`,
+def hold_out(images: Mapping[SplitName, Images], fraction: float | None, *, seed: int) -> dict[SplitName, Images]:
+    """Return `images`; if there is a `fraction`, with that part of each class of the training split, chosen by `seed`,
     as the validation split.
 
     Raises:
         SourceError: it is no fraction, or there is another split than that for training.
     """
     if fraction is None:
-        return dict(sources)
+        return dict(images)
     if not 0 < fraction < 1:
         raise SourceError(f"--validation-fraction is {fraction}: use a fraction between 0 and 1, e.g. 0.1")
-    if set(sources) != {"train"}:
+    if set(images) != {"train"}:
         raise SourceError(
             f"--validation-fraction is {fraction} where there is a validation split, or none for training: give a "
             "training split alone, which it divides, or leave it out"
         )
-    source = sources["train"]
-    chosen = held_out(source.labels, fraction, seed=seed)
+    train = images["train"]
+    chosen = held_out(train.labels, fraction, seed=seed)
     return {
-        "train": SourcePart(source, np.flatnonzero(~chosen), fraction),
-        "validation": SourcePart(source, np.flatnonzero(chosen), fraction),
+        "train": train.part(np.flatnonzero(~chosen), fraction),
+        "validation": train.part(np.flatnonzero(chosen), fraction),
     }
 
 
@@ -81,144 +175,58 @@ def held_out(labels: NDArray[np.int32], fraction: float, *, seed: int) -> NDArra
     return chosen
 
 
-class ImageFiles:
-    """Image files in an archive or a directory, with their labels.
+def read_range(image: Image) -> bytes:
+    """Read part of a file, which is opened for it, since there may be more such files than a process can keep open.
 
-    A million files are a few columns and one string: as Python objects they would take half a gigabyte.
+    Raises:
+        SourceError: it is not as it was listed.
     """
-
-    def __init__(self, container: Readable, files: Iterable[tuple[Member, int]]) -> None:
-        """`files` yields members and their labels. Raises SourceError: a file too large for an image."""
-        self._container = container
-        names, name_ends = bytearray(), array("Q", [0])
-        offsets, sizes, labels = array("Q"), array("I"), array("i")
-        for member, label in files:
-            if member.size > MAX_ENCODED_BYTES:
-                place = container.place(member.name)
-                raise SourceError(
-                    f"{place}: {member.size:,} bytes: the limit for an image is {MAX_ENCODED_BYTES:,}; remove it"
-                )
-            # File systems know names that are not UTF-8; Python marks those bytes as surrogates.
-            names += member.name.encode(errors="surrogateescape")
-            name_ends.append(len(names))
-            offsets.append(member.offset)
-            sizes.append(member.size)
-            labels.append(label)
-        self._names, self._name_ends = bytes(names), name_ends
-        self._offsets, self._sizes = offsets, sizes
-        self.labels = np.array(labels, dtype=np.int32)
-        self.num_bytes = sum(sizes)
-
-    def read(self, image: int) -> bytes:
-        return self._container.read(Member(self._name(image), self._offsets[image], self._sizes[image]))
-
-    def name(self, image: int) -> str:
-        return printable(self._name(image))
-
-    def locate(self, image: int) -> tuple[str, int]:
-        return self._container.place(self._name(image)), self._offsets[image]
-
-    def identity(self) -> dict[str, Any]:
-        """Return the list of files with sizes, places and labels. What the images hold is not read for it."""
-        listing = crc32c(self.labels.data, crc32c(self._sizes, crc32c(self._offsets, crc32c(self._names))))
-        return {
-            "name": self._container.path.name,
-            "num_images": len(self.labels),
-            "num_bytes": self.num_bytes,
-            "listing_crc32c": f"{listing:08x}",
-        }
-
-    def _name(self, image: int) -> str:
-        return self._names[self._name_ends[image] : self._name_ends[image + 1]].decode(errors="surrogateescape")
+    try:
+        with Path(image.file).open("rb", buffering=0) as file:
+            content = os.pread(file.fileno(), image.size, image.offset)
+    except OSError as error:
+        raise SourceError(f"{printable(image.file)}: cannot be read any more ({error.strerror})") from None
+    return checked_length(content, image)
 
 
-class SourcePart:
-    """Some images of another source, (N,) numbers."""
+def checked_length(content: bytes, image: Image) -> bytes:
+    if len(content) != image.size:
+        raise SourceError(f"{image.location}: has {len(content)} bytes, {image.size} when the conversion began")
+    return content
 
-    def __init__(self, source: Source, images: NDArray[np.int64], fraction: float | None = None) -> None:
-        """`fraction` is the one that `hold_out` was called with."""
-        self._source = source
+
+class ImageFiles:
+    """The source of image files that a function yields, wherever they lie."""
+
+    def __init__(self, images: Callable[[], Iterable[Image]], read: Callable[[Image], bytes] = read_range) -> None:
         self._images = images
-        self._fraction = fraction
-        self.labels = source.labels[images]
-        # Enough to choose a number of shards.
-        self.num_bytes = source.num_bytes * len(images) // max(1, len(source.labels))
+        self.read = read
 
-    def read(self, image: int) -> RawImage:
-        return self._source.read(int(self._images[image]))
-
-    def name(self, image: int) -> str:
-        return self._source.name(int(self._images[image]))
-
-    def locate(self, image: int) -> tuple[str, int]:
-        return self._source.locate(int(self._images[image]))
-
-    def identity(self) -> dict[str, Any]:
-        return {
-            **self._source.identity(),
-            "validation_fraction": self._fraction,
-            "num_chosen": len(self._images),
-            "chosen_crc32c": f"{crc32c(self._images.data):08x}",
-        }
-
-
-class JoinedSources:
-    """The sources of several files, concatenated."""
-
-    def __init__(self, root: Path, sources: Sequence[Source]) -> None:
-        """The files lie below `root`."""
-        self._root = root
-        self._sources = sources
-        self._ends = list(accumulate(len(source.labels) for source in sources))
-        self.labels = np.concatenate([source.labels for source in sources])
-        self.num_bytes = sum(source.num_bytes for source in sources)
-
-    def read(self, image: int) -> RawImage:
-        source, number = self._find(image)
-        return source.read(number)
-
-    def name(self, image: int) -> str:
-        """Return the place in `root`: different files may use the same names."""
-        return self.locate(image)[0].removeprefix(printable(f"{self._root}/"))
-
-    def locate(self, image: int) -> tuple[str, int]:
-        source, number = self._find(image)
-        return source.locate(number)
-
-    def identity(self) -> dict[str, Any]:
-        listing = crc32c(json.dumps([source.identity() for source in self._sources]).encode())
-        return {
-            "name": self._root.name,
-            "num_images": len(self.labels),
-            "num_bytes": self.num_bytes,
-            "listing_crc32c": f"{listing:08x}",
-        }
-
-    def _find(self, image: int) -> tuple[Source, int]:
-        number = bisect_right(self._ends, image)
-        return self._sources[number], image - (self._ends[number - 1] if number else 0)
+    def list(self) -> Iterator[Image]:
+        """Raises SourceError: by `images`, or a file is too large for an image."""
+        for image in self._images():
+            if image.size > MAX_ENCODED_BYTES:
+                limit = f"the limit for an image is {MAX_ENCODED_BYTES:,}; remove it"
+                raise SourceError(f"{image.location}: {image.size:,} bytes: {limit}")
+            yield image
 
 
 class PixelSource:
-    """Small images that lie in memory, shape (N, height, width, 3) for RGB or (N, height, width) for grey, uint8."""
+    """Small images held in memory, shape (N, height, width, 3) for RGB or (N, height, width) for grey, uint8."""
 
     def __init__(self, pixels: NDArray[np.uint8], labels: NDArray[np.int32], *, title: str, first: int = 0) -> None:
         """`title` names the source in records and errors; the first image is number `first` of it."""
-        self._pixels = pixels
-        self.labels = labels
-        self.num_bytes = pixels.nbytes
-        self._title = title
-        self._first = first
+        self._pixels, self._labels, self._title, self._first = pixels, labels, title, first
+        self._size = int(np.prod(pixels.shape[1:]))
 
-    def read(self, image: int) -> NDArray[np.uint8]:
-        return self._pixels[image]
+    def list(self) -> Iterator[Image]:
+        for number, label in enumerate(self._labels.tolist()):
+            name = f"{self._title}_{self._first + number:05d}"
+            yield Image(self._title, name, number * self._size, self._size, label)
 
-    def name(self, image: int) -> str:
-        return f"{self._title}_{self._first + image:05d}"
+    def read(self, image: Image) -> NDArray[np.uint8]:
+        return self._pixels[image.offset // self._size]
 
-    def locate(self, image: int) -> tuple[str, int]:
-        return self._title, image * self._pixels[0].nbytes
-
-    def identity(self) -> dict[str, Any]:
-        content = crc32c(self.labels.data, crc32c(np.ascontiguousarray(self._pixels).data))
-        return {"name": self._title, "num_images": len(self.labels), "crc32c": f"{content:08x}"}
+    def images(self) -> Images:
+        content = crc32c(self._labels.data, crc32c(np.ascontiguousarray(self._pixels).data))
+        return Images(self, self._title, crc32c=f"{content:08x}")

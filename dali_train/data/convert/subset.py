@@ -1,16 +1,15 @@
 """A smaller dataset from a larger one: some classes, some images of each, with unchanged bytes."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.data.convert.archive import SourceError
 from dali_train.data.convert.image import StoredImage
-from dali_train.data.convert.sources import Source, Sources
+from dali_train.data.convert.sources import Image, Images, SourceError, Sources
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.storage import open_shards
@@ -20,48 +19,47 @@ from dali_train.data.sampling.rng import shuffled
 _CLASSES_STREAM, _IMAGES_STREAM = 0x434C_4153_5345_53, 0x494D_4147_4553
 
 
-class DatasetImages:
-    """Chosen images of a split, with new labels. Many threads may read at once."""
+class DatasetSource:
+    """Chosen images of a split, with new labels."""
 
     def __init__(self, split: Split, images: NDArray[np.int64], labels: NDArray[np.int32]) -> None:
         self._split, self._shards = split, open_shards(split)
-        self._images = images
-        self.labels = labels
-        self.num_bytes = int(split.rows["size"][images].sum(dtype=np.int64))
+        self._images, self._labels = images, labels
         self._record_offsets = cache(split.record_offsets)  # a few kilobytes for each shard that is asked for
 
-    def read(self, image: int) -> StoredImage:
-        number = int(self._images[image])
+    def list(self) -> Iterator[Image]:
+        rows = self._split.rows[self._images]
+        files = [self._split.place(shard) for shard in range(len(self._split.shards))]
+        columns = [rows[name].tolist() for name in ("shard", "offset", "size")]
+        for number, shard, offset, size, label in zip(self._images, *columns, self._labels.tolist(), strict=True):
+            yield Image(files[shard], f"image {number}", offset, size, label)
+
+    def read(self, image: Image) -> StoredImage:
+        number = int(image.name.rpartition(" ")[2])
         row = self._split.rows[number]
         content = self._shards.image(number).tobytes()
-        return StoredImage(
-            content, int(row["height"]), int(row["width"]), is_raw=self._split.manifest.encoding == "raw"
-        )
+        is_raw = self._split.manifest.encoding == "raw"
+        return StoredImage(content, int(row["height"]), int(row["width"]), is_raw=is_raw, name=self._file_name(number))
 
-    def name(self, image: int) -> str:
-        """image/filename of the record, or the image's number where it has none."""
-        number = int(self._images[image])
+    def _file_name(self, number: int) -> str:
+        """Return image/filename of the record, or the image's number where it has none."""
         shard = int(self._split.rows[number]["shard"])
         record = number - int(self._split.first_images[shard])
         offsets = [*self._record_offsets(shard)[record : record + 2].tolist(), self._split.shards[shard].num_bytes]
         content = self._shards.content(shard, offsets[0], offsets[1])
-        place = f"{self._split.place(shard)}, record {record} from byte {offsets[0]} on"
-        found = next(walk_records(content, place, check_payload=True), None)
-        if found is None:
-            raise SourceError(f"{place}: no record, where its text index has one: index the dataset again")
-        feature = parse_example(content, found, place).get("image/filename")
+        location = f"{self._split.place(shard)}, record {record} from byte {offsets[0]} on"
+        span = next(walk_records(content, location, check_payload=True), None)
+        if span is None:
+            raise SourceError(f"{location}: no record, where its text index has one: index the dataset again")
+        feature = parse_example(content, span, location).get("image/filename")
         if feature is None or len(feature.spans) != 1:
             return f"{self._split.name}_{number}"
         return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
 
-    def locate(self, image: int) -> tuple[str, int]:
-        row = self._split.rows[int(self._images[image])]
-        return self._split.place(int(row["shard"])), int(row["offset"])
-
-    def identity(self) -> dict[str, Any]:
+    def images(self, root: Path | str) -> Images:
         shards = [(shard.name, shard.crc32c) for shard in self._split.shards]
-        chosen = crc32c(self.labels.data, crc32c(self._images.data, crc32c(repr(shards).encode())))
-        return {"name": self._split.dataset_name, "num_images": len(self.labels), "chosen_crc32c": f"{chosen:08x}"}
+        chosen = crc32c(self._labels.data, crc32c(self._images.data, crc32c(repr(shards).encode())))
+        return Images(self, str(root).rstrip("/"), name=self._split.dataset_name, chosen_crc32c=f"{chosen:08x}")
 
 
 def subset(
@@ -82,7 +80,7 @@ def subset(
     chosen = _chosen_classes(manifest, classes, class_list, seed)
     new_label = np.full(manifest.num_classes, -1, dtype=np.int32)
     new_label[chosen] = np.arange(len(chosen), dtype=np.int32)
-    sources: dict[SplitName, Source] = {}
+    sources: dict[SplitName, Images] = {}
     for name in SPLITS:
         if name not in manifest.splits:
             continue
@@ -92,7 +90,7 @@ def subset(
         if images_per_class is not None and name == "train":
             images = images[_first_of_each(labels[images], images_per_class, seed)]
         if len(images):
-            sources[name] = DatasetImages(split, images, labels[images])
+            sources[name] = DatasetSource(split, images, labels[images]).images(root)
     if not sources:
         raise SourceError(f"{root}: the chosen classes have no images")
     return sources, [manifest.class_names[number] for number in chosen]
@@ -113,7 +111,7 @@ def _chosen_classes(manifest: Manifest, classes: int | None, class_list: Path | 
     number_of = {name: number for number, name in enumerate(manifest.class_names)}
     unknown = [name for name in names if name not in number_of]
     if unknown or not names:
-        problem = f"{unknown[0]!r} is no class of the dataset" if unknown else "names no class"
+        problem = f"{unknown[0]!r} is not a class of the dataset" if unknown else "it names no class"
         examples = ", ".join(manifest.class_names[:3])
         raise SourceError(f"--class-list {class_list}: {problem}: one name per line is expected, such as {examples}")
     return sorted({number_of[name] for name in names})

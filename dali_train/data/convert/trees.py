@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from dali_train.data.convert.archive import Container, Member, SourceError, open_container, printable
-from dali_train.data.convert.sources import ImageFiles, Sources, hold_out
+from dali_train.data.convert.archive import Container, open_container
+from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out, printable
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 from dali_train.text import plural, shortened
@@ -75,7 +75,7 @@ class _Listing:
     """The images of a split, and what else is in its class folders."""
 
     path: Path
-    files: ImageFiles
+    images: Images
     classes: list[str]  # that have images, as they appear: labels are places in this list
     skipped: dict[str, Counter[str]]  # class -> suffix -> files that are no images; of an empty folder none
 
@@ -90,21 +90,22 @@ def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str
     numbers: dict[str, int] = {}
     skipped: dict[str, Counter[str]] = {}
 
-    def images() -> Iterator[tuple[Member, int]]:
-        for entry in container.entries():
+    def images() -> Iterator[Image]:
+        for entry in container.list(folders=True):
             path = PurePosixPath(entry.name)
             is_folder, suffix = entry.name.endswith("/"), path.suffix.lower()
             if suffix in IMAGE_SUFFIXES and not is_folder:
                 name = class_of(path.parts)
                 if name is not None:
-                    yield entry, numbers.setdefault(name, len(numbers))
+                    yield entry._replace(label=numbers.setdefault(name, len(numbers)))
             elif len(path.parts) > (not is_folder):
                 # A folder is where a file of its own would be.
                 name = class_of((*path.parts, "")) if is_folder else class_of(path.parts)
                 if name is not None:
                     skipped.setdefault(name, Counter()).update([] if is_folder else [suffix])
 
-    return _Listing(container.path, ImageFiles(container, images()), list(numbers), skipped)
+    listed = Images(ImageFiles(images, container.read), container.path)
+    return _Listing(container.path, listed, list(numbers), skipped)
 
 
 def _described(skipped: Mapping[str, Counter[str]]) -> str:
@@ -172,8 +173,8 @@ def _with_common_labels(listed: Mapping[SplitName, _Listing]) -> Sources:
                 f"({len(unknown)} such classes): the class folders must agree"
             )
         number_of = {name: number for number, name in enumerate(names)}
-        listing.files.labels = np.array([number_of[name] for name in listing.classes], np.int32)[listing.files.labels]
+        listing.images.labels = np.array([number_of[name] for name in listing.classes], np.int32)[listing.images.labels]
     texts = [printable(name) for name in names]
     if len(set(texts)) < len(texts):
         raise SourceError("two class folders have names that differ only in bytes that are not UTF-8: rename one")
-    return {split: listing.files for split, listing in listed.items()}, texts
+    return {split: listing.images for split, listing in listed.items()}, texts

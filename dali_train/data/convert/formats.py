@@ -1,0 +1,346 @@
+"""Datasets as other libraries store them: WebDataset, Parquet files of the Hugging Face hub, MosaicML Streaming's MDS.
+
+WebDataset (https://github.com/webdataset/webdataset): tars in which the files of a sample, KEY.jpg, KEY.cls, KEY.json,
+..., are side by side; KEY ends at the first dot of the file's name.
+
+Parquet (https://huggingface.co/docs/datasets/image_dataset): a column ``image`` of structs with the bytes of an image
+file, a column ``label`` of whole numbers, and the names of the classes in the schema's metadata.
+
+MDS (https://docs.mosaicml.com/projects/streaming): ``index.json`` and shards of samples with the same columns. A shard
+begins with uint32s, the number of samples, where each begins and where the last one ends; a sample with a uint32 for
+each column of no fixed size, then the columns' values.
+"""
+
+import mmap
+import struct
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from dali_train.config.check import Count, CountOr0, Rule, from_json, require
+from dali_train.data.convert.archive import Archive
+from dali_train.data.convert.listing import (
+    PackedBlocks,
+    checked_label,
+    find_column,
+    import_pyarrow,
+    open_plain,
+    sources_of,
+)
+from dali_train.data.convert.sources import Image, SourceError, Sources, printable
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.errors import ConfigError
+from dali_train.files import ForeignFileError, read_json
+from dali_train.text import plural
+
+# WebDataset
+
+_MAX_LABEL_BYTES = 1 << 20  # of a JSON file
+
+
+def webdataset(options: Namespace) -> Sources:
+    """Return the splits and the class names. With ``options.label_key``, that field of KEY.json is the label.
+
+    Raises:
+        SourceError: a damaged tar, a sample without image or label or with two, or a label that cannot be.
+    """
+    return sources_of(options, ".tar", lambda path: _samples_of_tar(open_plain(path), options.label_key))
+
+
+def _samples_of_tar(archive: Archive, label_key: str | None) -> Iterator[Image]:
+    ending = "cls" if label_key is None else "json"
+    for key, files in groupby(archive.list(), key=lambda file: _key_and_ending(file)[0]):
+        sample = [(file, _key_and_ending(file)[1]) for file in files]
+        images = [file for file, kind in sample if f".{kind}" in IMAGE_SUFFIXES]
+        labels = [file for file, kind in sample if kind == ending]
+        if len(images) == len(labels) == 1:
+            yield images[0]._replace(label=_label(archive, labels[0], label_key))
+        elif images or (labels and label_key is None):
+            counts = f"{plural(len(images), 'image')} and {plural(len(labels), f'.{ending} file')}"
+            raise SourceError(
+                f"{printable(f'{archive.path}:{key}')}: has {counts}: there must be one of each side by side, as "
+                f"KEY.jpg and KEY.{ending}, where KEY has no dot; write the tar anew, or name the field of a KEY.json "
+                "with --label-key"
+            )
+
+
+def _key_and_ending(file: Image) -> tuple[str, str]:
+    directory, slash, name = file.name.rpartition("/")
+    key, _, ending = name.partition(".")
+    return directory + slash + key, ending.lower()
+
+
+def _label(archive: Archive, file: Image, label_key: str | None) -> int:
+    location = file.location
+    if file.size > _MAX_LABEL_BYTES:
+        raise SourceError(f"{location}: {file.size:,} bytes are no label: the limit is {_MAX_LABEL_BYTES:,}")
+    text = archive.read(file).decode(errors="backslashreplace").strip()
+    label: object = text
+    try:
+        label = int(text) if label_key is None else read_json(text.encode(), _MAX_LABEL_BYTES, name=location)[label_key]
+    except (ValueError, LookupError):
+        if label_key is not None:
+            raise SourceError(f"{location}: has no field {label_key}: name another with --label-key") from None
+    return checked_label(label, location)
+
+
+# Parquet
+
+_ROWS = 16  # copied from pyarrow at one time; itself it holds a page, which may be a row group, packed and unpacked
+_BUFFER_BYTES = 1 << 20
+_MAX_METADATA_BYTES = 1 << 28
+
+
+def parquet(options: Namespace) -> Sources:
+    """Return the splits and the class names; row groups are unpacked when they are read.
+
+    Raises:
+        SourceError: a damaged file, one without these columns, a label that cannot be, or class names that differ.
+    """
+    blocks = PackedBlocks(options.out)
+    names: list[str] = []
+
+    def list_file(path: Path) -> Iterator[Image]:
+        with _opened(path) as file:
+            columns = {field.name: str(field.type) for field in file.schema_arrow}
+            image = find_column(path, columns, "--image-key", options.image_key, ("image",))
+            label = find_column(path, columns, "--label-key", options.label_key, ("label",))
+            names_here = _class_names(file.schema_arrow, label)
+            if names and names_here != names:
+                raise SourceError(
+                    f"{path}: its class names are not those of the files before it: move it out of --source"
+                )
+            names[:] = names_here
+            yield from _row_groups(path, file, image, label, blocks)
+
+    return sources_of(options, ".parquet", list_file, names, blocks.read)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a pyarrow.parquet.ParquetFile. Raises SourceError: there is no pyarrow, or what is read is damaged."""
+    pyarrow = import_pyarrow()
+    try:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError) as error:
+        raise SourceError(f"{path}: damaged, truncated or not Parquet ({error}): fetch it again") from error
+
+
+def _row_groups(path: Path, file: Any, image: str, label: str, blocks: PackedBlocks) -> Iterator[Image]:
+    types = import_pyarrow().types
+    kind, label_kind = (file.schema_arrow.field(name).type for name in (image, label))
+    leaf = image
+    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        leaf, kind = f"{image}.bytes", kind.field("bytes").type
+    if not (types.is_binary(kind) or types.is_large_binary(kind)):
+        raise SourceError(f"{path}: column {image} is {kind}: name one of image files (binary) with --image-key")
+    if not types.is_integer(label_kind):
+        raise SourceError(f"{path}: column {label} is {label_kind}: name one of whole numbers with --label-key")
+    labels = [
+        checked_label(value, f"{path}:row {row}")
+        for row, value in enumerate(file.read(columns=[label], use_threads=False)[label].to_pylist())
+    ]
+    first = 0
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        chunk = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == leaf)
+        size = chunk.total_uncompressed_size // max(1, group.num_rows)  # on average: the metadata knows no more
+        yield from blocks.add(
+            path,
+            "row",
+            labels[first : first + group.num_rows],
+            partial(_column, path, image, leaf, number),
+            [size] * group.num_rows,
+            first=first,
+            position=chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset,
+        )
+        first += group.num_rows
+
+
+def _column(path: Path, image: str, leaf: str, group: int) -> Iterator[bytes]:
+    with _opened(path) as file:
+        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[leaf], use_threads=False):
+            for value in batch.column(image).to_pylist():
+                yield (value["bytes"] if isinstance(value, dict) else value) or b""
+
+
+def _class_names(schema: Any, label: str) -> list[str]:
+    """Return the class names that the package ``datasets`` puts into a file's metadata, where there are any."""
+    try:
+        metadata = read_json(schema.metadata[b"huggingface"], _MAX_METADATA_BYTES, name="huggingface")
+        return [*map(str, metadata["info"]["features"][label]["names"] or ())]
+    except (KeyError, TypeError, ForeignFileError):
+        return []
+
+
+# MDS
+
+_MAX_INDEX_BYTES = 1 << 28
+_IMAGES = ("jpeg", "png", "bytes")
+_LABELS = {"int": "<q", "int8": "<b", "int16": "<h", "int32": "<i", "int64": "<q"}  # encoding -> format of `struct`
+_LABELS |= {f"u{name}": kind.upper() for name, kind in _LABELS.items() if name != "int"}
+_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}  # Streaming's name -> pyarrow's
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    basename: Annotated[
+        str, Rule("a path below index.json", pattern=r"(?:[^./\0][^/\0]{0,254}/){0,15}[^./\0][^/\0]{0,254}")
+    ]
+    bytes: Annotated[int, Rule("a number of bytes up to 2**32", 0, 1 << 32)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shard:
+    version: Literal[2]
+    format: Literal["mds"]
+    samples: CountOr0
+    column_names: tuple[str, ...]
+    column_encodings: tuple[str, ...]
+    column_sizes: tuple[Count | None, ...]
+    raw_data: _File
+    zip_data: _File | None = None
+    compression: str | None = None
+
+    def __post_init__(self) -> None:
+        columns = (set(self.column_names), self.column_names, self.column_encodings, self.column_sizes)
+        require(
+            len(set(map(len, columns))) == 1, "column_names, column_encodings and column_sizes do not fit each other"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    version: Literal[2]
+    shards: tuple[_Shard, ...]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Positions of the columns we read within a shard's samples."""
+
+    sizes: tuple[int | None, ...]  # bytes; None: each sample says
+    image: int  # number of its column
+    label: int
+    label_format: str  # of `struct`
+
+
+def mds(options: Namespace) -> Sources:
+    """Return the splits and the class names; compressed shards are unpacked when they are read.
+
+    Raises:
+        SourceError: an index or a shard that is damaged, missing or of another format, or a label that cannot be.
+    """
+    blocks = PackedBlocks(options.out)
+
+    def list_index(path: Path) -> Iterator[Image]:
+        above = [parent for parent in path.parent.parents if parent.is_relative_to(options.source)]
+        if any((parent / path.name).exists() for parent in above):
+            return  # Streaming's merge_index has put its shards into that one
+        for shard in _read_index(path).shards:
+            yield from _list_shard(path, shard, _find_columns(path, shard, options), blocks)
+
+    return sources_of(options, "index.json", list_index, read=blocks.read)
+
+
+def _read_index(path: Path) -> _Index:
+    try:
+        return from_json(_Index, read_json(path, _MAX_INDEX_BYTES))
+    except ConfigError as error:
+        raise SourceError(f"{path}: {error}: use the index.json of MDS version 2 that belongs to the shards") from error
+    except (FileNotFoundError, ForeignFileError) as error:
+        raise SourceError(f"{error}: fetch it again") from error
+
+
+def _find_columns(path: Path, shard: _Shard, options: Namespace) -> _Columns:
+    columns = dict(zip(shard.column_names, shard.column_encodings, strict=True))
+    image = find_column(path, columns, "--image-key", options.image_key, ("x", "image"))
+    label = find_column(path, columns, "--label-key", options.label_key, ("y", "label"))
+    if columns[image] not in _IMAGES:
+        raise SourceError(
+            f"{path}: column {image} is {columns[image]}: name one of jpeg, png or bytes with --image-key"
+        )
+    number, kind = shard.column_names.index(label), _LABELS.get(columns[label])
+    if kind is None or shard.column_sizes[number] != struct.calcsize(kind):
+        raise SourceError(
+            f"{path}: column {label} is {columns[label]} of size {shard.column_sizes[number]}: name one of int (8), "
+            "uint8 (1) and the like with --label-key"
+        )
+    return _Columns(shard.column_sizes, shard.column_names.index(image), number, kind)
+
+
+def _list_shard(index: Path, shard: _Shard, columns: _Columns, blocks: PackedBlocks) -> Iterator[Image]:
+    path = index.parent / shard.raw_data.basename
+    if path.exists():
+        _check_size(path, shard.raw_data)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            content.madvise(mmap.MADV_RANDOM)  # reading ahead of each label would read the entire shard
+            for number, (begin, size, label) in enumerate(_samples(path, content, shard, columns)):
+                yield Image(str(path), f"sample {number}", begin, size, label)
+        return
+    if shard.zip_data is None or not (path := index.parent / shard.zip_data.basename).exists():
+        raise SourceError(f"{path}: is missing, and {index} names it: fetch it")
+    samples = list(_samples(path, _unpack(path, shard), shard, columns))
+    labels, sizes = [label for _, _, label in samples], [size for _, size, _ in samples]
+    yield from blocks.add(path, "sample", labels, partial(_unpacked_images, path, shard, columns), sizes)
+
+
+def _check_size(path: Path, file: _File) -> None:
+    size = path.stat().st_size
+    if size != file.bytes or not size:
+        raise SourceError(
+            f"{path}: has {size:,} bytes, {file.bytes:,} by index.json: truncated, or another shard's: fetch it again"
+        )
+
+
+def _samples(
+    path: Path, content: bytes | mmap.mmap, shard: _Shard, columns: _Columns
+) -> Iterator[tuple[int, int, int]]:
+    """Yield where each image begins, its size and its label."""
+    damaged = f"{path}: damaged, or not the shard that index.json describes: fetch both again"
+    table = 4 * (shard.samples + 2)
+    begins = struct.unpack_from(f"<{shard.samples + 1}I", content, 4) if table <= len(content) else ()
+    if not begins or struct.unpack_from("<I", content) != (shard.samples,) or begins[0] < table:
+        raise SourceError(damaged)
+    sizes_stored = struct.Struct(f"<{columns.sizes.count(None)}I")
+    for number, (begin, end) in enumerate(pairwise(begins)):
+        if not begin + sizes_stored.size <= end <= len(content):
+            raise SourceError(f"{damaged} (sample {number})")
+        stored = iter(sizes_stored.unpack_from(content, begin))
+        sizes = [next(stored) if size is None else size for size in columns.sizes]
+        begins_of = [*accumulate(sizes, initial=begin + sizes_stored.size)]
+        if begins_of[-1] != end:
+            raise SourceError(f"{damaged} (sample {number})")
+        (label,) = struct.unpack_from(columns.label_format, content, begins_of[columns.label])
+        yield begins_of[columns.image], sizes[columns.image], checked_label(label, f"{path}:sample {number}")
+
+
+def _unpacked_images(path: Path, shard: _Shard, columns: _Columns) -> Iterator[bytes]:
+    content = _unpack(path, shard)
+    for begin, size, _ in _samples(path, content, shard, columns):
+        yield content[begin : begin + size]
+
+
+def _unpack(path: Path, shard: _Shard) -> bytes:
+    """Raises SourceError: compressed in a way that is not read, or damaged."""
+    assert shard.zip_data is not None
+    _check_size(path, shard.zip_data)
+    codec = _CODECS.get((shard.compression or "").partition(":")[0])
+    if codec is None:
+        raise SourceError(
+            f"{path}: compression is {shard.compression}, and {', '.join(_CODECS)} are read: unpack each shard, this "
+            f"one to {path.parent / Path(shard.raw_data.basename).name}"
+        )
+    pyarrow = import_pyarrow()
+    try:
+        size = shard.raw_data.bytes
+        content: bytes = pyarrow.decompress(path.read_bytes(), decompressed_size=size, codec=codec, asbytes=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise SourceError(f"{path}: damaged ({error}): fetch it again") from error
+    return content
