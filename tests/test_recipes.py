@@ -172,7 +172,10 @@ ONE_OF_EACH = {(recipe(name).model.name, recipe(name).optimizer.name): name for 
 @pytest.mark.parametrize("name", ONE_OF_EACH.values())
 def test_plan_accepts_each_model_with_its_optimizer(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = recipe(name)
-    fewer = {"layers": (1, 1, 1, 1)} if "resnet" in config.model.name else {"depth": 2}  # the other blocks are alike
+    fewer = {"depth": 2}  # the other blocks are alike
+    for family, setting in (("resnet", "layers"), ("convnext", "depths")):
+        if family in config.model.name:
+            fewer = {setting: (1, 1, 1, 1)}
     changes = {f"model.kwargs.{setting}": value for setting, value in fewer.items()}
     config = config.replace({**changes, "model.weights": None})  # of a run that nobody has made here
     print_plan(config, world_size=128, num_images=IMAGENET, picture=None)
