@@ -42,14 +42,14 @@ from dali_train.errors import RunError
 from dali_train.runtime.launch import LOCAL
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, newest_step
 
-RESIZE_S = 60.0  # between two looks whether the cluster has room for another number of workers
+RESIZE_S = 60.0  # between two checks whether the cluster has room for another number of workers
 _POLL_S, _STOP_S = 0.5, 60.0
-_rank: subprocess.Popen[bytes] | None = None  # in a worker of Ray's, the process that it has started
+_rank: subprocess.Popen[bytes] | None = None  # in a Ray worker: the process that it has started
 
 
 class RanksBackend(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Have all ranks save and stop before Ray ends their workers, to go on with more or fewer."""
+        """Have all ranks save and stop before Ray ends their workers, to continue with more or fewer."""
         worker_group.execute(stop_rank)
 
 
@@ -67,11 +67,11 @@ def stop_rank() -> None:
 
 
 def run_rank(words: Sequence[str], directory: Path, run_dir: Path, stop: Any) -> int:
-    """Train as one rank, in a worker of Ray's; return the trainer's exit status.
+    """Train as one rank, in a Ray worker; return the trainer's exit status.
 
     Args:
-        words: of the command line, behind `dali-train train`.
-        directory: where it was given.
+        words: the command line's, after `dali-train train`.
+        directory: working directory of the command line.
         stop: the handle of an actor that is an Event.
 
     Raises:
@@ -114,7 +114,7 @@ def _rendezvous_address() -> tuple[str, int, str]:
 def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int:
     """Train on between workers[0] and workers[1] ranks; return the trainer's exit status."""
     run_dir, device = Path(config.run.dir).absolute(), config.run.device
-    stop = ray.remote(num_cpus=0)(Event).remote()  # an actor, by which workers hear of a Ctrl-C
+    stop = ray.remote(num_cpus=0)(Event).remote()  # an actor, which tells the workers of Ctrl-C
     trainer = DataParallelTrainer(
         partial(run_rank, words, Path.cwd(), run_dir, stop),
         backend_config=Ranks(),
@@ -123,7 +123,7 @@ def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int
             use_gpu=device == "cuda" or (device == "auto" and "GPU" in ray.cluster_resources()),
             elastic_resize_monitor_interval_s=RESIZE_S,
         ),
-        # `run_rank` returns what is not to be tried again; what is left are lost nodes, and failures after progress.
+        # Errors that a retry cannot fix are returned, so only lost nodes and failures after progress are retried.
         run_config=RunConfig(storage_path=str(run_dir / "ray"), failure_config=FailureConfig(max_failures=-1)),
     )
 
@@ -135,7 +135,7 @@ def train(config: Config, words: Sequence[str], workers: tuple[int, int]) -> int
 
     signal.signal(signal.SIGINT, note)
     signal.signal(signal.SIGTERM, note)
-    try:  # in another thread than the main one, where Ray Train takes Ctrl-C as the wish to end at once
+    try:  # not in the main thread, where Ray Train handles Ctrl-C by ending at once
         return int(ThreadPoolExecutor(1).submit(trainer.fit).result().return_value)
     except TrainingFailedError as error:
         raise RunError(f"Ray gave up: {error}") from error
@@ -146,7 +146,7 @@ def convert(words: Sequence[str], threads: int, parts: int | None) -> int:
     total = parts or max(1, int(ray.cluster_resources()["CPU"]) // threads)
     if status := data.main("convert", [*words, "--plan"]):
         return status
-    task = ray.remote(num_cpus=threads)(convert_part)  # which Ray starts again, three times, if its node is lost
+    task = ray.remote(num_cpus=threads)(convert_part)  # which Ray restarts, up to three times, if its node is lost
     statuses = ray.get([task.remote([*words, "--part", f"{i}/{total}"], Path.cwd()) for i in range(1, total + 1)])
     return max(statuses) or data.main("convert", [*words, "--finish"])
 

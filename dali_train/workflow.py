@@ -105,14 +105,14 @@ ENVIRONMENT = flyte.TaskEnvironment(
     resources=Machine().resources(),
 )
 TRACKER_VARIABLES = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME")
-"""What a cluster's tasks get of this machine's environment; keys are secrets, and do not belong here."""
+"""Variables of this machine's environment that a cluster's tasks get too; API keys are passed as secrets instead."""
 WANDB_KEY = flyte.Secret(key="wandb-api-key", as_env_var="WANDB_API_KEY")
 
 
 @ENVIRONMENT.task(retries=2)
 def data_task(dataset: str, machine: Machine) -> Dataset:
-    """Download and convert a dataset, unless that is done, and verify it, or the one in a directory, before any rank
-    starts. Not cached: what is trained on is read at each start."""
+    """Download and convert a dataset unless that is done, or take the one in a directory, and verify it before any rank
+    starts. Not cached, so that the files are read again at each start."""
     directory = Path(dataset)
     if dataset in DATASETS:
         directory = Path(machine.work).absolute() / "datasets" / dataset
@@ -128,10 +128,10 @@ def data_task(dataset: str, machine: Machine) -> Dataset:
 
 @ENVIRONMENT.task(cache=CACHE, retries=2, report=True, interruptible=True)
 def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, machine: Machine) -> TrainingOutputs:
-    """Train, or resume what an earlier attempt has saved.
+    """Train, or resume from what an earlier attempt saved.
 
     Args:
-        hyperparameters: all that decides the outputs, as JSON; with `fingerprint` it is the cache's key.
+        hyperparameters: everything that decides the outputs, as JSON; with `fingerprint`, the cache key.
         fingerprint: of the dataset.
         config: all settings, as in a run's config.json.
     """
@@ -163,7 +163,7 @@ def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, 
 
 @ENVIRONMENT.task
 def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutputs:
-    """Prepare the dataset, then train on it, unless the cache has what the same content gave."""
+    """Prepare the dataset, then train on it, unless the cache has the outputs for the same content."""
     settings = config_from_json(config, "the task's config")
     prepared = data_task(dataset, machine)
     online = "wandb" in settings.hooks.trackers and os.environ.get("WANDB_MODE", "online") == "online"
@@ -177,7 +177,7 @@ def train_workflow(dataset: str, config: str, machine: Machine) -> TrainingOutpu
 
 
 def hyperparameters(config: Config) -> str:
-    """Return what decides a training's outputs beside the dataset, as JSON: settings, and digests of their files."""
+    """Return what decides a training's outputs besides the dataset, as JSON: settings and digests of their files."""
     data, length = config.data, config.run
     # Besides the recipe: where a training begins and ends, and how its accuracies are measured.
     evaluated = [data.eval_size, data.eval_resize, data.eval_resize_to]
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise (ConfigError if is_mistake else RunError)(str(error)) from error
         except KeyboardInterrupt:
             ranks = multiprocessing.active_children()
-            for rank in ranks:  # Flyte's thread waits for them, and they agree to save and stop
+            for rank in ranks:  # they save and stop, and Flyte's thread waits for them
                 rank.terminate()
             for rank in ranks:
                 rank.join()
@@ -274,7 +274,7 @@ def _data(action: str, *words: str) -> None:
 
 
 def _never_again(error: Exception) -> flyte.errors.NonRecoverableError:
-    """Mark a mistake that a retry would meet again."""
+    """Mark an error that a retry would run into again."""
     return flyte.errors.NonRecoverableError(str(error), type(error).__name__)
 
 

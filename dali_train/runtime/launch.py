@@ -166,7 +166,7 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
                 f"two launchers at once: {name} is {environ[name]}, but in the Slurm step it would be {expected} "
                 f"(SLURM_PROCID {rank} of SLURM_NTASKS {world_size}); unset {name}, or start torchrun itself with srun"
             )
-    # Batch scripts often export these two, which is better than a guess.
+    # If a batch script exports these two, they are better than a guess.
     host = options.host or (variables.text("MASTER_ADDR") if environ.get("MASTER_ADDR") else None)
     port = variables.number("MASTER_PORT", least=1, most=_LARGEST_PORT) if "MASTER_PORT" in environ else None
     return Launch(

@@ -154,7 +154,7 @@ class _Ranks:
                 started = set(multiprocessing.active_children()) - self._others
                 self._processes = sorted(started, key=lambda process: process.pid or 0)
                 continue
-            if not self._first_ended:  # by what does not reap them: that is the agent's part
+            if not self._first_ended:  # without reaping: the agent waits for its children
                 ended = connection.wait([process.sentinel for process in self._processes], timeout=0)
                 self._first_ended = {rank for rank, process in enumerate(self._processes) if process.sentinel in ended}
             self._has_begun = self._has_begun or _handles_signals(self._processes[0])

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from dali_train.config.check import Rule, from_json
 from dali_train.errors import ConfigError, UserError
@@ -56,7 +56,7 @@ class Holder:
             pid_start=_pid_start(os.getpid()) or 0,
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
             job=environ.get("SLURM_JOB_ID", ""),
-            job_restarts=int(restarts) if restarts.isdecimal() else 0,
+            job_restarts=int(restarts) if restarts.isdecimal() and len(restarts) < 10 else 0,
         )
 
     def describe(self) -> str:
@@ -103,8 +103,8 @@ class RunLock:
         self._closing.set()
         self._thread.join()
         try:
-            found = _read(self._path)
-            if found is not None and found[0] == self.holder:
+            lock = _read(self._path)
+            if lock is not None and lock[0] == self.holder:
                 self._path.unlink(missing_ok=True)
         except OSError as error:
             print(f"{self._path} could not be removed ({error}): the next start takes it over", file=sys.stderr)
@@ -112,22 +112,28 @@ class RunLock:
     def _acquire(self, say: Callable[[str], None]) -> None:
         start, first = time.monotonic(), None
         while not _create(self._path, self.holder):
-            found = _read(self._path)
-            if found is None:
+            lock = _read(self._path)
+            if lock is None:
                 continue  # released just now
-            holder, waited_s = found[0], time.monotonic() - start
-            gone = holder.is_gone(self.holder) if holder is not None else None
-            who = holder.describe() if holder is not None else "an unknown process"
+            holder, heartbeat = lock
+            has_ended = holder.is_gone(self.holder) if holder is not None else None
+            described = holder.describe() if holder is not None else "an unknown process"
             if first is None:
-                first = found
-                if gone is None:
-                    say(f"run.dir was last used by {who}: waiting up to {STALE_S:.0f} s for a heartbeat")
-            if not gone and (holder != first[0] or (found != first if gone is None else waited_s >= _GRACE_S)):
+                first = lock
+                if has_ended is None:
+                    say(f"run.dir was last used by {described}: waiting up to {STALE_S:.0f} s for a heartbeat")
+            decision = _decide(
+                has_ended,
+                is_another=holder != first[0],
+                has_beaten=heartbeat != first[1],
+                waited_s=time.monotonic() - start,
+            )
+            if decision == "refuse":
                 raise ConfigError(
-                    f"run.dir {self._path.parent} is in use: {who} trains there. Wait for it, end it, or choose "
+                    f"run.dir {self._path.parent} is in use: {described} trains there. Wait for it, end it, or choose "
                     "another run.dir"
                 )
-            if gone is False or (gone is None and waited_s < STALE_S):
+            if decision == "wait":
                 time.sleep(BEAT_S / 3)
             elif self._take_over(holder):
                 return
@@ -137,22 +143,22 @@ class RunLock:
 
         If two do so at once the last one wins, and the other finds the winner's name here or at its next heartbeat.
         """
-        found = _read(self._path)
-        if found is not None and found[0] != dead:
+        lock = _read(self._path)
+        if lock is not None and lock[0] != dead:
             return False
-        own = self._path.with_name(f".{FILE}.{self.holder.token}")
-        _create(own, self.holder)
-        own.replace(self._path)
-        time.sleep(0.2)
-        found = _read(self._path)
-        return found is not None and found[0] == self.holder
+        mine = self._path.with_name(f".{FILE}.{self.holder.token}")
+        _create(mine, self.holder)
+        mine.replace(self._path)
+        time.sleep(0.2)  # for another process that does the same
+        lock = _read(self._path)
+        return lock is not None and lock[0] == self.holder
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):
             if loss := self._refresh():
                 print(
-                    f"{self._path} is lost: {loss}. This process ends, so that not two train there; start again to "
-                    "resume",
+                    f"{self._path} is lost: {loss}. This process ends, so that only one trains there; start again "
+                    "to resume",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -161,11 +167,11 @@ class RunLock:
     def _refresh(self) -> str:
         """Send a heartbeat; return how the lock was lost, or an empty string."""
         try:
-            found = _read(self._path)
-            if found is None:
+            lock = _read(self._path)
+            if lock is None:
                 return "the file is gone"
-            if found[0] != self.holder:
-                return f"it names {found[0].describe() if found[0] is not None else 'nobody'}"
+            if lock[0] != self.holder:
+                return f"it names {lock[0].describe() if lock[0] is not None else 'nobody'}"
             if time.monotonic() - self._refreshed < STALE_S:
                 os.utime(self._path)
                 self._refreshed = time.monotonic()
@@ -173,6 +179,35 @@ class RunLock:
             pass  # the file server is away: a later beat may reach it
         silent_s = time.monotonic() - self._refreshed
         return f"it was not refreshed for {silent_s:.0f} s, so another run may own it" if silent_s >= STALE_S else ""
+
+
+def _decide(
+    has_ended: bool | None, *, is_another: bool, has_beaten: bool, waited_s: float
+) -> Literal["take over", "wait", "refuse"]:
+    """Return what to do about a lock that exists.
+
+    | its holder                                   | the decision                              |
+    |----------------------------------------------|-------------------------------------------|
+    | has ended                                    | take over                                 |
+    | is not the one of the first look             | refuse: another start was faster          |
+    | runs on this machine                         | wait _GRACE_S for its end, then refuse    |
+    | is on another machine, and sent a heartbeat  | refuse                                    |
+    | is on another machine, and is silent         | wait STALE_S for a heartbeat, then take over |
+
+    Args:
+        has_ended: None: this machine cannot tell.
+        is_another: than at the first look.
+        has_beaten: since the first look.
+    """
+    if has_ended:
+        return "take over"
+    if is_another:
+        return "refuse"
+    if has_ended is False:
+        return "wait" if waited_s < _GRACE_S else "refuse"
+    if has_beaten:
+        return "refuse"
+    return "wait" if waited_s < STALE_S else "take over"
 
 
 def find_holder(directory: Path) -> Holder | None:
@@ -199,7 +234,7 @@ def _create(path: Path, holder: Holder) -> bool:
 
 
 def _read(path: Path) -> tuple[Holder | None, float] | None:
-    """Return the holder that a lock names (None: it names none) and its time of change; None: there is no lock.
+    """Return the holder that a lock names, None if it names none, and the time of its last heartbeat; None: no lock.
 
     The file is opened, since NFS then asks the server instead of remembering.
 

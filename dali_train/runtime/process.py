@@ -76,7 +76,7 @@ def choose_device(name: str, launch: Launch) -> "torch.device":
         )
     if name == "cpu" or not num_gpus:
         return torch.device("cpu")
-    # Where a launcher shows each process only its own GPU, the local rank is out of range, so it wraps around.
+    # A launcher may show each process only its own GPU; the local rank, then out of range, wraps around.
     return torch.device("cuda", launch.local_rank % num_gpus)
 
 

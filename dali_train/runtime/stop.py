@@ -68,7 +68,7 @@ class StopRequests:
         self._before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGUSR1, self._note)
         signal.signal(signal.SIGTERM, self._note)
-        self._interrupts = self._calls = 0  # Ctrl-C as often as it was heard, and noticed by the main thread
+        self._received = self._handled = 0  # number of Ctrl-C received, and handled by the main thread
         signal.signal(signal.SIGINT, self._interrupt)
         self._pipe_end: int | None = None
         self._listen()
@@ -85,18 +85,19 @@ class StopRequests:
         self._signal = max(self._signal, StopReason.USR1 if number == signal.SIGUSR1 else StopReason.TERM)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Python calls this between two of its own instructions, so a long computation in C++ delays it."""
-        self._calls += 1
-        if self._calls > 1 or self._interrupts > 1:
+        """Handle Ctrl-C in the main thread, between two of Python's instructions: long after `_receive_always` has seen
+        it, if the main thread computes outside Python."""
+        self._handled += 1
+        if self._handled > 1 or self._received > 1:
             raise KeyboardInterrupt
-        self._hear()
+        self._stop_after_step()
 
     def saved(self) -> None:
         """Forget earlier signals, once the run is saved: from here on they only end its last upload."""
         self._is_saved, self._signal = True, StopReason.NONE
-        self._interrupts = self._calls = 0
+        self._received = self._handled = 0
 
-    def _hear(self) -> None:
+    def _stop_after_step(self) -> None:
         if self._signal != StopReason.INTERRUPT:
             self._signal = StopReason.INTERRUPT
             now = "the run is saved, ending its upload" if self._is_saved else "stopping after this step"
@@ -111,35 +112,40 @@ class StopRequests:
         )
 
     def _listen(self) -> None:
-        """Hear signals also while the main thread is outside Python: the C handler writes them into a pipe."""
-        heard, written = os.pipe()
-        os.set_blocking(written, False)
-        before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        if before != -1:  # an event loop's, as in a notebook: it stays, Ctrl-C is heard between Python's instructions
+        """Receive signals while the main thread is outside Python too: the C handler writes them into a pipe."""
+        reading_end, writing_end = os.pipe()
+        os.set_blocking(writing_end, False)
+        before = signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
+        if before != -1:  # an event loop's, as in a notebook: it stays, and Ctrl-C waits for the main thread
             signal.set_wakeup_fd(before)
-            os.close(heard)
-            os.close(written)
+            os.close(reading_end)
+            os.close(writing_end)
             return
-        self._pipe_end = written
-        threading.Thread(target=self._count, args=(heard,), name="signals", daemon=True).start()
+        self._pipe_end = writing_end
+        threading.Thread(target=self._receive_always, args=(reading_end,), name="signals", daemon=True).start()
 
-    def _count(self, heard: int) -> None:
+    def _receive_always(self, pipe: int) -> None:
+        """Handle each signal that the C handler writes into `pipe`, until its other end is closed.
+
+        The first Ctrl-C asks for a stop. At the second the main thread raises KeyboardInterrupt, as soon as it runs
+        Python again, and has `_LAST_WORDS_S` to end; then, or at a third, this thread ends the process.
+        """
         while True:
-            # After the second the main thread has a few seconds for its own ending, and a third waits for nothing.
-            ready, _, _ = select.select([heard], [], [], _LAST_WORDS_S if self._interrupts > 1 else None)
-            byte = os.read(heard, 1) if ready else bytes([signal.SIGINT])
+            is_ending = self._received > 1
+            has_signal, _, _ = select.select([pipe], [], [], _LAST_WORDS_S if is_ending else None)
+            byte = os.read(pipe, 1) if has_signal else bytes([signal.SIGINT])  # the time is over: as a third Ctrl-C
             if not byte:
-                os.close(heard)
+                os.close(pipe)
                 return
             if byte[0] in (signal.SIGUSR1, signal.SIGTERM):
                 self._note(byte[0], None)
-                continue
-            self._interrupts += byte[0] == signal.SIGINT
-            if self._interrupts == 1:
-                self._hear()
-            elif self._interrupts > 2:
-                os.write(2, f"{self.last_words}\n".encode())
-                os._exit(128 + signal.SIGINT)
+            elif byte[0] == signal.SIGINT:
+                self._received += 1
+                if self._received == 1:
+                    self._stop_after_step()
+                elif self._received > 2:
+                    os.write(2, f"{self.last_words}\n".encode())
+                    os._exit(128 + signal.SIGINT)
 
     def ignore_further(self) -> None:
         """Ignore signals once the run is saved, because Python removes its handlers before the process ends."""

@@ -20,8 +20,8 @@ from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this node's ranks and return their exit status, or 75 after a signal, which the ranks also received."""
-    # With a store that all rounds of the rendezvous share, the first node says where it is in the first round alone,
-    # and one that joins later waits for it until both give up (torch 2.15, DynamicRendezvousHandler.next_rendezvous).
+    # With a store shared by all rounds of the rendezvous, the first node publishes its address in the first round only;
+    # a node that joins later waits for it until both give up (torch 2.15, DynamicRendezvousHandler.next_rendezvous).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         run(parse_args(sys.argv[1:] if arguments is None else arguments))
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SignalException:
         return START_AGAIN
     except ChildFailedError as error:
-        # One of them may have been ended by torchrun before it could say the same as the first.
+        # torchrun may have ended one of them before it could end with the same status as the first.
         statuses = {failure.exitcode for failure in error.failures.values()} - {-signal.SIGTERM}
         if statuses == {START_AGAIN}:
             return START_AGAIN

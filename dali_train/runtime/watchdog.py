@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 LATE_S = 30.0  # without progress: rank 0 logs which ranks it waits for
 BEAT_S = 1.0
 SILENT_S = 4.0  # without a beat: dead, stopped or unreachable
-# Ranks take their time in these phases: what is too long the process group's timeout decides.
+# These phases may take long: only the process group's timeout ends them.
 _LONG_PHASES = {"start", "evaluation", "checkpoint"}
 _PROGRESS = {"start": 0, "data": 1}  # within a step; ranks wait for one another in all phases after these
 _MISSING = "Missing or late: "
@@ -150,33 +150,35 @@ class Watchdog:
         lost_peer = _is_lost_peer(error)
         first_line = next(iter(str(error).splitlines()), "")
         ended = f"{type(error).__name__}: {first_line}"
-        answers = self._send_last(ended, lost_peer=lost_peer)
-        if lost_peer:
+        store_answers = self._send_last(ended, lost_peer=lost_peer)
+        if lost_peer:  # a consequence: name the rank that others wait for
             self._write_report(f"lost touch with the other ranks: {first_line}")
-            self._cause, self._cause_reported_elsewhere = self._find_cause(answers)
-        elif isinstance(error, UserError):
+            self._cause, self._cause_reported_elsewhere = self._find_cause(store_answers)
+        elif isinstance(error, UserError):  # one line, which the first of the ranks prints
             error.reported_elsewhere = self._is_reported_elsewhere(str(error))
-        elif isinstance(error, Exception) and self._is_reported_elsewhere(
-            re.sub(r"\d+", "#", ended)
-        ):  # ignoring digits (ranks, devices)
-            self._cause, self._cause_reported_elsewhere = ended, True  # printed by another rank
+        # A traceback, which the first of the ranks prints; digits are ranks and devices.
+        elif isinstance(error, Exception) and self._is_reported_elsewhere(re.sub(r"\d+", "#", ended)):
+            self._cause, self._cause_reported_elsewhere = ended, True
         if self._launch.rank == 0 and not lost_peer:
             self._wait(2 * BEAT_S, lambda: all(beat.ended for beat, _ in self._beats.values()))
         return self._cause
 
     def _find_cause(self, store_answers: bool) -> tuple[str, bool]:
-        """Return why this rank has lost contact with others, and whether another rank reports it."""
+        """Return why this rank has lost touch with others, and whether another rank reports it.
+
+        Rank 0 sees all heartbeats and names who is missing. If its store does not answer, rank 0 itself is the cause:
+        then one rank of each host reports that, unless rank 0 had said goodbye, having reported its own error.
+        """
         launch = self._launch
         if launch.rank == 0:
-            self._wait(SILENT_S + BEAT_S)  # silence shows by waiting
+            self._wait(SILENT_S + BEAT_S)  # a rank is silent only after some seconds
             self.beat()
             return f"lost touch with other ranks. {name_missing(self._silences(), launch.world_size)}", False
         if store_answers:
             return "lost touch with other ranks: rank 0 says which", True
-        ended = any(beat.rank == 0 and beat.ended for beat, _ in self._beats.values())
-        first_here = launch.local_rank == 0 or launch.rank == 1
+        rank_0_reported = any(beat.rank == 0 and beat.ended for beat, _ in self._beats.values())
         cause = f"the store of rank 0 on {launch.host}:{launch.port} does not answer: rank 0 ended first"
-        return f"lost touch with other ranks: {cause}", ended or not first_here
+        return f"lost touch with other ranks: {cause}", rank_0_reported or not self._speaks_for_host
 
     def _is_reported_elsewhere(self, message: str) -> bool:
         """Return whether another rank has ended with the same message before this one."""
@@ -211,7 +213,7 @@ class Watchdog:
             ended=self._ended,
             lost_peer=self._lost_peer,
         )
-        is_asking = rank == 0 and (self._age() >= BEAT_S or self._ended != "")  # not with each step: there may be many
+        is_asking = rank == 0 and (self._age() >= BEAT_S or self._ended != "")  # if all is well, not for every rank
         try:
             self._store.set(self._keys[rank], json.dumps(asdict(beat)))
             answers = self._store.multi_get(self._keys if is_asking else self._keys[:1])
@@ -241,6 +243,11 @@ class Watchdog:
             self._write_report(f"no progress for {age:.0f} s (parallel.timeout_s is {self._timeout_s:g})")
         return self._launch.world_size > 1 and self._position.phase not in _LONG_PHASES
 
+    @property
+    def _speaks_for_host(self) -> bool:
+        """Whether this rank reports that rank 0 is gone: one rank of each host, on rank 0's own host rank 1."""
+        return self._launch.local_rank == 0 or self._launch.rank == 1
+
     def _age(self) -> float:
         """Return the seconds since this rank entered its phase."""
         return self._now() - self._position.phase_start
@@ -262,8 +269,7 @@ class Watchdog:
             missing = name_missing(self._silences(), self._launch.world_size)
             if phase not in _LONG_PHASES or missing.startswith(_MISSING):
                 self._say(f"no progress for {age:.0f} s in phase {phase} of step {step}. {missing}")
-        # Rank 0 cannot report its own silence: one rank of each host does, and rank 1 where rank 0's host has more.
-        elif self._launch.local_rank == 0 or self._launch.rank == 1:
+        elif self._speaks_for_host:
             silent_s = self._now() - self._answered
             if self._store is not None and silent_s >= self._late_s / 2:
                 known = [beat.describe(silent_s) for beat, _ in self._beats.values()]
@@ -354,7 +360,7 @@ def _progress(beat: Beat) -> tuple[int, int]:
 
 
 def _connect(launch: Launch) -> dist.Store:
-    """Open a connection of our own: the process group's is busy while the main thread waits in it."""
+    """Open a second connection: the process group's is busy while the main thread waits in it."""
     store = dist.TCPStore(
         launch.host, launch.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
     )
