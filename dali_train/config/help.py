@@ -60,8 +60,9 @@ def settings_help(config: Config, command: str, only: Sequence[str] = ()) -> str
             if name + "." in KWARGS:
                 lines += [f"  {bold}--{name}.{each}{plain} = {_written(one)}" for each, one in value.items()]
                 lines.append(f"  {bold}--{name}.NAME{plain} VALUE")
-            paragraphs = [text] if name + "." in KWARGS else [f"Use {allowed(setting.hint)}.", text]
-            for paragraph in paragraphs:
+            words_allowed = allowed(setting.hint)
+            is_free = name + "." in KWARGS or words_allowed in ("text", "text, or None")
+            for paragraph in [text] if is_free else [f"Use {words_allowed}.", text]:
                 lines += textwrap.wrap(paragraph, columns, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
 
