@@ -156,7 +156,7 @@ def test_unknown_operators_are_refused(config: Config) -> None:
 
 def drawn_for(epochs: np.ndarray, images: np.ndarray) -> Images:
     sides = np.ones(len(images), int)
-    return Images(epochs=epochs, images=images, heights=sides, widths=sides)
+    return Images(epochs=epochs, numbers=images, heights=sides, widths=sides)
 
 
 def test_draws_are_pure_functions_of_image_and_epoch() -> None:

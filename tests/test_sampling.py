@@ -63,7 +63,7 @@ def rows_of(num_images: int) -> np.ndarray:
 def images_of(count: int, heights: Any = 1, widths: Any = 1, *, epoch: int = 0) -> Images:
     """What the draws take: an epoch of `count` images of these sizes."""
     sizes = {"heights": np.broadcast_to(heights, count), "widths": np.broadcast_to(widths, count)}
-    return Images(epochs=np.full(count, epoch), images=np.arange(count), **sizes)
+    return Images(epochs=np.full(count, epoch), numbers=np.arange(count), **sizes)
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])

@@ -122,7 +122,7 @@ def dali_sharpness(images: Any, factor: Any) -> Any:
     sharp = np.zeros((3, 3), dtype=np.float32)
     sharp[1, 1] = 1
     kernel = types.Constant(smooth) + types.Constant(sharp - smooth) * factor
-    return fn.experimental.filter(images, _beside(kernel, images))  # type: ignore[attr-defined]
+    return fn.filter(images, _beside(kernel, images))
 
 
 def cutout(radius: int) -> tuple[CpuForm, DaliForm]:

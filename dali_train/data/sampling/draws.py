@@ -10,7 +10,7 @@ from dali_train.config import MixupConfig
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled, uniform
 
 Candidates = Callable[[NDArray[np.intp], NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.bool_]]]
-"""Takes (who, attempts), returns (boxes, whether they fit): of image ``who[i]`` at attempt ``attempts[i]``, from 1."""
+"""Takes (rows, attempts), returns (boxes, whether they fit): of image ``rows[i]`` at ``attempts[i]``, from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,14 @@ class Images:
     """What the draws of n images depend on besides the seed, each (n,)."""
 
     epochs: NDArray[np.int64]
-    images: NDArray[np.int64]
+    numbers: NDArray[np.int64]  # in the split
     heights: NDArray[np.int64]  # pixels
     widths: NDArray[np.int64]
 
 
 def crop_boxes(
     seed: int,
-    of: Images,
+    images: Images,
     *,
     area: tuple[float, float],
     aspect: tuple[float, float],
@@ -37,9 +37,9 @@ def crop_boxes(
     `aspect` (width / height), then the largest central box with an allowed ratio.
     """
 
-    def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        draws = uniform(seed, purpose, attempts, low=of.images[who], high=of.epochs[who])
-        height, width = of.heights[who], of.widths[who]
+    def candidates(rows: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        draws = uniform(seed, purpose, attempts, low=images.numbers[rows], high=images.epochs[rows])
+        height, width = images.heights[rows], images.widths[rows]
         target = height * width * (area[0] + draws[:, 0] * (area[1] - area[0]))
         ratio = np.exp(log_aspect[0] + draws[:, 1] * (log_aspect[1] - log_aspect[0]))
         box_width = np.rint(np.sqrt(target * ratio)).astype(np.int64)
@@ -49,18 +49,18 @@ def crop_boxes(
         fits = (box_width > 0) & (box_width <= width) & (box_height > 0) & (box_height <= height)
         return np.stack([top, left, box_height, box_width], axis=-1), fits
 
-    def central(who: NDArray[np.intp]) -> NDArray[np.int64]:
-        height, width = of.heights[who], of.widths[who]
+    def central(rows: NDArray[np.intp]) -> NDArray[np.int64]:
+        height, width = images.heights[rows], images.widths[rows]
         box_width = np.clip(np.rint(height * aspect[1]).astype(np.int64), 1, width)
         box_height = np.clip(np.rint(width / aspect[0]).astype(np.int64), 1, height)
         return np.stack([(height - box_height) // 2, (width - box_width) // 2, box_height, box_width], axis=-1)
 
     log_aspect = np.log(aspect)
-    return _first_that_fits(candidates, len(of.images), central)
+    return _first_that_fits(candidates, len(images.numbers), central)
 
 
 def inception_boxes(
-    seed: int, of: Images, *, area: tuple[float, float], aspect: tuple[float, float]
+    seed: int, images: Images, *, area: tuple[float, float], aspect: tuple[float, float]
 ) -> NDArray[np.int32]:
     """Draw TensorFlow's sample_distorted_bounding_box, the original Inception crop, in the form of `crop_boxes`.
 
@@ -70,9 +70,9 @@ def inception_boxes(
     the whole image.
     """
 
-    def candidates(who: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        draws = uniform(seed, Purpose.CROP, attempts, low=of.images[who], high=of.epochs[who])
-        height, width = of.heights[who], of.widths[who]
+    def candidates(rows: NDArray[np.intp], attempts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        draws = uniform(seed, Purpose.CROP, attempts, low=images.numbers[rows], high=images.epochs[rows])
+        height, width = images.heights[rows], images.widths[rows]
         least, most = area[0] * height * width, area[1] * height * width
         ratio = aspect[0] + draws[:, 0] * (aspect[1] - aspect[0])
         highest = np.minimum(np.rint(np.sqrt(most / ratio)), height)
@@ -88,11 +88,11 @@ def inception_boxes(
         top, left = np.floor(draws[:, 2] * (height - box_height)), np.floor(draws[:, 3] * (width - box_width))
         return np.stack([top, left, box_height, box_width], axis=-1).astype(np.int64), fits
 
-    def complete(who: NDArray[np.intp]) -> NDArray[np.int64]:
-        none = np.zeros_like(of.heights[who])
-        return np.stack([none, none, of.heights[who], of.widths[who]], axis=-1)
+    def complete(rows: NDArray[np.intp]) -> NDArray[np.int64]:
+        none = np.zeros_like(images.heights[rows])
+        return np.stack([none, none, images.heights[rows], images.widths[rows]], axis=-1)
 
-    return _first_that_fits(candidates, len(of.images), complete)
+    return _first_that_fits(candidates, len(images.numbers), complete)
 
 
 BOXES = {"random-resized": crop_boxes, "inception": inception_boxes}
@@ -114,13 +114,13 @@ def _first_that_fits(
     return boxes.astype(np.int32)
 
 
-def flips(seed: int, of: Images, *, probability: float) -> NDArray[np.int32]:
+def flips(seed: int, images: Images, *, probability: float) -> NDArray[np.int32]:
     """Return 1 where the image is mirrored, else 0, shape (n,)."""
-    draws = uniform(seed, Purpose.FLIP, np.ones_like(of.images), low=of.images, high=of.epochs)
+    draws = uniform(seed, Purpose.FLIP, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
     return (draws[:, 0] < probability).astype(np.int32)
 
 
-def padded_crops(seed: int, of: Images, *, side: int, padding: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def padded_crops(seed: int, images: Images, *, side: int, padding: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Draw squares of `side` pixels from images with `padding` black pixels on each side, as torchvision's RandomCrop.
 
     The square must be larger than the padding, and not larger than the padded images.
@@ -129,10 +129,10 @@ def padded_crops(seed: int, of: Images, *, side: int, padding: int) -> tuple[NDA
         boxes, (n, 4): the part of the square inside the image: top, left, height, width in pixels of the stored image.
         offsets, (n, 2): where that part begins in the square, from the top and from the left.
     """
-    draws = uniform(seed, Purpose.CROP, np.ones_like(of.images), low=of.images, high=of.epochs)
+    draws = uniform(seed, Purpose.CROP, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
     starts, lengths, offsets = [], [], []
-    for place, length in enumerate((of.heights, of.widths)):
-        start = np.floor(draws[:, place] * (length + 2 * padding - side + 1)).astype(np.int64) - padding
+    for axis, length in enumerate((images.heights, images.widths)):
+        start = np.floor(draws[:, axis] * (length + 2 * padding - side + 1)).astype(np.int64) - padding
         first = np.maximum(start, 0)
         starts.append(first)
         lengths.append(np.minimum(start + side, length) - first)

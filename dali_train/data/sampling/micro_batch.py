@@ -91,13 +91,13 @@ class MicroBatches:
         images, epochs = self.order.images_at(positions)
         rows = self._rows[images]
         heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
-        of = Images(epochs=epochs, images=images, heights=heights, widths=widths)
+        looks = Images(epochs=epochs, numbers=images, heights=heights, widths=widths)
         if data.crop_side is None:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
-            boxes = BOXES[data.crop](seed, of, area=data.crop_area, aspect=data.crop_aspect)
+            boxes = BOXES[data.crop](seed, looks, area=data.crop_area, aspect=data.crop_aspect)
         else:
-            boxes, offsets = padded_crops(seed, of, side=data.crop_side, padding=data.crop_padding)
-        operators, levels = draw_operators(seed, self._policy, of)
+            boxes, offsets = padded_crops(seed, looks, side=data.crop_side, padding=data.crop_padding)
+        operators, levels = draw_operators(seed, self._policy, looks)
         mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
         return MicroBatch(
             step=step,
@@ -107,10 +107,10 @@ class MicroBatches:
             labels=rows["label"].astype(np.int64),
             boxes=boxes,
             offsets=offsets,
-            flips=flips(seed, of, probability=data.horizontal_flip),
+            flips=flips(seed, looks, probability=data.horizontal_flip),
             operators=operators,
             levels=levels,
-            erased=erased_boxes(seed, of, probability=data.random_erasing, size=data.train_size),
+            erased=erased_boxes(seed, looks, probability=data.random_erasing, size=data.train_size),
             noise=erasing_noise(data, step=step, k=k),
             **vars(mixing),
             dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),

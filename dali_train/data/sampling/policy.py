@@ -156,57 +156,57 @@ _CIFAR_NAMES = {
 }
 
 
-def draw_operators(seed: int, policy: Policy, of: Images) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def draw_operators(seed: int, policy: Policy, images: Images) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return (operators, levels), each (n, policy.num_steps): indices into policy.names, and signed strengths.
 
     Each step of each image has its own counter, and so has each choice among a group's alternatives.
     """
-    count = len(of.images)
+    count = len(images.numbers)
     operators = np.zeros((count, policy.num_steps), dtype=np.int32)
     levels = np.zeros((count, policy.num_steps), dtype=np.float32)
     if policy.num_steps == 0:
         return operators, levels
     num_counters = len(policy.groups) + policy.num_steps
     blocks = np.arange(1, num_counters + 1)
-    low, high = np.repeat(of.images, num_counters), np.repeat(of.epochs, num_counters)
+    low, high = np.repeat(images.numbers, num_counters), np.repeat(images.epochs, num_counters)
     draws = uniform(seed, Purpose.AUGMENT, np.tile(blocks, count), low=low, high=high).reshape(count, num_counters, 4)
     counter = column = 0
     for group in policy.groups:
         chosen = (draws[:, counter, 0] * len(group)).astype(np.int64)
         counter += 1
-        for place in range(max(map(len, group))):
-            table = _table(policy, group, place)[chosen]
-            number, probability, level, std, highest = table.T
-            whether, sign, first, second = draws[:, counter].T
-            noise = std * np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * np.pi * second)  # Box and Muller
-            strength = np.where(np.isinf(std), level * first, level + np.where(np.isinf(std), 0, noise))
+        for number in range(max(map(len, group))):
+            table = _table(policy, group, number)[chosen]
+            operator, probability, level, std, highest = table.T
+            u_apply, u_sign, u1, u2 = draws[:, counter].T
+            noise = std * np.sqrt(-2 * np.log1p(-u1)) * np.cos(2 * np.pi * u2)  # Box and Muller
+            strength = np.where(np.isinf(std), level * u1, level + np.where(np.isinf(std), 0, noise))
             strength = np.clip(strength, 0, highest)
-            operators[:, column] = np.where(whether < probability, number, 0)
-            levels[:, column] = np.where(sign < 0.5, strength, -strength)
+            operators[:, column] = np.where(u_apply < probability, operator, 0)
+            levels[:, column] = np.where(u_sign < 0.5, strength, -strength)
             counter, column = counter + 1, column + 1
     return operators, levels
 
 
-def _table(policy: Policy, group: Group, place: int) -> NDArray[np.float64]:
-    """Return a row for each alternative: operator's number, probability, level, std, highest level at `place`."""
+def _table(policy: Policy, group: Group, number: int) -> NDArray[np.float64]:
+    """Return a row for each alternative: operator's number, probability, level, std, highest level of step `number`."""
     none = Step(operator=IDENTITY)
-    steps = [alternative[place] if place < len(alternative) else none for alternative in group]
+    steps = [alternative[number] if number < len(alternative) else none for alternative in group]
     return np.array([(policy.names.index(s.operator), s.probability, s.level, s.std, s.max_level) for s in steps])
 
 
-def erased_boxes(seed: int, of: Images, *, probability: float, size: int) -> NDArray[np.int32]:
+def erased_boxes(seed: int, images: Images, *, probability: float, size: int) -> NDArray[np.int32]:
     """Return the box to erase from each training image, (n, 4): top, left, height, width in pixels; all 0: none.
 
     Zhong et al., "Random erasing", arXiv 1708.04896, with timm's ranges: 2 % to a third of the area, aspects from 0.3
     to 1 / 0.3.
     """
     if probability == 0:
-        return np.zeros((len(of.images), 4), dtype=np.int32)
-    sides = np.full(len(of.images), size)
-    squares = replace(of, heights=sides, widths=sides)
+        return np.zeros((len(images.numbers), 4), dtype=np.int32)
+    sides = np.full(len(images.numbers), size)
+    squares = replace(images, heights=sides, widths=sides)
     boxes = crop_boxes(seed, squares, area=(0.02, 1 / 3), aspect=(0.3, 1 / 0.3), purpose=Purpose.ERASE)
-    block = np.full_like(of.images, 11)  # blocks 1 to 10 are the attempts
-    draws = uniform(seed, Purpose.ERASE, block, low=of.images, high=of.epochs)
+    block = np.full_like(images.numbers, 11)  # blocks 1 to 10 are the attempts
+    draws = uniform(seed, Purpose.ERASE, block, low=images.numbers, high=images.epochs)
     boxes[draws[:, 0] >= probability] = 0
     return boxes
 
