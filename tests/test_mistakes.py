@@ -220,6 +220,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
         "eval --config vit-b16",
         "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights",
     ),
+    ("train vit-b16 --data.root nowhere", "nowhere: this directory does not exist"),
     ("train photos.py", "--config photos.py: this file does not exist"),
     ("eval photos.py", "photos.py: eval takes a run directory; for a config write --config photos.py"),
     ("status photos.py", "photos.py: no such directory; use a run directory"),
