@@ -108,3 +108,15 @@ def test_init_knows_the_gpu(dataset: Path, tmp_path: Path, capsys: pytest.Captur
     assert (config.batch.global_batch, config.batch.micro_batch, config.model.name) == (64, 64, "dali_resnet34_cifar")
     assert main(["init", str(dataset), "--output", str(tmp_path / "config.txt")]) == 2
     assert "not a Python file" in capsys.readouterr().err
+
+
+def test_examples_follow_their_rules() -> None:
+    rules = (REPOSITORY / "examples" / "README.md").read_text()
+    folders = sorted(path for path in (REPOSITORY / "examples").iterdir() if (path / "README.md").exists())
+    assert folders
+    for folder in folders:
+        assert f"| [{folder.name}]({folder.name}) |" in rules
+        text = (folder / "README.md").read_text()
+        assert "Last run: " in text and "Maintained by: " in text and list(folder.glob("test_*.py"))
+    for path in (REPOSITORY / "dali_train").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) examples\b", path.read_text(), flags=re.MULTILINE), path

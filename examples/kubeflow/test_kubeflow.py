@@ -11,7 +11,6 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
-import kubeflow_trainer_api.models as kubeflow
 import pytest
 import yaml
 
@@ -19,6 +18,7 @@ import dali_train
 from dali_train.cli import main
 from dali_train.hooks import RunEnd, RunStart
 
+kubeflow = pytest.importorskip("kubeflow_trainer_api.models")  # requirements.txt
 FOLDER = Path(__file__).parent
 
 
