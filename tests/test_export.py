@@ -353,13 +353,13 @@ def test_diff_names_the_first_draw_that_differs(
     assert status == 1
     assert "data.horizontal_flip: 0.5 | 1.0" in output
     assert re.search(
-        r"first difference: step 0, micro-batch 0, place \d \(image (\d+) \| \1\), flips: 0 \| 1", output
+        r"first difference: step 0, micro-batch 0, position \d \(image (\d+) \| \1\), flips: 0 \| 1", output
     ), output
     assert re.search(r"losses\n  first difference: step 1, \S+ \| \S+ \(\S+ relative\)", output), output
 
     seeds = make_run(("num_threads=1", "num_threads=1, seed=1"))
     _, output = diff_of(capsys, finished, seeds)
-    assert re.search(r"step 0, micro-batch 0, place 0 \(image \d+ \| \d+\), images: \d+ \| \d+", output), output
+    assert re.search(r"step 0, micro-batch 0, position 0 \(image \d+ \| \d+\), images: \d+ \| \d+", output), output
 
 
 def test_diff_tells_another_rate_from_another_sample(

@@ -34,7 +34,7 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
         ConfigError, DatasetError: there is no such run, or its dataset is gone.
     """
     runs = ReportedRun(first), ReportedRun(second)
-    findings = [f"{name}: {ours} | {theirs}" for name, (ours, theirs) in differences(runs)]
+    findings = [f"{name}: {first_value} | {second_value}" for name, (first_value, second_value) in differences(runs)]
     print("settings")
     for finding in findings or ["the same"]:
         print(f"  {printable(finding)}")
@@ -73,19 +73,19 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
 
 def compare_losses(first: ReportedRun, second: ReportedRun) -> str:
     """Return the first logged loss that differs and the largest difference; empty if there is none."""
-    ours, theirs = ({event["step"]: event["loss"] for event in run.train} for run in (first, second))
-    common = sorted(ours.keys() & theirs.keys())
+    one, other = ({event["step"]: event["loss"] for event in run.train} for run in (first, second))
+    common = sorted(one.keys() & other.keys())
     if not common:
         return "no step has a logged loss in both runs"
-    different = [step for step in common if not np.array_equal(ours[step], theirs[step], equal_nan=True)]
+    different = [step for step in common if not np.array_equal(one[step], other[step], equal_nan=True)]
     if not different:
         return ""
-    relative = {step: abs(ours[step] - theirs[step]) / max(abs(ours[step]), 1e-300) for step in different}
+    relative = {step: abs(one[step] - other[step]) / max(abs(one[step]), 1e-300) for step in different}
     largest = max(relative, key=lambda step: relative[step])
-    at = different[0]
+    step = different[0]
     return (
-        f"first difference: step {at}, {ours[at]!r} | {theirs[at]!r} ({relative[at]:.1e} relative); largest at step "
-        f"{largest}, {relative[largest]:.1e}; {len(different)} of {len(common)} lines differ"
+        f"first difference: step {step}, {one[step]!r} | {other[step]!r} ({relative[step]:.1e} relative); largest at "
+        f"step {largest}, {relative[largest]:.1e}; {len(different)} of {len(common)} lines differ"
     )
 
 
@@ -96,18 +96,22 @@ def _difference(first: MicroBatch, second: MicroBatch) -> str:
         difference = _first_row(name, getattr(first, name), getattr(second, name))
         if difference:
             row, message = difference
-            where = f"place {row} (image {first.images[row]} | {second.images[row]}), " if row is not None else ""
+            where = f"position {row} (image {first.images[row]} | {second.images[row]}), " if row is not None else ""
             return where + message
     return ""
 
 
-def _first_row(name: str, ours: Any, theirs: Any) -> tuple[int | None, str] | None:
+def _first_row(name: str, first_value: Any, second_value: Any) -> tuple[int | None, str] | None:
     """Return (row, what differs there), row None for what is not an array over the images; None if they are equal."""
-    if not isinstance(ours, np.ndarray) or not isinstance(theirs, np.ndarray):
-        return None if ours is theirs or ours == theirs else (None, f"{name}: {ours} | {theirs}")
-    if ours.shape != theirs.shape:
-        return None, f"{name}: {len(ours)} | {len(theirs)} images"
-    if not ours.size:  # such as the boxes of CutMix where none is drawn
+    if not isinstance(first_value, np.ndarray) or not isinstance(second_value, np.ndarray):
+        return (
+            None
+            if first_value is second_value or first_value == second_value
+            else (None, f"{name}: {first_value} | {second_value}")
+        )
+    if first_value.shape != second_value.shape:
+        return None, f"{name}: {len(first_value)} | {len(second_value)} images"
+    if not first_value.size:  # such as the boxes of CutMix where none is drawn
         return None
-    rows = np.flatnonzero((ours != theirs).reshape(len(ours), -1).any(axis=1))
-    return (int(rows[0]), f"{name}: {ours[rows[0]]} | {theirs[rows[0]]}") if len(rows) else None
+    rows = np.flatnonzero((first_value != second_value).reshape(len(first_value), -1).any(axis=1))
+    return (int(rows[0]), f"{name}: {first_value[rows[0]]} | {second_value[rows[0]]}") if len(rows) else None

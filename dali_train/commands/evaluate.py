@@ -175,11 +175,14 @@ def differences_from_run(checkpoint: Checkpoint, config: Config, split: Split) -
     differences = changes_between({n: saved[n] for n in _DECISIVE if n in saved}, {n: current[n] for n in _DECISIVE})
     names = checkpoint.values.get("class_names")
     if names is not None and tuple(names) != split.manifest.class_names:
-        ours = split.manifest.class_names
-        place = next(
-            (i for i, (a, b) in enumerate(zip(names, ours, strict=False)) if a != b), min(len(names), len(ours))
+        current_names = split.manifest.class_names
+        number = next(
+            (i for i, (a, b) in enumerate(zip(names, current_names, strict=False)) if a != b),
+            min(len(names), len(current_names)),
         )
-        differences.append(f"class {place} {[*names, None][place]} -> {[*ours, None][place]} ({split.root})")
+        differences.append(
+            f"class {number} {[*names, None][number]} -> {[*current_names, None][number]} ({split.root})"
+        )
     if not differences:
         return []
     message = f"not as in the run that wrote {checkpoint.path}: {'; '.join(differences)}"

@@ -73,12 +73,13 @@ def _write(trained: TrainedModel, format_name: str, output: Path) -> float:
     for batch_size in _BATCH_SIZES:
         images = torch.randn(batch_size, 3, size, size, generator=generator)
         with torch.inference_mode():
-            ours, theirs = trained.model(images), exported(images)
-        if ours.shape != theirs.shape:
+            expected, actual = trained.model(images), exported(images)
+        if expected.shape != actual.shape:
             raise RunError(
-                f"{output}: the exported model gives logits {tuple(theirs.shape)}, the trained one {tuple(ours.shape)}"
+                f"{output}: the exported model gives logits {tuple(actual.shape)}, "
+                f"the trained one {tuple(expected.shape)}"
             )
-        difference = max(difference, float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1)))
+        difference = max(difference, float((expected - actual).abs().max() / expected.abs().max().clamp(min=1)))
     if not difference <= TOLERANCE:
         raise RunError(
             f"{output}: logits differ by {difference:.1e} from the trained model's, more than {TOLERANCE}: do not "

@@ -195,7 +195,7 @@ def _as_typed(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The stages, parameters and memory of the ranks at one place in the pipeline."""
+    """The stages, parameters and memory of the ranks at one position in the pipeline."""
 
     stages: Sequence[Stage]
     parameters: tuple[int, ...]  # of each stage
@@ -203,7 +203,7 @@ class RankPlan:
 
 
 def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Memory) -> list[RankPlan]:
-    """Describe the ranks at each place in the pipeline; one entry without a pipeline.
+    """Describe the ranks at each position in the pipeline; one entry without a pipeline.
 
     Raises:
         ConfigError: the model cannot be split in this way.
@@ -215,11 +215,11 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     stages = make_stages(model, parallel) if layout.pipeline > 1 else []
     plans = []
     for rank in range(layout.pipeline):
-        own = stages[rank :: layout.pipeline]
-        modules: list[nn.Module] = [VitStage(model, stage, torch.float32) for stage in own] or [model]
+        rank_stages = stages[rank :: layout.pipeline]
+        modules: list[nn.Module] = [VitStage(model, stage, torch.float32) for stage in rank_stages] or [model]
         parameters = tuple(parameters_per_rank(module, parallel) for module in modules)
-        blocks = sum(len(stage.blocks) for stage in own) or num_blocks
-        own_memory = memory.of_rank(
+        blocks = sum(len(stage.blocks) for stage in rank_stages) or num_blocks
+        rank_memory = memory.of_rank(
             parameters=sum(parameters),
             block_share=blocks / len(modules) / num_blocks,
             in_flight=in_flight(parallel, rank, config.batch.grad_accum_steps(layout.data_size)),
@@ -227,7 +227,7 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
             shard=layout.shard,
             num_blocks=blocks,
         )
-        plans.append(RankPlan(stages=own, parameters=parameters, memory=own_memory))
+        plans.append(RankPlan(stages=rank_stages, parameters=parameters, memory=rank_memory))
     return plans
 
 
@@ -277,7 +277,7 @@ def describe_largest_micro_batch(
     config: Config, memory: Memory, device_bytes: float, data_size: int
 ) -> tuple[bool, str]:
     """Return whether batch.micro_batch is estimated to fit into a device, and a sentence on the largest that does."""
-    ours, gigabytes = config.batch.micro_batch, device_bytes / 1e9
+    micro_batch, gigabytes = config.batch.micro_batch, device_bytes / 1e9
     largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch, data_size)
     if largest is None:
         return (
@@ -286,8 +286,8 @@ def describe_largest_micro_batch(
             "true",
         )
     return (
-        largest >= ours,
-        f"about {largest} is the largest that fits into {gigabytes:.0f} GB; batch.micro_batch is {ours}",
+        largest >= micro_batch,
+        f"about {largest} is the largest that fits into {gigabytes:.0f} GB; batch.micro_batch is {micro_batch}",
     )
 
 

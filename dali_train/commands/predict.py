@@ -79,12 +79,12 @@ class _Classifier:
         Raises:
             ConfigError: not even one of them is an image.
         """
-        found, unreadable = _image_files(images)
+        files, unreadable = _image_files(images)
         checker = DecodeChecker()
         parts, classified = [], list[Path]()
-        for start in range(0, len(found), _AT_ONCE):
+        for start in range(0, len(files), _AT_ONCE):
             contents = dict[Path, bytes]()
-            for path in found[start : start + _AT_ONCE]:
+            for path in files[start : start + _AT_ONCE]:
                 try:
                     contents[path] = self._read(path, checker)
                 except (OSError, BadImageError) as error:
@@ -190,8 +190,7 @@ def _describe_unreadable(unreadable: Mapping[Path, str], count: int) -> str:
 
 def _upright(path: Path) -> bytes:
     """Return a file as the converter stores it with --apply-orientation. Raises OSError, BadImageError."""
-    content = read_limited(path, MAX_ENCODED_BYTES)
-    return upright(content)
+    return upright(read_limited(path, MAX_ENCODED_BYTES))
 
 
 def print_predictions(
