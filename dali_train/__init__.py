@@ -10,7 +10,7 @@ predictions = dali_train.predict(model, ["photo.jpg"])
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dali_train.checkpoint.model import load_model
+    from dali_train.checkpoint.trained_model import load_model
     from dali_train.commands.predict import predict
     from dali_train.commands.train import RunResult, run
     from dali_train.config import load_config
@@ -25,7 +25,7 @@ _PLACES = {
     "Hook": "hooks",
     "RunResult": "commands.train",
     "load_config": "config",
-    "load_model": "checkpoint.model",
+    "load_model": "checkpoint.trained_model",
     "predict": "commands.predict",
     "register_optimizer": "training.optim",
     "run": "commands.train",

@@ -35,7 +35,7 @@ with needing("Flyte", extra="workflow", module=__name__):
 
 from dali_train import __version__
 from dali_train.checkpoint.recipe import recipe_settings
-from dali_train.checkpoint.storage import MANIFEST
+from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.commands import data
 from dali_train.commands.boundary import run_command
 from dali_train.commands.train import run

@@ -17,7 +17,7 @@ with importing_torch():
     import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from dali_train.checkpoint.load import load_newest
+    from dali_train.checkpoint.format import load_newest
     from dali_train.config import Config, load_config
     from dali_train.data.dataset.build_index import build_index
     from dali_train.data.dataset.tfrecord import write_records

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dali_train.checkpoint.load import load_newest
+from dali_train.checkpoint.format import load_newest
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import Loader, make_loader

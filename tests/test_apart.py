@@ -19,7 +19,7 @@ def train_on_own_host(place: Path, arguments: list[str]) -> int:
     """The first rank is on one host, two are on another."""
     os.chdir(place / ("first" if os.environ["RANK"] == "0" else "second"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_SIGHT_S", 0.1)
+        patch.setattr(transfer, "_VISIBILITY_TIMEOUT_S", 0.1)
         patch.setattr(transfer, "_CHUNK", 10_000)  # a file is sent in several
         return command(arguments)
 

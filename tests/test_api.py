@@ -11,8 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dali_train
-from dali_train.checkpoint.load import load_newest
-from dali_train.checkpoint.storage import CheckpointError
+from dali_train.checkpoint.format import CheckpointError, load_newest
 from dali_train.cli import main
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split

@@ -20,11 +20,10 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dali_train.checkpoint.directory import resolve_checkpoint
-from dali_train.checkpoint.load import find_checkpoint, load_checkpoint, load_newest
+from dali_train.checkpoint.format import CheckpointError, find_checkpoint, load_checkpoint, load_newest
 from dali_train.checkpoint.recipe import changes_between, recipe
+from dali_train.checkpoint.run_directory import resolve_checkpoint
 from dali_train.checkpoint.save import CheckpointWriter
-from dali_train.checkpoint.storage import CheckpointError
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dali_train.checkpoint.load import load_newest
+from dali_train.checkpoint.format import load_newest
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatches

@@ -18,8 +18,8 @@ from PIL import ExifTags, Image
 from safetensors.torch import load_file
 
 import dali_train
-from dali_train.checkpoint.model import load_trained
 from dali_train.checkpoint.recipe import recipe_settings
+from dali_train.checkpoint.trained_model import load_trained
 from dali_train.cli import main
 from dali_train.commands.doctor import model_and_batch
 from dali_train.data.convert.image import upright

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.checkpoint.load import load_newest
+from dali_train.checkpoint.format import load_newest
 from dali_train.cli import main
 
 from .conftest import REPOSITORY, Train, photograph

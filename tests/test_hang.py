@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dali_train.checkpoint.storage import CheckpointError
+from dali_train.checkpoint.format import CheckpointError
 from dali_train.errors import DatasetError, RunError
 from dali_train.runtime import watchdog as watchdog_module
 from dali_train.runtime.launch import Launch

@@ -16,12 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.checkpoint import claim, mirror
-from dali_train.checkpoint.claim import Claim
-from dali_train.checkpoint.directory import checkpoint_paths, record_top1
-from dali_train.checkpoint.load import load_checkpoint
-from dali_train.checkpoint.mirror import Mirror, mirrored
-from dali_train.checkpoint.storage import CheckpointError
+from dali_train.checkpoint import mirror
+from dali_train.checkpoint.format import CheckpointError, load_checkpoint
+from dali_train.checkpoint.mirror import Claim, Mirror, mirrored
+from dali_train.checkpoint.run_directory import checkpoint_paths, record_top1
 from dali_train.cli import main
 from dali_train.commands.doctor import run_directory
 from dali_train.config import load_config
@@ -263,8 +261,8 @@ def test_a_mirror_in_use_is_refused(url: str, train: Train, in_bucket: Path) -> 
 def test_one_of_several_takes_over_and_a_frozen_writer_completes_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(claim, "BEAT_S", 0.1)
-    monkeypatch.setattr(claim, "STALE_S", 0.5)
+    monkeypatch.setattr(mirror, "BEAT_S", 0.1)
+    monkeypatch.setattr(mirror, "STALE_S", 0.5)
     frozen = Claim(Bucket(url), say=print)
     elsewhere(monkeypatch)
     # It gives signs of life.
@@ -329,8 +327,8 @@ def test_a_store_that_is_away_ends_nothing(
 ) -> None:
     url = f"s3://bucket/{uuid.uuid4().hex}"
     monkeypatch.setattr(mirror, "_IMPATIENT_S", 0.2)
-    monkeypatch.setattr(claim, "STALE_S", 0.2)
-    monkeypatch.setattr(claim, "BEAT_S", 0.1)
+    monkeypatch.setattr(mirror, "STALE_S", 0.2)
+    monkeypatch.setattr(mirror, "BEAT_S", 0.1)
     mirror_ = Mirror(run(finished, url))
     s3_server.fault = lambda method, path: "503 Slow Down"
     mirror_.start(set())

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from dali_train.checkpoint.load import load_checkpoint
+from dali_train.checkpoint.format import load_checkpoint
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import capture, restore
 from dali_train.config import OptimizerConfig, PrecisionConfig

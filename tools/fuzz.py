@@ -39,11 +39,17 @@ sys.path.insert(0, str(REPOSITORY))
 
 import torch  # noqa: E402, F401  # before the children are forked: it takes seconds
 
-from dali_train.checkpoint.claim import parse_claim  # noqa: E402
-from dali_train.checkpoint.directory import record_top1, saved_top1  # noqa: E402
-from dali_train.checkpoint.load import load_checkpoint  # noqa: E402
-from dali_train.checkpoint.run_directory import RunDirectory  # noqa: E402
-from dali_train.checkpoint.storage import CheckpointManifest, parse_manifest  # noqa: E402
+from dali_train.checkpoint.format import (  # noqa: E402
+    CheckpointManifest,
+    load_checkpoint,
+    parse_manifest,
+)
+from dali_train.checkpoint.mirror import parse_claim  # noqa: E402
+from dali_train.checkpoint.run_directory import (  # noqa: E402
+    RunDirectory,
+    record_top1,
+    saved_top1,
+)
 from dali_train.config import load_config  # noqa: E402
 from dali_train.data.convert.archive import Archive  # noqa: E402
 from dali_train.data.convert.sources import SourceError  # noqa: E402

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from dali_train.checkpoint.model import MODEL_FILE
+from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import load_config
 from dali_train.runtime.status import METRICS, Event, goodput, read_events
 from tools.torture_resume import CONFIG, NUM_IMAGES, Attempt, compare, make_dataset

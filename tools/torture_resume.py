@@ -42,7 +42,7 @@ import numpy as np
 from crc32c import crc32c
 from PIL import Image
 
-from dali_train.checkpoint.load import load_newest
+from dali_train.checkpoint.format import load_newest
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split

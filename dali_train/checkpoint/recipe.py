@@ -10,8 +10,8 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from dali_train.checkpoint.directory import named_checkpoint
-from dali_train.checkpoint.storage import MANIFEST, saved_value
+from dali_train.checkpoint.format import saved_value
+from dali_train.checkpoint.run_directory import MANIFEST, named_checkpoint
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest

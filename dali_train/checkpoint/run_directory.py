@@ -1,6 +1,15 @@
-"""Reading a run directory, whose files may be torn or foreign and are checked before use. This needs no torch."""
+"""A run directory: its files, parsed, and its checkpoints by name. This needs no torch.
 
+Checkpoints are real directories named ``step-NNNNNNNN`` in ``checkpoints``. Anything else there, such as copies, links
+and files, is foreign: it is not read and never removed, at most renamed if it is in the way. Files may be torn or
+foreign and are checked before use.
+"""
+
+import errno
+import itertools
 import json
+import os
+import re
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +19,13 @@ from typing import Any
 from dali_train.config import Config
 from dali_train.config.config_file import config_from_json
 from dali_train.errors import ConfigError
-from dali_train.files import read_limited
+from dali_train.files import ForeignFileError, json_field, read_json, read_limited, write_atomically
 from dali_train.runtime.status import METRICS, Event, read_events
 
+MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
+SCORE = "evaluation.json"
+_NAME = re.compile(r"step-(\d{8,18})")
+_OWN_FILES = re.compile(r"manifest\.json(\.sha256)?|evaluation\.json|[\w.-]+\.safetensors|\..*\.partial")
 _LARGEST_FILE = 10_000_000
 _COUNTS = ("host_cores", "decoding_threads", "ranks_on_host", "world_size")
 
@@ -85,3 +98,140 @@ def _by_full_name(values: dict[str, Any], prefix: str = "") -> Any:
             yield from _by_full_name(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def checkpoint_paths(directory: Path) -> list[Path]:
+    """Return the checkpoints by step, oldest first; none if the directory does not exist yet.
+
+    Raises:
+        ConfigError: the directory cannot be listed.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [
+                entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
+        for link in (directory, *directory.parents):
+            if link.is_symlink() and not link.exists():
+                raise ConfigError(
+                    f"{link} is a link to {link.readlink()}, which does not exist: make it available (is a disk not "
+                    "mounted?), so that the run's checkpoints are not taken for lost, or choose another run.dir"
+                ) from None
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"the checkpoints in {directory} cannot be listed ({error.strerror}): make it a readable directory, or "
+            "choose another run.dir"
+        ) from None
+    return sorted((directory / name for name in names), key=step_of)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a name is that of a checkpoint that is being written, fetched or removed, or was when a run was
+    killed."""
+    return re.fullmatch(r"\.step-\d{8,18}\.(partial|removed|copy)", path.name) is not None
+
+
+def foreign_files(path: Path) -> list[str]:
+    """Return the names in a checkpoint's directory that no run writes there."""
+    return sorted(child.name for child in path.iterdir() if not _OWN_FILES.fullmatch(child.name) or child.is_dir())
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name, -1 if it has another name."""
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1
+
+
+def saved_top1(path: Path) -> float | None:
+    """Return the accuracy of a checkpoint, a fraction, if it was evaluated.
+
+    It is in a file beside the manifest, since it comes later. What no run writes there counts as no accuracy.
+
+    Raises:
+        OSError: the file cannot be read, so that nobody knows.
+    """
+    try:
+        return json_field(read_json(path / SCORE, 1000), "top1", float)
+    except FileNotFoundError:
+        return None
+    except ForeignFileError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno != errno.EINVAL:
+            raise error.__cause__ from None
+        return None
+
+
+def record_top1(path: Path, top1: float) -> None:
+    """Write the accuracy of a checkpoint, a fraction, beside it."""
+    write_atomically(path / SCORE, (json.dumps({"top1": top1}) + "\n").encode())
+
+
+def wrong_path(path: Path) -> str:
+    """Return why `path` cannot be a checkpoint, with the remedy; empty if it may be one."""
+    try:
+        for inner in ("newest", "checkpoints/newest"):
+            if not (path / MANIFEST).exists() and (path / inner).exists():
+                return f"{path} is not a checkpoint: did you mean {path / inner}?"
+        if path.is_dir():
+            return ""
+        if path.exists():
+            return f"{path} is not a directory, as a checkpoint is: name one, such as RUN/checkpoints/newest"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror}): use a path that can"
+    return (
+        f"{path}: no such directory; a checkpoint is named like RUN/checkpoints/newest or RUN/checkpoints/step-00001000"
+    )
+
+
+def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
+    """Return the path of a run's checkpoint: ``best``, ``newest``, a name in its checkpoints directory, or any path.
+
+    None: the best one, or the newest if none was evaluated.
+
+    Raises:
+        ConfigError: the checkpoint does not exist.
+    """
+    if which is None:
+        which = "best" if (run_dir / "checkpoints" / "best").exists() else "newest"
+    inside = run_dir / "checkpoints" / which
+    if which in ("best", "newest"):
+        if not inside.is_dir():
+            if not run_dir.is_dir():
+                raise ConfigError(f"{run_dir}: no such directory; name that of a run")
+            reason = "no evaluation was saved" if inside.with_name("newest").is_dir() else "it has no checkpoints"
+            raise ConfigError(f"{run_dir} has no {which} checkpoint: {reason}")
+        return inside.resolve()
+    path = inside if not Path(which).exists() and inside.is_dir() else Path(which)
+    if problem := wrong_path(path):
+        raise ConfigError(problem)
+    return path.resolve()
+
+
+def named_checkpoint(path: Path, field: str) -> Path:
+    """Return the checkpoint of a directory: itself, or for a run its best one, or the newest.
+
+    Raises:
+        ConfigError: it is neither a checkpoint nor a run that has one; the message names the setting `field`.
+    """
+    try:
+        return path.resolve() if (path / MANIFEST).exists() else resolve_checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(f"{field}: {error}") from None
+
+
+def set_aside(path: Path) -> None:
+    """Rename whatever is at `path`, without following links."""
+    names = (path.with_name(f"set-aside-{number}-{path.name}") for number in itertools.count(1))
+    path.rename(next(name for name in names if not os.path.lexists(name)))
+
+
+def point_link(link: Path, target: Path) -> None:
+    """Make `link` a symbolic link to its sibling `target`, atomically."""
+    fresh = link.with_name(f".{link.name}.partial")
+    for path in (link, fresh):
+        if os.path.lexists(path) and not path.is_symlink():  # such as what a copy that follows links has made of it
+            set_aside(path)
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target.name)
+    fresh.replace(link)

@@ -20,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from dali_train.checkpoint.directory import (
+from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, Tensors, Writer
+from dali_train.checkpoint.run_directory import (
     checkpoint_paths,
     foreign_files,
     is_unfinished,
@@ -30,8 +31,7 @@ from dali_train.checkpoint.directory import (
     set_aside,
     step_of,
 )
-from dali_train.checkpoint.storage import CheckpointError, CheckpointManifest, Tensors, Writer
-from dali_train.checkpoint.transfer import collect, ranks_apart
+from dali_train.checkpoint.transfer import collect, ranks_without_shared_disk
 from dali_train.files import NO_SPACE, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
 from dali_train.runtime.process_group import on_rank_0
@@ -77,7 +77,7 @@ class CheckpointWriter:
         """
         try:
             best = on_rank_0(lambda: self._tidy(start_step), self._group)
-            self._apart = ranks_apart(self._directory, self._group)
+            self._apart = ranks_without_shared_disk(self._directory, self._group)
         except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
         if self._apart:

@@ -1,4 +1,4 @@
-"""Capturing and restoring the state of model and optimizer.
+"""The state of a run in a checkpoint: starting a run from it, capturing it, and restoring model and optimizer.
 
 Tensors are stored under the parameter's name, not the optimizer's number for it, so that any layout of ranks can read
 them. Settings are not stored: they come from the config.
@@ -9,6 +9,8 @@ casts all of it to the parameter's dtype.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +19,103 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from dali_train.checkpoint.load import Checkpoint
-from dali_train.checkpoint.storage import CheckpointError, Tensors
+from dali_train.checkpoint.format import Checkpoint, CheckpointError, Tensors, find_checkpoint, load_checkpoint
+from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
+from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
+from dali_train.config import Config
+from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
 from dali_train.training.precision import Precision
+from dali_train.training.pretrained import is_path
+from dali_train.training.trainer import Trainer, TrainState
+
+
+@dataclass(kw_only=True)
+class Start:
+    """The start of a run: at step 0, or after the steps of a checkpoint."""
+
+    recipe: dict[str, Any]
+    checkpoint: Checkpoint | None  # with a copy of the weights in host memory; see `release`
+    warnings: list[str]
+    weights: Tensors | None = None  # at step 0, of the run or checkpoint that model.weights names
+    step: int = 0  # optimizer steps done
+    history: list[float] = field(default_factory=list)  # top-1 of this run's evaluations up to the checkpoint
+    evaluated: bool = True  # False: the checkpoint has no accuracy yet, and may be due for evaluation
+
+    @property
+    def seeding(self) -> str | None:
+        """The dropout seeding of the checkpoint's run; None without a checkpoint."""
+        return self.checkpoint.value("dropout") if self.checkpoint is not None else None
+
+    def restore(self, state: TrainState) -> None:
+        """Restore weights, optimizer state and loss scale.
+
+        Raises:
+            ConfigError: the weights do not fit the model.
+        """
+        if self.checkpoint is not None:
+            self.warnings += restore(self.checkpoint, state.model, state.optimizer, state.precision, state.parallel)
+
+    def restore_average(self, trainer: Trainer) -> None:
+        """Restore the moving average of the weights, if the checkpoint has one."""
+        if trainer.ema is not None and self.checkpoint is not None and "ema" in self.checkpoint.state:
+            trainer.ema.load(self.checkpoint.state["ema"])
+
+    def release(self) -> None:
+        """Free the memory of the checkpoint, once everything in it has been restored."""
+        self.checkpoint = self.weights = None
+
+
+def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) -> Start:
+    """Read the checkpoint that `config` resumes from, if any. All ranks of `group` call this together.
+
+    Raises:
+        ConfigError: its recipe differs and run.accept_changed_recipe is false, or run.resume or model.weights is not a
+            checkpoint.
+        CheckpointError: the checkpoint is damaged.
+    """
+    directory = Path(config.run.dir) / "checkpoints"
+    current = recipe(config, split.manifest)
+    checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
+    if checkpoint is None:
+        return Start(recipe=current, checkpoint=None, warnings=warnings, weights=first_weights(config))
+    warnings += check_recipe(
+        saved_recipe(checkpoint.values, checkpoint.path),
+        current,
+        source=str(checkpoint.path),
+        remedy="choose another run.dir",
+        accept=config.run.accept_changed_recipe,
+    )
+    start = Start(recipe=current, checkpoint=checkpoint, warnings=warnings, step=checkpoint.step)
+    if checkpoint.path.parent == directory:
+        top1 = saved_top1(checkpoint.path)
+        start.history = [*checkpoint.value("epoch_accuracies"), *([top1] if top1 is not None else [])]
+        start.evaluated = top1 is not None
+    return start
+
+
+def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict[str, Tensors], dict[str, Any]]:
+    """Return (tensors by section and name, plain values), for a checkpoint. All ranks of `group` call this together."""
+    state, values = capture(trainer.model, trainer.optimizer, trainer.precision, trainer.parallel, group)
+    if trainer.ema is not None:
+        state["ema"] = trainer.ema.state()
+    return state, values | {"dropout": trainer.dropout}
+
+
+def first_weights(config: Config) -> Tensors | None:
+    """Return the weights, or their moving average, if model.weights is a run or a checkpoint; None for anything else,
+    which `create_pretrained` reads.
+
+    Raises:
+        ConfigError, CheckpointError: model.weights is another kind of directory, or is damaged.
+    """
+    weights = config.model.weights
+    if weights is None or not is_path(weights) or not Path(weights).is_dir():
+        return None
+    state = load_checkpoint(named_checkpoint(Path(weights), "model.weights")).state
+    return state.get("ema") or state["model"]
 
 
 def capture(
@@ -101,13 +194,13 @@ def restore_weights(
     """
     current: Mapping[str, torch.Tensor] = get_model_state_dict(model)  # type: ignore[assignment]
     saved = checkpoint.state.get(section, {})
-    theirs, ours = ({name: list(tensor.shape) for name, tensor in tensors.items()} for tensors in (saved, current))
+    saved_shapes, shapes = ({name: list(tensor.shape) for name, tensor in t.items()} for t in (saved, current))
     if parallel is not None and parallel.shapes is not None:  # of the complete model
-        ours = parallel.shapes
+        shapes = parallel.shapes
     misfits = [
-        f"{name} {theirs.get(name, 'absent')} there, {ours.get(name, 'absent')} here"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
+        f"{name} {saved_shapes.get(name, 'absent')} there, {shapes.get(name, 'absent')} here"
+        for name in sorted(saved_shapes.keys() | shapes.keys())
+        if saved_shapes.get(name) != shapes.get(name)
     ]
     if misfits:
         more = f" and {len(misfits) - 3} more" if len(misfits) > 3 else ""

@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dali_train.checkpoint.storage import MANIFEST
+from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.files import sha256
 from dali_train.runtime.process_group import on_rank_0
 
-_SIGHT_S = 5.0  # a network file system may show a new file to other hosts later
+_VISIBILITY_TIMEOUT_S = 5.0  # a network file system may show a new file to other hosts later
 _CHUNK = 64 << 20  # bytes
 
 
-def ranks_apart(directory: Path, group: dist.ProcessGroup | None) -> list[int]:
+def ranks_without_shared_disk(directory: Path, group: dist.ProcessGroup | None) -> list[int]:
     """Return the ranks that do not see what rank 0 writes into `directory`."""
     if group is None:
         return []
     probe = directory / f".probe-{on_rank_0(lambda: uuid.uuid4().hex, group)}"
     on_rank_0(probe.touch, group)
-    end = time.monotonic() + _SIGHT_S
+    end = time.monotonic() + _VISIBILITY_TIMEOUT_S
     while not probe.exists() and time.monotonic() < end:
         time.sleep(0.1)
     seen = [False] * dist.get_world_size(group)
@@ -53,19 +53,19 @@ def collect(
 
 
 @contextmanager
-def at_hand(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
+def local_copy_of(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
     """Yield the directory of the checkpoint `path`, or of a temporary copy on hosts that do not see rank 0's."""
     if group is None:
         yield path
         return
     rank = dist.get_rank(group)
-    facts = [("", "")] * dist.get_world_size(group)  # where a rank looks, and what it sees there
-    dist.all_gather_object(facts, (f"{socket.gethostname()} {path.absolute()}", _digest(path)), group=group)
-    wanted = facts[0][1]
+    views = [("", "")] * dist.get_world_size(group)  # where a rank looks, and the digest of what it sees there
+    dist.all_gather_object(views, (f"{socket.gethostname()} {path.absolute()}", _digest(path)), group=group)
+    wanted = views[0][1]
     fetching: dict[str, int] = {}  # one rank for each host
-    for other, (place, digest) in enumerate(facts):
+    for other, (directory, digest) in enumerate(views):
         if digest != wanted != "":
-            fetching.setdefault(place, other)
+            fetching.setdefault(directory, other)
     if not fetching:
         yield path
         return
@@ -78,9 +78,9 @@ def at_hand(path: Path, group: dist.ProcessGroup | None) -> Iterator[Path]:
     try:
         for target in fetching.values():
             for name in names:
-                _send(path / name, source=0, target=target, group=group, place=copy / name)
+                _send(path / name, source=0, target=target, group=group, received=copy / name)
         dist.barrier(group)
-        yield path if facts[rank][1] == wanted else copy
+        yield path if views[rank][1] == wanted else copy
     finally:
         if fetches:
             shutil.rmtree(copy, ignore_errors=True)
@@ -93,8 +93,12 @@ def _digest(path: Path) -> str:
         return ""
 
 
-def _send(path: Path, *, source: int, target: int, group: dist.ProcessGroup | None, place: Path | None = None) -> None:
-    """Send a file from rank `source` to `target`, where it is stored as `place`; other ranks do nothing."""
+def _send(
+    path: Path, *, source: int, target: int, group: dist.ProcessGroup | None, received: Path | None = None
+) -> None:
+    """Send a file from rank `source` to `target`, where it is stored as `received`, by default under the same path.
+
+    Other ranks do nothing."""
     rank = dist.get_rank(group)
     if rank == source:
         dist.send(torch.tensor([path.stat().st_size]), target, group=group)
@@ -104,7 +108,7 @@ def _send(path: Path, *, source: int, target: int, group: dist.ProcessGroup | No
     elif rank == target:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, group=group)
-        with (place or path).open("wb") as file:
+        with (received or path).open("wb") as file:
             while left := int(size) - file.tell():
                 part = torch.empty(min(left, _CHUNK), dtype=torch.uint8)
                 dist.recv(part, source, group=group)

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from dali_train.checkpoint.storage import CheckpointError
-from dali_train.checkpoint.transfer import ranks_apart
+from dali_train.checkpoint.format import CheckpointError
+from dali_train.checkpoint.transfer import ranks_without_shared_disk
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
 from dali_train.config import Config, HooksConfig, ParallelConfig, RunConfig
@@ -461,7 +461,7 @@ def run_directory(run: RunConfig, launch: Launch, checkpoint_bytes: int) -> Iter
     made: list[Path] = []
     try:
         made = on_rank_0(partial(_make_directories, directory), group)
-        if launch.rank in ranks_apart(directory, group) and run.mirror is None:
+        if launch.rank in ranks_without_shared_disk(directory, group) and run.mirror is None:
             remedy = "set run.mirror, or run.dir to a file system that all hosts share"
             words = f"{directory} is not rank 0's directory, and only rank 0's host has the checkpoints"
             yield Finding("run directory", "warn", words, remedy)

@@ -19,7 +19,7 @@ from nvidia import dali
 
 import dali_train
 from dali_train.checkpoint.recipe import dataset_content, names_content, recipe_settings
-from dali_train.checkpoint.storage import MANIFEST
+from dali_train.checkpoint.run_directory import MANIFEST
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest, index_path, metadata_directory
 from dali_train.errors import ConfigError, UserError

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dali_train.checkpoint.directory import resolve_checkpoint
-from dali_train.checkpoint.load import Checkpoint, load_checkpoint
-from dali_train.checkpoint.model import check_registered, first_weights, model_from
+from dali_train.checkpoint.format import Checkpoint, load_checkpoint
 from dali_train.checkpoint.recipe import changes_between, recipe_settings
+from dali_train.checkpoint.run_directory import resolve_checkpoint
 from dali_train.checkpoint.state import restore_weights
+from dali_train.checkpoint.trained_model import check_registered, first_weights, model_from
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split

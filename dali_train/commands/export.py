@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from timm.models import save_for_hf
 
 from dali_train.checkpoint.mirror import local_run
-from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
+from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.errors import ConfigError, RunError
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import is_remote

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dali_train.checkpoint.model import check_weights
+from dali_train.checkpoint.trained_model import check_weights
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory

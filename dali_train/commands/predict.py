@@ -16,7 +16,7 @@ from torch import nn
 from torchvision.transforms import functional
 
 from dali_train.checkpoint.mirror import local_run
-from dali_train.checkpoint.model import TrainedModel, Weights, load_trained
+from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, upright
 from dali_train.data.dataset.build_index import build_index

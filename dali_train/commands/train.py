@@ -24,9 +24,9 @@ from nvidia import dali
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.mirror import mirrored
-from dali_train.checkpoint.model import MODEL_FILE, write_model
-from dali_train.checkpoint.run_state import Start, capture_run, find_start
 from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.checkpoint.state import Start, capture_run, find_start
+from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
 from dali_train.data.loading.decoder import describe_decoder

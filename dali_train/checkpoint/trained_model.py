@@ -9,18 +9,16 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from dali_train.checkpoint.directory import named_checkpoint, resolve_checkpoint
-from dali_train.checkpoint.load import Checkpoint, load_checkpoint
-from dali_train.checkpoint.run_directory import RunDirectory
-from dali_train.checkpoint.state import restore_weights
-from dali_train.checkpoint.storage import CheckpointError, Tensors
+from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_checkpoint
+from dali_train.checkpoint.run_directory import RunDirectory, resolve_checkpoint
+from dali_train.checkpoint.state import first_weights, restore_weights
 from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import is_remote
 from dali_train.training.model import build_model
-from dali_train.training.pretrained import is_path, weights_that_fit
+from dali_train.training.pretrained import weights_that_fit
 
 Weights = Literal["raw", "ema"]
 """The trained weights, or their moving average."""
@@ -75,15 +73,15 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     check_registered(config, run_dir)
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
-    chosen: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
+    used: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
     plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)
-    model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), chosen)
+    model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), used)
     model.pretrained_cfg = _input_config(model, config, names)
     model.applies_orientation = loaded.values.get("applies_orientation") is True  # which timm's description cannot say
     return TrainedModel(
         config=config,
         checkpoint=loaded,
-        weights=chosen,
+        weights=used,
         class_names=names,
         applies_orientation=model.applies_orientation,
         model=model.float().eval(),
@@ -106,8 +104,8 @@ def check_registered(config: Config, run_dir: Path) -> None:
 def _input_config(model: nn.Module, config: Config, class_names: tuple[str, ...]) -> dict[str, Any]:
     """Return timm's description of `model`, with the facts on layers from timm and those on images from `config`."""
     data, of_layers = config.data, ("first_conv", "classifier", "pool_size", "fixed_input_size", "min_input_size")
-    theirs = getattr(model, "pretrained_cfg", None) or {}  # a model of the user's own may have none
-    return {name: theirs[name] for name in of_layers if name in theirs} | {
+    description = getattr(model, "pretrained_cfg", None) or {}  # a model of the user's own may have none
+    return {name: description[name] for name in of_layers if name in description} | {
         "architecture": config.model.name.partition(".")[0],
         "num_classes": len(class_names),
         "label_names": list(class_names),
@@ -134,20 +132,6 @@ def model_from(
     model = build_model(config, num_classes, device)
     restore_weights(checkpoint, model, section)
     return model
-
-
-def first_weights(config: Config) -> Tensors | None:
-    """Return the weights, or their moving average, if model.weights is a run or a checkpoint; None for anything else,
-    which `create_pretrained` reads.
-
-    Raises:
-        ConfigError, CheckpointError: model.weights is another kind of directory, or is damaged.
-    """
-    weights = config.model.weights
-    if weights is None or not is_path(weights) or not Path(weights).is_dir():
-        return None
-    state = load_checkpoint(named_checkpoint(Path(weights), "model.weights")).state
-    return state.get("ema") or state["model"]
 
 
 def check_weights(config: Config, num_classes: int) -> None:
