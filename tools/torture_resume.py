@@ -160,7 +160,7 @@ def torture(
         if not attempt.running():
             statuses = attempt.wait()
             if set(statuses) != {0}:  # it may have come to its end, but never to another
-                sys.exit(f"an attempt ended with {statuses} by itself: see {log}")
+                sys.exit(f"an attempt ended with {statuses} before it was killed: see {log}")
             moments["after the end"] += 1
             continue
         event = rng.choices(("kill", "freeze", "full disk"), (6, 1, 1))[0]
@@ -233,7 +233,7 @@ def compare(undisturbed: Path, killed: Path, total_steps: int, *, bound: float =
         if sorted(stream[start : start + NUM_IMAGES]) != list(range(NUM_IMAGES)):
             problems.append(f"epoch {start // NUM_IMAGES} does not have each image once")
     if re.search("resuming from .* instead", (killed.parent / "killed.log").read_text()):
-        problems.append("a checkpoint was passed over: see killed.log")
+        problems.append("a checkpoint was skipped: see killed.log")
     return problems
 
 

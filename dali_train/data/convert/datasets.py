@@ -264,7 +264,7 @@ def download(files: Download, directory: Path, *, mirror: str | None = None) -> 
 
 
 def _fetch(url: str, target: Path, expected: str) -> None:
-    from torch.hub import download_url_to_file  # takes seconds: only who downloads pays
+    from torch.hub import download_url_to_file  # takes seconds, which only a download should pay
 
     remedy = (
         "start the same command again, try another --mirror, or fetch the file elsewhere and name its directory with "
@@ -273,7 +273,7 @@ def _fetch(url: str, target: Path, expected: str) -> None:
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(
         _DOWNLOAD_TIMEOUT_S
-    )  # torch names none: a server that falls silent would hold the command for ever
+    )  # torch sets none: a server that stops answering would block the command forever
     try:
         download_url_to_file(url, str(target), hash_prefix=expected, progress=sys.stderr.isatty())
     except urllib.error.HTTPError as error:

@@ -74,7 +74,7 @@ class StoredImage:
     reencoded: str | None = None  # what it was that could not stay, e.g. "CMYK JPEG"
     rotated: bool = False  # not upright by its EXIF orientation, which training ignores
     turned: bool = False  # was not upright, and is now
-    unchecked: bool = False  # stored as it stands, and nothing has decoded it yet
+    unchecked: bool = False  # stored unchanged, and not decoded yet
     name: str | None = None  # its image/filename in another dataset
 
     @property

@@ -1,8 +1,8 @@
 """ImageNet (ILSVRC 2012) as it is published, two tar archives and the development kit; and ImageNet-21k.
 
 The training archive is a tar of one tar per synset. The validation archive is a flat tar, and only the development kit
-knows its labels, as ILSVRC ids; its ``meta.mat`` has each id's synset. Labels here are the place of the synset in
-sorted order, as in every pretrained model: not the ILSVRC id.
+knows its labels, as ILSVRC ids; its ``meta.mat`` has each id's synset. Labels here are positions in the sorted list
+of synsets, as in every pretrained model: not the ILSVRC ids.
 """
 
 import io

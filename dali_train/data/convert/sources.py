@@ -26,7 +26,7 @@ _HELD_OUT_STREAM = 0x4845_4C44_4F55_54  # apart from those that training draws f
 
 
 class SourceError(DatasetError):
-    """A source that its command does not expect; the message names the file, the place and the remedy."""
+    """A source that its command does not expect; the message names the file, the position in it and the remedy."""
 
 
 def printable(name: str) -> str:
@@ -73,7 +73,7 @@ class Images:
         """List a source.
 
         Args:
-            root: the file or directory that holds it; records have the places of their images in it.
+            root: the file or directory that holds it; image/filename of a record is relative to it.
             facts: further values that identify it.
         """
         self._source, self._root, self._facts = source, root, facts
@@ -104,7 +104,7 @@ class Images:
         return self._source.read(self[number])
 
     def name(self, number: int) -> str:
-        """Return the record's image/filename: the place in the root."""
+        """Return the record's image/filename: the location below the root."""
         location = self[number].location
         return location.removeprefix(printable(f"{self._root}:")).removeprefix(printable(f"{self._root}/"))
 
@@ -123,7 +123,7 @@ class Images:
         return chosen
 
     def identity(self) -> dict[str, Any]:
-        """Return values that a resumed conversion compares: the files with sizes, places and labels. What the images
+        """Return values that a resumed conversion compares: the files with sizes, offsets and labels. What the images
         hold is not read for it."""
         if self._rows is not None:
             return self._facts

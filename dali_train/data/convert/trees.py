@@ -99,7 +99,7 @@ def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str
                 if name is not None:
                     yield entry._replace(label=numbers.setdefault(name, len(numbers)))
             elif len(path.parts) > (not is_folder):
-                # A folder is where a file of its own would be.
+                # A folder belongs to the class that a file in it would have.
                 name = class_of((*path.parts, "")) if is_folder else class_of(path.parts)
                 if name is not None:
                     skipped.setdefault(name, Counter()).update([] if is_folder else [suffix])
@@ -131,8 +131,8 @@ def _top_folder(parts: tuple[str, ...]) -> str:
 
 def _splits_among(classes: Sequence[str]) -> list[str]:
     """Those of the class folders that are really the folders of splits. "train" alone may be a class beside "bus"."""
-    found = sorted(set(classes) & set(_SPLIT_FOLDERS))
-    return found if "train" in found and (len(found) > 1 or len(classes) == 1) else []
+    splits = sorted(set(classes) & set(_SPLIT_FOLDERS))
+    return splits if "train" in splits and (len(splits) > 1 or len(classes) == 1) else []
 
 
 def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:

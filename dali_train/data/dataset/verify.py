@@ -88,7 +88,7 @@ def verify(
         unexpected = sorted(_names(root, name) - {path.name for path in split.paths})
         if unexpected:
             findings.problems.append(
-                f"{root}/{name}: {len(unexpected)} files that dataset.json does not name: {_some(unexpected)}"
+                f"{root}/{name}: {len(unexpected)} files that dataset.json does not name: {_abbreviate(unexpected)}"
             )
     if sample is None:
         checksums = {name: _check_all(split, decode, workers, findings) for name, split in splits.items()}
@@ -147,7 +147,7 @@ def _check_classes(split: Split, findings: Findings) -> None:
     empty = np.flatnonzero(counts == 0)
     if len(empty):
         names = [split.manifest.class_names[number] for number in empty]
-        findings.notes.append(f"{split.name}: {len(empty)} classes without images: {_some(names)}")
+        findings.notes.append(f"{split.name}: {len(empty)} classes without images: {_abbreviate(names)}")
 
 
 def _check_all(split: Split, decode: bool, workers: int, findings: Findings) -> NDArray[np.uint32]:
@@ -297,7 +297,7 @@ def _find_duplicates(
     order = np.argsort(keys, kind="stable")
     same = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (keys[order][1:] >> np.uint64(32) > 0))
     num_equal = 0
-    found: dict[str, list[str]] = {"under two labels": [], "in two splits": []}
+    duplicates: dict[str, list[str]] = {"under two labels": [], "in two splits": []}
     for position in same.tolist():
         (split, image), (other, twin) = find(int(order[position])), find(int(order[position + 1]))
         # The checksum only proposes: 32 bits and a size agree by chance once in some hundred such datasets.
@@ -305,17 +305,19 @@ def _find_duplicates(
             continue
         num_equal += 1
         if split.rows["label"][image] != other.rows["label"][twin]:
-            found["under two labels"].append(f"{_called(split, image)} = {_called(other, twin)}")
+            duplicates["under two labels"].append(f"{_describe_image(split, image)} = {_describe_image(other, twin)}")
         elif split is not other:
-            found["in two splits"].append(f"{_called(split, image)} = {_called(other, twin)}")
+            duplicates["in two splits"].append(f"{_describe_image(split, image)} = {_describe_image(other, twin)}")
     if num_equal:
         findings.notes.append(f"{num_equal} images have the same bytes as another one")
-    findings.notes += [f"{len(pairs)} duplicates {kind}: {_some(pairs)}" for kind, pairs in found.items() if pairs]
+    for kind, pairs in duplicates.items():
+        if pairs:
+            findings.notes.append(f"{len(pairs)} duplicates {kind}: {_abbreviate(pairs)}")
 
 
-def _called(split: Split, image: int) -> str:
+def _describe_image(split: Split, image: int) -> str:
     return f"{split.name} image {image} ({split.manifest.class_names[int(split.rows['label'][image])]})"
 
 
-def _some(items: Sequence[str]) -> str:
+def _abbreviate(items: Sequence[str]) -> str:
     return ", ".join(items[:_MOST_LISTED]) + (", ..." if len(items) > _MOST_LISTED else "")
