@@ -27,7 +27,7 @@ SCORE = "evaluation.json"
 _NAME = re.compile(r"step-(\d{8,18})")
 _OWN_FILES = re.compile(r"manifest\.json(\.sha256)?|evaluation\.json|[\w.-]+\.safetensors|\..*\.partial")
 _LARGEST_FILE = 10_000_000
-_COUNTS = ("host_cores", "decoding_threads", "ranks_on_host", "world_size")
+_COUNTS = {"host_cores", "decoding_threads", "ranks_on_host", "world_size"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +56,14 @@ class RunDirectory:
     def environment(self) -> dict[str, Any]:
         """The content of environment.json, with checked types; empty if there is no such file."""
         path = self.directory / "environment.json"
-        if not path.exists():
-            return {}
         try:
-            facts = json.loads(self._read(path.name))
-        except (ValueError, RecursionError) as error:
+            facts = read_json(path, _LARGEST_FILE)
+            for name in _COUNTS & facts.keys():
+                json_field(facts, name, int)
+        except FileNotFoundError:
+            return {}
+        except ForeignFileError as error:
             raise ConfigError(f"{path} is not what a run writes ({error}): move it away") from None
-        if not isinstance(facts, dict) or any(type(facts.get(name, 1)) is not int for name in _COUNTS):
-            raise ConfigError(f"{path} is not what a run writes ({', '.join(_COUNTS)} are numbers): move it away")
         return facts
 
     @cached_property
