@@ -344,7 +344,7 @@ def test_without_decode_check_headers_still_count(
     assert convert_folder(folder, tmp_path / "a", "--no-decode-check") == 0
     (folder / "ant" / "page.jpg").write_bytes(b"<html>gone</html>")
     assert convert_folder(folder, tmp_path / "b", "--no-decode-check") == 1
-    assert "1 images cannot be decoded" in capsys.readouterr().err
+    assert "1 image cannot be decoded" in capsys.readouterr().err
 
 
 def test_what_is_re_encoded_is_counted(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,16 +356,16 @@ def test_what_is_re_encoded_is_counted(folder: Path, tmp_path: Path, capsys: pyt
     assert convert_folder(folder, tmp_path / "out") == 0
     printed = capsys.readouterr().out
     for line in (
-        "1 images: re-encoded: CMYK JPEG",
-        "1 images: re-encoded: RGB PNG",
-        "1 images: turned upright, as their EXIF orientation says",
+        "1 image: re-encoded: CMYK JPEG",
+        "1 image: re-encoded: RGB PNG",
+        "1 image: turned upright, as their EXIF orientation says",
     ):
         assert f"train: {line}" in printed
     manifest = Split(tmp_path / "out", "train").manifest
     assert manifest.conversion["report"]["train"]["re-encoded: CMYK JPEG"] == 1
     assert manifest.applies_orientation and manifest.conversion["options"]["apply_orientation"]
     assert convert_folder(folder, tmp_path / "kept", "--no-apply-orientation") == 0
-    assert "train: 1 images: EXIF orientation not upright" in capsys.readouterr().out
+    assert "train: 1 image: EXIF orientation not upright" in capsys.readouterr().out
     assert not Split(tmp_path / "kept", "train").manifest.applies_orientation
     turned = [root for root in ("out", "kept") if rotated.read_bytes() not in images_of(tmp_path / root)]
     assert turned == ["out"]

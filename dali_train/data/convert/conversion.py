@@ -192,7 +192,7 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     if conversion.upload is not None:
         shutil.rmtree(out)
     counted = [
-        f"{split}: {count:,} images: {kind}"
+        f"{split}: {plural(count, 'image')}: {kind}"
         for split, kinds in report.items()
         for kind, count in kinds.items()
         if count
@@ -265,7 +265,7 @@ def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence
         if len(bad) > _MOST_LISTED:
             lines.append(f"and {len(bad) - _MOST_LISTED} more")
         raise RunError(
-            "\n  ".join([f"{len(bad)} images cannot be decoded; all of them are listed in {quarantine}:", *lines])
+            "\n  ".join([f"{plural(len(bad), 'image')} cannot be decoded, listed in {quarantine}:", *lines])
             + "\nStart the same command again with --on-bad skip to leave them out. What is converted is kept"
         )
 
