@@ -1,6 +1,7 @@
 """Sample order and draws: coverage, independence of ranks and of resuming, what a block order gives to a disk, and the
 numbers themselves."""
 
+import itertools
 import sys
 from typing import Any
 
@@ -221,6 +222,9 @@ BITS = {  # settings -> the CRC32C of everything in some micro-batches
     "--data.shuffle block --data.crop inception --data.augment rand-m9-mstd0.5-inc1": "bb944562",
     "--data.shuffle balanced --data.crop_side 32 --data.crop_padding 4 --mixup.cutmix_alpha 1": "02c39cb7",
     "--data.repeats 2 --data.augment auto-imagenet-mstd0.5 --data.color_jitter .4 --data.random_erasing .5": "c4ce3b1e",
+    "--data.shuffle block --data.repeats 3 --data.augment big-vision --mixup.cutmix_alpha 1": "6f83ed42",
+    "--data.augment auto-cifar10 --data.crop inception --data.crop_area 0.3 1 --data.crop_aspect 0.2 0.5": "73af429b",
+    "--data.augment 3-augment --data.crop_area 0.8 1 --data.crop_aspect 1.2 2.5": "dcb2f280",
     "--data.shuffle none --data.augment trivial --data.random_erasing 0.3 --data.random_erasing_fill noise": "0cf7172d",
 }
 
@@ -277,6 +281,7 @@ def test_repeats_are_neighbours_with_draws_of_their_own(shuffle: str, micro_batc
 
 
 def test_torch_seeds_differ() -> None:
+    assert torch_seed(3, Purpose.INITIALISATION) == 821808408945751645
     seeds = {torch_seed(0, Purpose.DROPOUT, step=step, k=k) for step in range(50) for k in range(50)}
     assert len(seeds) == 2500 and all(0 <= seed < 1 << 63 for seed in seeds)
 
@@ -353,14 +358,14 @@ def test_each_block_is_read_by_one_lane() -> None:
 
 def test_windows_are_those_that_the_images_come_from() -> None:
     case = Blocks(num_images=257, block_images=5, window_blocks=3, global_batch=24, micro_batch=4)
-    stream = SampleOrder(257, seed=0, shuffle=case)
-    for start in range(0, 600, 4):
+    for repeats, start in itertools.product((1, 3), range(0, 600, 4)):
+        stream = SampleOrder(257, seed=0, shuffle=case, repeats=repeats)
         positions = np.arange(start, start + 4)
         windows = stream.windows_at(positions)
         assert windows is not None
         read = {(epoch, int(image)) for epoch, window in windows for image in stream.images_in(epoch, window)}
         images, epochs = stream.images_at(positions)
-        assert set(zip(epochs.tolist(), images.tolist(), strict=True)) <= read
+        assert set(zip((epochs // repeats).tolist(), images.tolist(), strict=True)) <= read
         assert len(read) <= 3 * 15 * len(windows)
 
 
