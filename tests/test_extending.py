@@ -1,11 +1,13 @@
 """docs/extending.md, followed row by row: tests/own_parts.py has one part of every kind, and the command line trains
 with them."""
 
+import ast
 import json
 import math
 import re
 import runpy
 import sys
+from collections import defaultdict
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -100,6 +102,37 @@ def test_the_documents_loss_and_optimizer_train(train: Train, tiny_config: Path,
     assert newest is not None and newest.values["optimizer"]["class"] == "SignDescent"
     assert losses(tmp_path / "one")[0] == pytest.approx(0.8**2 * math.log(5), rel=0.05), "all classes are as likely"
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_the_table_of_private_interfaces_is_complete() -> None:
+    """Names with an underscore that the package uses and does not define, and in which files."""
+    trees = {path: ast.parse(path.read_text()) for path in (REPOSITORY / "dali_train").rglob("*.py")}
+    defined, used = {"_exit", "_ActionsContainer"}, defaultdict(set)  # Python's
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                defined.add(node.attr)
+    for path, tree in trees.items():
+        name = str(path.relative_to(REPOSITORY / "dali_train"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("dali_train"):
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
+                for each in imported:
+                    if re.search(r"(^|\.)_[a-z]", each, re.IGNORECASE) and each != "__future__":
+                        used[each].add(name)
+            elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in defined:
+                used[node.attr].add(name)
+    text = (REPOSITORY / "docs" / "extending.md").read_text().partition("## Private interfaces")[2]
+    listed: dict[str, set[str]] = {}
+    for row in re.findall(r"^\| (`.*?) \| (`.*?) \|", text, re.MULTILINE):
+        names, files = (re.findall("`(.*?)`", cell) for cell in row)
+        listed |= {name: set(files) for name in names}
+    assert used.keys() == listed.keys()
+    assert {name: files - listed[name] for name, files in used.items() if files - listed[name]} == {}
 
 
 def test_the_documents_name_files_that_exist() -> None:

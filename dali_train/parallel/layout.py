@@ -88,7 +88,7 @@ class Layout:
         ..."""
         return self.rank // self.tensor % self.data_size
 
-    def num_own(self, num_micro_batches: int) -> int:
+    def num_local_micro_batches(self, num_micro_batches: int) -> int:
         """Return how many of a step's `num_micro_batches` this process's data-parallel coordinate computes."""
         return len(range(self.data_rank, num_micro_batches, self.data_size))
 

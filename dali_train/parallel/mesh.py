@@ -11,7 +11,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dali_train.parallel.layout import Layout
@@ -46,39 +46,40 @@ def in_blocks(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` redistributed so that every rank's shard is a contiguous block of rows, as DCP needs. All ranks
     call this together.
 
-    A rank holds rows of each of timm's fused queries, keys and values (`_StridedShard`), of which DCP would record only
-    the first block. FSDP's own strided placements, of rows that another mesh dimension shards too, are blocks.
+    timm's attention has one matrix for queries, keys and values. Of each of the three a rank holds some heads: with 12
+    rows on 2 ranks, the first has rows 0, 1, 4, 5, 8, 9 (`_StridedShard`), and DCP would record only the block 0, 1.
+    Blocks are 0 to 5 and 6 to 11. FSDP's own strided placements, of rows that another mesh dimension shards too, are
+    blocks already.
     """
     if not isinstance(tensor, DTensor):
         return tensor
     mesh, placements = tensor.device_mesh, tensor.placements
-    fused = [
+    is_fused = [
         isinstance(placement, _StridedShard)
         and not any(other.is_shard(placement.dim) for other in placements[dim + 1 :])
         for dim, placement in enumerate(placements)
     ]
-    if not any(fused):
+    if not any(is_fused):
         return tensor
-    # torch 2.11 cannot redistribute a strided shard, but rows by layer (layer, row, ...) are an ordinary one.
-    factor = next(p.split_factor for p in placements if isinstance(p, _StridedShard))
+
+    def with_fused(replacement: Placement, others: Sequence[Placement]) -> list[Placement]:
+        return [replacement if fused else other for fused, other in zip(is_fused, others, strict=True)]
+
+    # torch 2.11 cannot redistribute a strided shard. As (3, 4, ...), with queries, keys and values along a dimension of
+    # their own, the rows are an ordinary shard of the second dimension.
+    num_fused = next(p.split_factor for p in placements if isinstance(p, _StridedShard))
     by_layer = DTensor.from_local(
-        tensor.to_local().unflatten(0, (factor, -1)),
+        tensor.to_local().unflatten(0, (num_fused, -1)),
         mesh,
         [Shard(p.dim + 1) if isinstance(p, Shard | _StridedShard) else p for p in placements],
         run_check=False,
     )
-    gathered = by_layer.redistribute(
-        placements=[Replicate() if strided else p for strided, p in zip(fused, by_layer.placements, strict=True)]
+    gathered = by_layer.redistribute(placements=with_fused(Replicate(), by_layer.placements))
+    # Now every rank has all rows, as (12, ...) in their own order again, and keeps its block of them.
+    whole = DTensor.from_local(
+        gathered.to_local().flatten(0, 1), mesh, with_fused(Replicate(), placements), run_check=False
     )
-    complete = DTensor.from_local(
-        gathered.to_local().flatten(0, 1),
-        mesh,
-        [Replicate() if strided else p for strided, p in zip(fused, placements, strict=True)],
-        run_check=False,
-    )
-    return complete.redistribute(
-        placements=[Shard(0) if strided else p for strided, p in zip(fused, placements, strict=True)]
-    )
+    return whole.redistribute(placements=with_fused(Shard(0), placements))
 
 
 def total_norm(gradients: Sequence[torch.Tensor], layout: Layout, device: torch.device) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Parallel:
         """
         if self.stages or self.level in ("gradients", "full"):
             return -(-num_micro_batches // self.layout.data_size)
-        return self.layout.num_own(num_micro_batches)
+        return self.layout.num_local_micro_batches(num_micro_batches)
 
     def finish_gradients(self) -> None:
         """Complete the gradients after the last backward pass of a step, if DDP or FSDP has not: all-reduce the Partial
@@ -129,8 +129,8 @@ def _split(
     check_model(model, config)
     stages: Sequence[VitStage] = ()
     if activations is not None:
-        own = make_stages(model, config)[layout.pipeline_rank :: layout.pipeline]
-        stages = [VitStage(model, stage, activations.dtype) for stage in own]
+        local_stages = make_stages(model, config)[layout.pipeline_rank :: layout.pipeline]
+        stages = [VitStage(model, stage, activations.dtype) for stage in local_stages]
     modules: Sequence[nn.Module] = stages or (model,)
     if layout.tensor > 1:
         vit.tensor_parallel(modules, mesh["tensor"], config.tensor)
@@ -178,8 +178,8 @@ def warm_up(
     """Run forward and backward passes without side effects, so that the first step sums in the usual order.
 
     DDP reorders its gradient buckets after the first backward pass, and with three or more ranks the order of summation
-    depends on a gradient's place in its bucket. Without these passes a resumed run would sum its first step differently
-    from a run that was never stopped.
+    depends on a gradient's position in its bucket. Without these passes a resumed run would sum its first step
+    differently from a run that was never stopped.
 
     Args:
         images: blank, in the format of the loader's images, so that a compiled model is compiled for it.
@@ -205,7 +205,7 @@ def warm_up(
     ]
     with autocast:
         output = model(images)
-    without_weight(output).backward()
+    zero_loss(output).backward()
     _refuse_unused_parameters(model, order)
     model.zero_grad(set_to_none=not keep_gradients)
     for handle in handles:
@@ -217,7 +217,7 @@ def warm_up(
     return order
 
 
-def without_weight(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+def zero_loss(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return a loss of a model's `output` whose gradient with respect to every parameter is zero.
 
     With non-finite activations the gradient is NaN, which changes nothing if the micro-batch has already counted, since

@@ -39,7 +39,7 @@ def shard_model(
         ConfigError: weights that tensor parallelism has sharded already are not divisible by the number of ranks.
     """
     data = mesh["replicas", "shard"] if mesh["replicas"].size() > 1 else mesh["shard"]
-    place = partial(_placement, num_shards=mesh["shard"].size())
+    placement_of = partial(_placement, num_shards=mesh["shard"].size())
     policy = MixedPrecisionPolicy()
     if half is not None and hasattr(policy, "param_dtype_override_fn"):
         layers = [layer for layer in model.modules() if type(layer) in _COMPUTE_IN_HALF]
@@ -53,7 +53,7 @@ def shard_model(
         )
     for module in (*blocks, model):
         fully_shard(
-            module, mesh=data, reshard_after_forward=level == "full", shard_placement_fn=place, mp_policy=policy
+            module, mesh=data, reshard_after_forward=level == "full", shard_placement_fn=placement_of, mp_policy=policy
         )
 
 

@@ -85,8 +85,8 @@ def _placed(like: Any, result: Any) -> Any:
     return result
 
 
-def _norm(tensor: torch.Tensor, of_shard: torch.Tensor) -> torch.Tensor:
-    return _sum_over_shards(tensor, of_shard.double().square()).sqrt().to(of_shard.dtype)
+def _norm(tensor: torch.Tensor, norm_of_shard: torch.Tensor) -> torch.Tensor:
+    return _sum_over_shards(tensor, norm_of_shard.double().square()).sqrt().to(norm_of_shard.dtype)
 
 
 def _sum_over_shards(tensor: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:

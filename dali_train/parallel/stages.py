@@ -138,13 +138,13 @@ class VitStage(nn.Module):
         for name in ("_pos_embed", "pool", "forward_head", "no_weight_decay"):
             setattr(self, name, MethodType(getattr(type(model), name), self))
 
-        def own(name: str, value: Any) -> Any:
+        def if_in_stage(name: str, value: Any) -> Any:
             return value if (stage.is_last if name in _HEAD else stage.is_first) else None
 
         for name, layer in model._modules.items():
-            self.register_module(name, own(name, layer))
+            self.register_module(name, if_in_stage(name, layer))
         for name, parameter in model._parameters.items():
-            self.register_parameter(name, own(name, parameter))
+            self.register_parameter(name, if_in_stage(name, parameter))
         blocks: dict[str, Any] = dict(model.get_submodule("blocks").named_children())
         self.blocks = nn.Sequential(OrderedDict((str(number), blocks[str(number)]) for number in stage.blocks))
         self.train(model.training)

@@ -245,7 +245,7 @@ def build_trainer(
         class_counts: see `make_objective`.
     """
     model, parallel = state.model, state.parallel
-    parts: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         **vars(state),
         "objective": make_objective(config, model, num_classes, device, class_counts),
         "statistics": RunningStatistics(model),
@@ -257,8 +257,8 @@ def build_trainer(
         "keep_gradients": config.model.compile == "cuda-graphs",
     }
     if not parallel.stages:
-        return Trainer(**parts)
-    return PipelineTrainer(**parts, pipeline=Pipeline(parallel, config, num_classes))
+        return Trainer(**arguments)
+    return PipelineTrainer(**arguments, pipeline=Pipeline(parallel, config, num_classes))
 
 
 def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:

@@ -117,10 +117,10 @@ class Evaluator:
                 continue
             logits = logits if logits.dtype == torch.float64 else logits.float()
             if len(self._shown):  # the numbers of a batch are ascending and without gaps
-                own = slice(int(numbers[0]), int(numbers[-1]) + 1)
-                predictions[own] = predicted = logits.argmax(dim=-1)
+                rows_of_batch = slice(int(numbers[0]), int(numbers[-1]) + 1)
+                predictions[rows_of_batch] = predicted = logits.argmax(dim=-1)
                 probabilities = logits.softmax(dim=-1).float()
-                scores[own] = (
+                scores[rows_of_batch] = (
                     probabilities if all_scores else probabilities.gather(1, torch.stack([predicted, labels], dim=-1))
                 )
             ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one

@@ -144,8 +144,8 @@ class SinCosVisionTransformer(VisionTransformer):
         nn.init.zeros_(representation.bias)
         self.fc_norm = nn.Sequential(representation, nn.Tanh())
         for block in self.blocks:  # Flax has separate matrices for queries, keys and values, initialised independently
-            for part in block.attn.qkv.weight.chunk(3):
-                nn.init.xavier_uniform_(part)
+            for matrix in block.attn.qkv.weight.chunk(3):
+                nn.init.xavier_uniform_(matrix)
 
 
 def sines_and_cosines(height: int, width: int, channels: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ def sines_and_cosines(height: int, width: int, channels: int) -> torch.Tensor:
     patches."""
     frequencies = 10_000.0 ** -torch.linspace(0, 1, channels // 4)
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    angles = [place.flatten()[:, None] * frequencies for place in (x, y)]
+    angles = [coordinate.flatten()[:, None] * frequencies for coordinate in (x, y)]
     return torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1)[None]
 
 

@@ -34,7 +34,7 @@ def mixup_loss(
 
 
 def _log_probabilities(logits: torch.Tensor, class_weights: torch.Tensor | None) -> torch.Tensor:
-    values = F.log_softmax(_wide(logits), dim=-1)
+    values = F.log_softmax(_at_least_float32(logits), dim=-1)
     return values if class_weights is None else values * class_weights
 
 
@@ -55,7 +55,7 @@ def _cross_entropy(
 def _binary_cross_entropy(
     config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
 ) -> torch.Tensor:
-    logits = _wide(logits)
+    logits = _at_least_float32(logits)
     classes = torch.arange(logits.shape[-1], device=logits.device)
     first, second = (classes == targets[:, 0, None], classes == targets[:, 1, None])
     weights = lambdas.to(logits.dtype)[:, None]
@@ -83,11 +83,11 @@ def loss_of(config: LossConfig) -> Loss:
 
 
 def _hard_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(_wide(logits), teacher.argmax(dim=-1))
+    return F.cross_entropy(_at_least_float32(logits), teacher.argmax(dim=-1))
 
 
 def _soft_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    ours, theirs = (F.log_softmax(_wide(x) / config.temperature, dim=-1) for x in (logits, teacher))
+    ours, theirs = (F.log_softmax(_at_least_float32(x) / config.temperature, dim=-1) for x in (logits, teacher))
     # Per image, as in DeiT's paper and in timm. DeiT's code divides by the number of classes too.
     return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * config.temperature**2
 
@@ -218,5 +218,5 @@ def first_target_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
     return (logits.argmax(dim=-1) == targets[:, 0]).sum()
 
 
-def _wide(logits: torch.Tensor) -> torch.Tensor:
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()

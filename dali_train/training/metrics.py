@@ -15,8 +15,10 @@ from dali_train.errors import RunError
 from dali_train.parallel.mesh import local
 from dali_train.text import printable
 
-# The place of the first non-finite value, as one float64 so that the minimum over the ranks is the first of all:
-# step * _PER_STEP + micro-batch, with the largest micro-batch number for "in the gradients only".
+# Where the first non-finite value was, as one number: step * _PER_STEP + micro-batch, so that the minimum over the
+# ranks is the first of all. Step 3, micro-batch 5 is 3 * 2**20 + 5. A step whose losses are finite and whose gradient
+# is not has the last number of the step, 4 * 2**20 - 1. The numbers are float64 like all that is reduced with them,
+# which holds whole numbers up to 2**53 exactly.
 _PER_STEP = 1 << 20
 _NEVER = float(1 << 52)
 MAX_NONFINITE_STEPS = 50  # in a row; FP16 needs about 10 to find its scale
@@ -46,7 +48,7 @@ class TrainingMetrics:
         self._loss_scale = torch.ones((), device=device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
         self._streak = torch.zeros((), dtype=torch.float64, device=device)  # steps in a row that were not finite
-        self._first = torch.full((), _NEVER, dtype=torch.float64, device=device)  # and where they began
+        self._first = torch.full((), _NEVER, dtype=torch.float64, device=device)  # where they began
         self._step_is_finite = torch.ones((), dtype=torch.bool, device=device)
 
     def add_micro_batch(self, loss: torch.Tensor, correct: torch.Tensor, num_images: int, *, step: int, k: int) -> None:
@@ -55,7 +57,8 @@ class TrainingMetrics:
         finite = loss.isfinite()
         self._sums += torch.stack([loss * num_images, correct.double(), torch.full_like(loss, num_images)])
         self._step_is_finite &= finite
-        self._first = torch.where(finite, self._first, self._first.clamp(max=float(step * _PER_STEP + k)))
+        here = float(step * _PER_STEP + k)
+        self._first = torch.where(finite, self._first, self._first.clamp(max=here))
 
     def finish_step(self, grad_norm: torch.Tensor, loss_scale: torch.Tensor, *, step: int) -> None:
         """End a step. `grad_norm` is equal on all ranks, so a non-finite loss on one of them shows on all."""
@@ -63,7 +66,8 @@ class TrainingMetrics:
         self._skipped += ~finite
         finite = finite & self._step_is_finite
         self._streak = (self._streak + 1) * ~finite
-        self._first = torch.where(finite, _NEVER, self._first.clamp(max=float((step + 1) * _PER_STEP - 1)))
+        in_gradients = float((step + 1) * _PER_STEP - 1)  # larger than any micro-batch of this step
+        self._first = torch.where(finite, _NEVER, self._first.clamp(max=in_gradients))
         self._step_is_finite = torch.ones_like(self._step_is_finite)
         self._grad_norm = grad_norm.detach()
         self._loss_scale = loss_scale.detach()
@@ -80,10 +84,10 @@ class TrainingMetrics:
             dist.all_reduce(streak, op=dist.ReduceOp.MAX)
             dist.all_reduce(first, op=dist.ReduceOp.MIN)
         last = torch.stack([streak, first, self._grad_norm.double(), self._loss_scale.double(), self._skipped])
-        loss, correct, num_images, nonfinite, place, grad_norm, loss_scale, skipped = torch.cat([sums, last]).tolist()
+        loss, correct, num_images, nonfinite, number, grad_norm, loss_scale, skipped = torch.cat([sums, last]).tolist()
         self._sums.zero_()
         if nonfinite >= MAX_NONFINITE_STEPS:
-            step, k = divmod(int(place), _PER_STEP)
+            step, k = divmod(int(number), _PER_STEP)
             where = f"micro-batch {k}" if k < _PER_STEP - 1 else "in the gradients only"
             raise NonFiniteError(
                 f"loss or gradients were not finite in {nonfinite:.0f} steps in a row, first in step {step}, "
@@ -144,7 +148,7 @@ class ClassTables:
         wrong = self.labels != self.predictions
         pairs, images = np.unique(self.labels[wrong] * self.num_classes + self.predictions[wrong], return_counts=True)
         order = np.argsort(-images, kind="stable")[:NUM_PAIRS]
-        return [(*divmod(int(pairs[place]), self.num_classes), int(images[place])) for place in order]
+        return [(*divmod(int(pairs[i]), self.num_classes), int(images[i])) for i in order]
 
     def describe(self, names: Sequence[str]) -> list[str]:
         """Return lines to print: the mean over classes, the lowest accuracies, and the most confused pairs."""

@@ -20,7 +20,7 @@ from dali_train.config import Config
 from dali_train.data.loading.loader import Loader, blank_images, pixel_format
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
-from dali_train.parallel.parallelize import Parallel, without_weight
+from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.parallel.stages import VitStage
 from dali_train.training.dropout import seed_micro_batch
 from dali_train.training.loss import first_target_correct
@@ -141,7 +141,7 @@ class _Passes:
 
     def __init__(self, trainer: PipelineTrainer, step: int, loader: Loader) -> None:
         self._trainer, self._step, self._loader = trainer, step, loader
-        self._num_own = trainer.parallel.layout.num_own(trainer.num_micro_batches)
+        self._num_local_micro_batches = trainer.parallel.layout.num_local_micro_batches(trainer.num_micro_batches)
         self._num_passes = trainer.parallel.num_passes(trainer.num_micro_batches)
         self.batches: list[Batch] = []
 
@@ -149,12 +149,14 @@ class _Passes:
     def forward(self, number: int) -> Iterator[torch.Tensor]:
         """Wrap the forward pass of micro-batch `number` in one stage, and yield its images."""
         trainer = self._trainer
-        if number == len(self.batches) < self._num_own:
+        if number == len(self.batches) < self._num_local_micro_batches:
             trainer.clock.enter("data")
             if self.batches:  # images are kept where the backward pass needs them, and the last ones for hooks
                 self.batches[-1] = replace(self.batches[-1], images=self.batches[-1].images[:0].clone())
             self.batches.append(self._loader.next())
-        batch = self.batches[min(number, self._num_own - 1)]  # the last one again if other ranks have more
+        batch = self.batches[
+            min(number, self._num_local_micro_batches - 1)
+        ]  # the last one again if other ranks have more
         trainer.clock.enter("forward")
         seed_micro_batch(batch.micro_batch.dropout_seed, batch.images.device)
         with trainer.precision.autocast():
@@ -173,8 +175,8 @@ class _Passes:
 
     def loss(self, output: torch.Tensor, number: int) -> torch.Tensor:
         """Return the loss of micro-batch `number`, scaled for its backward pass."""
-        if number >= self._num_own:
-            return without_weight(output)
+        if number >= self._num_local_micro_batches:
+            return zero_loss(output)
         trainer, batch = self._trainer, self.batches[number]
         with trainer.precision.autocast():
             loss, logits = trainer.objective(output, batch.images, batch.targets, batch.lambdas)

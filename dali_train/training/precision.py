@@ -5,7 +5,7 @@ Here the step is always taken and, if a gradient was not finite, undone on the d
 """
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,49 +71,65 @@ class Precision:
             step was skipped.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if layout is None:
+        if layout is not None:
+            norm = self._unscale_split(parameters, layout)
+            parameters = list(map(_shard, parameters))
+        else:
             self.scaler.unscale_(optimizer)
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        else:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            parameters = list(map(_shard, parameters))
-            held: Any = SimpleNamespace(param_groups=[{"params": parameters}])  # a GradScaler expects an optimizer
-            # A GradScaler is initialised by the first loss that it scales: only the last stage of a pipeline has one.
-            self.loss_scale()
-            self.scaler.unscale_(held)
-            norm = total_norm(gradients, layout, self._device)
-            if self.scaler.is_enabled():  # all ranks skip the same steps, whichever rank overflowed
-                for found in self.scaler._found_inf_per_device(held).values():
-                    found.copy_(~norm.isfinite())
         if clip_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, norm)
         shardwise = Shardwise() if layout is not None and layout.shards_weights else nullcontext()
-        if not self.scaler.is_enabled():
+        if self.scaler.is_enabled():
+            _step_or_undo(optimizer, shardwise, finite=norm.isfinite())
+            self.scaler.update()
+        else:
             with shardwise:
                 optimizer.step()
-            return norm
-        finite = norm.isfinite()
-        changing = _changing(optimizer)
-        with torch.no_grad():
-            # Copies, made in a few kernels by multiplying by one; `plan` counts them. Without them the optimizer itself
-            # would have to skip the update, which only torch's fused ones do (found_inf), none of timm's.
-            before = dict(zip(changing, torch._foreach_mul(list(changing.values()), 1), strict=True))
-            have_state = {parameter for parameter, values in optimizer.state.items() if values}
-            with shardwise:
-                optimizer.step()
-            for place, tensor in _changing(optimizer).items():
-                if place in before:
-                    torch.where(finite, tensor, before[place], out=tensor)
-            # New optimizer state starts differently in each optimizer, so it is discarded and created again. The host
-            # waits for the device only here: in the first step, and until one step was finite.
-            made = [
-                parameter for parameter, values in optimizer.state.items() if values and parameter not in have_state
-            ]
-            if made and not finite:
-                for parameter in made:
-                    del optimizer.state[parameter]
-        self.scaler.update()
         return norm
+
+    def _unscale_split(self, parameters: list[torch.Tensor], layout: Layout) -> torch.Tensor:
+        """Unscale the gradients of `parameters`, split over the ranks of `layout`, and return the norm of all of them.
+
+        All ranks call this together. A norm that is not finite on one of them is not finite on any, and makes the
+        scaler of each see an overflow, so that all skip the same steps and keep the same scale.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # A GradScaler expects an optimizer. It unscales the local shards, which share the gradients' memory.
+        local_optimizer: Any = SimpleNamespace(param_groups=[{"params": list(map(_shard, parameters))}])
+        # It is initialised by the first loss that it scales: only the last stage of a pipeline has one.
+        self.loss_scale()
+        self.scaler.unscale_(local_optimizer)
+        norm = total_norm(gradients, layout, self._device)
+        if self.scaler.is_enabled():
+            for overflowed in self.scaler._found_inf_per_device(local_optimizer).values():
+                overflowed.copy_(~norm.isfinite())
+        return norm
+
+
+@torch.no_grad()
+def _step_or_undo(optimizer: Optimizer, shardwise: AbstractContextManager[Any], *, finite: torch.Tensor) -> None:
+    """Take a step in the context `shardwise`, and undo it unless `finite`, 0-dimensional bool on the device, without
+    making the host wait.
+
+    The optimizer itself would have to skip the update otherwise, which only torch's fused ones do (found_inf), none of
+    timm's.
+    """
+    written = _written_by(optimizer)
+    # Copies, made in a few kernels by multiplying by one; `plan` counts them.
+    before = dict(zip(written, torch._foreach_mul(list(written.values()), 1), strict=True))
+    have_state = {parameter for parameter, values in optimizer.state.items() if values}
+    with shardwise:
+        optimizer.step()
+    for key, tensor in _written_by(optimizer).items():
+        if key in before:
+            torch.where(finite, tensor, before[key], out=tensor)
+    # New optimizer state starts differently in each optimizer, so it is discarded and created again. The host waits for
+    # the device only here: in the first step, and until one step was finite.
+    made = [parameter for parameter, values in optimizer.state.items() if values and parameter not in have_state]
+    if made and not finite:
+        for parameter in made:
+            del optimizer.state[parameter]
 
 
 def _shard(parameter: torch.Tensor) -> torch.Tensor:
@@ -123,7 +139,7 @@ def _shard(parameter: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def _changing(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
+def _written_by(optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
     """Return this rank's device tensors that a step of `optimizer` writes to: parameters, and their state by its
     key."""
     parameters = {(id(p), ""): local(p) for group in optimizer.param_groups for p in group["params"]}

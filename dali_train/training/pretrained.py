@@ -66,26 +66,26 @@ def create_pretrained(
     tensors = weights_that_fit(name, weights, num_classes, kwargs, field=field, tensors=tensors)
     source = weights or name
     described = timm.get_pretrained_cfg(source) if ":" not in source else None
-    found = _num_classes(name, tensors) if tensors is not None else described.num_classes if described else None
+    num_trained = _num_classes(name, tensors) if tensors is not None else described.num_classes if described else None
 
-    def check_classes(found: int | None) -> None:
-        if keep_classifier and found not in (num_classes, None):
+    def check_classes(num_trained: int | None) -> None:
+        if keep_classifier and num_trained not in (num_classes, None):
             raise ConfigError(
-                f"{field}: {source} has {found} classes, the dataset {num_classes}: use weights trained on these "
+                f"{field}: {source} has {num_trained} classes, the dataset {num_classes}: use weights trained on these "
                 "classes"
             )
 
-    check_classes(found)  # before anything is fetched
+    check_classes(num_trained)  # before anything is fetched
     if tensors is not None:
         return _create_with(tensors, name, num_classes, kwargs)
     try:
         model = timm.create_model(source, pretrained=True, num_classes=num_classes, **kwargs)
-        found = model.pretrained_cfg.get("num_classes")
-        if found not in (num_classes, None):
-            _check_all_fit(lambda: timm.create_model(source, pretrained=True, num_classes=found, **kwargs))
+        num_trained = model.pretrained_cfg.get("num_classes")
+        if num_trained not in (num_classes, None):
+            _check_all_fit(lambda: timm.create_model(source, pretrained=True, num_classes=num_trained, **kwargs))
     except (OSError, RuntimeError, ValueError, TypeError, AssertionError, KeyError) as error:
         raise _misfit(error, source, name, kwargs, field) from error
-    check_classes(found)
+    check_classes(num_trained)
     return model
 
 

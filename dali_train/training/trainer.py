@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dali_train.data.loading.loader import Loader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
-from dali_train.parallel.parallelize import Parallel, without_weight
+from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.training.dropout import DropoutSeeding, seed_micro_batch
 from dali_train.training.ema import Ema
 from dali_train.training.loss import Objective, first_target_correct
@@ -73,10 +73,10 @@ class Trainer(TrainState):
     def forward_backward(self, step: int, loader: Loader) -> StepImages:
         """Compute the gradient of the step's mean loss into each parameter's `grad`. Pipelines override this."""
         micro_batches = []
-        num_own = self.parallel.layout.num_own(self.num_micro_batches)
+        num_local_micro_batches = self.parallel.layout.num_local_micro_batches(self.num_micro_batches)
         num_passes = self.parallel.num_passes(self.num_micro_batches)
         for number in range(num_passes):
-            last, counts = number == num_passes - 1, number < num_own
+            last, counts = number == num_passes - 1, number < num_local_micro_batches
             if counts:
                 self.clock.enter("data")
                 batch = loader.next()
@@ -90,7 +90,7 @@ class Trainer(TrainState):
                     if counts:
                         loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
                 self.clock.enter("backward", all_reduce_follows=last)
-                (self.scaled(loss) if counts else without_weight(output)).backward()
+                (self.scaled(loss) if counts else zero_loss(output)).backward()
             if not counts:  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
                 break
             self.statistics.add_micro_batch()

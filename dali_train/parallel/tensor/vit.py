@@ -90,10 +90,10 @@ def check_model(model: nn.Module, tensor: TensorConfig) -> None:
     for number, block in enumerate(model.blocks):
         where = f"parallel.tensor has mode {tensor.mode}, and block {number} of the model"
         kinds = ((block, Block), (getattr(block, "attn", None), Attention), (getattr(block, "mlp", None), Mlp))
-        for found, kind in kinds:
-            if type(found) is not kind:
+        for layer, kind in kinds:
+            if type(layer) is not kind:
                 raise ConfigError(
-                    f"{where} has a {type(found).__name__}, but only {kind.__name__} can be sharded: choose another "
+                    f"{where} has a {type(layer).__name__}, but only {kind.__name__} can be sharded: choose another "
                     "model.name, or leave parallel.tensor out"
                 )
         _check_options(block, where)
