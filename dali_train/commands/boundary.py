@@ -24,7 +24,8 @@ def run_command(name: str, work: Callable[[], int]) -> int:
     """Return the exit status of `work`, after printing its error as one line that begins with `name`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+            with suppress(OSError):  # its file has been replaced by a terminal, which cannot seek
+                stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     try:
         status = work()
         sys.stdout.flush()
