@@ -1,5 +1,6 @@
 """How parallelism is written in a config and on the command line, and which combinations are refused."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,25 @@ def test_ranks_that_do_not_divide_a_step() -> None:
     assert layouts[0].describe_idle(8) == "" and layouts[0].describe_idle(7) == ": 12.5% idle; 14 would have none"
     ranks = Layout.from_config(Launch(rank=0, world_size=57, port=1), ParallelConfig())
     assert ranks.describe_idle(128) == ": 25.1% idle; 64 would have none"
+
+
+def test_ranks_are_numbered_by_stage_then_data_then_tensor() -> None:
+    parallel = ParallelConfig(pipeline=2, tensor=TensorConfig(size=3), shard="full", shard_ranks=2)
+    layouts = [Layout.from_config(Launch(rank=rank, world_size=24, port=1), parallel) for rank in range(24)]
+    coordinates = [(one.pipeline_rank, one.data_rank, one.tensor_rank) for one in layouts]
+    assert coordinates == list(itertools.product(range(2), range(4), range(3)))
+    assert (layouts[0].replicas, layouts[0].shard) == (2, 2)
+    # (splits the model, shards weights), for each dimension alone.
+    for sizes, expected in (
+        ({}, (False, False)),
+        ({"replicas": 2}, (False, False)),
+        ({"pipeline": 2}, (True, False)),
+        ({"shard": 2}, (True, True)),
+        ({"tensor": 2}, (True, True)),
+    ):
+        layout = Layout(rank=0, **sizes)
+        assert (layout.splits_model, layout.shards_weights) == expected and layout.world_size == max(
+            [1, *sizes.values()]
+        )
+    with pytest.raises(AssertionError):
+        Layout(rank=2, shard=2)
