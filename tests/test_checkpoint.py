@@ -90,6 +90,12 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "newest", "step-00000002", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").resolve().name == "step-00000002"
     assert CheckpointWriter(tmp_path, None, keep=2).prepare(6) == 0.7
+    writer.held.add("step-00000005")  # a mirror reads it
+    save(writer, 7)
+    assert (tmp_path / "step-00000005").exists()
+    writer.held.clear()
+    save(writer, 8)
+    assert not (tmp_path / "step-00000005").exists()
 
 
 def test_saving_waits_only_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
