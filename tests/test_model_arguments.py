@@ -56,6 +56,11 @@ def test_arguments_that_no_model_takes(kwargs: dict[str, Any], message: str) -> 
         build("vit_tiny_patch16_224", SMALL | kwargs)
 
 
+def test_a_rate_that_a_forward_pass_uses() -> None:
+    with pytest.raises(ConfigError, match=r"model\.kwargs\.drop_rate is 33, .*from 0 to 1"):
+        build("resnet18", {"drop_rate": 33})
+
+
 def test_weights_that_are_larger_than_the_hosts_memory() -> None:
     """They are not allocated: the model is built on the meta device first."""
     kwargs = {"img_size": 65_536, "patch_size": 1, "depth": 1}

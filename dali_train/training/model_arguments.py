@@ -182,9 +182,11 @@ def _build(name: str, num_classes: int, kwargs: Mapping[str, Any]) -> nn.Module:
 def _check_rates(model: nn.Module) -> None:
     """Raise ValueError for a rate of dropout or stochastic depth that its layer accepts and then fails with."""
     for module in model.modules():
-        rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "drop_prob", None)
-        if isinstance(rate, int | float) and not 0 <= rate <= 1:
-            raise ValueError(f"its layers would have a drop rate of {rate}, which is not from 0 to 1")
+        # A ResNet and timm's classifiers drop out in their forward pass, at a rate that they keep as drop_rate.
+        kept_rates = (getattr(module, name, None) for name in ("drop_prob", "drop_rate"))
+        for rate in (module.p if isinstance(module, _DropoutNd) else None, *kept_rates):
+            if isinstance(rate, int | float) and not 0 <= rate <= 1:
+                raise ValueError(f"its layers would have a drop rate of {rate}, which is not from 0 to 1")
 
 
 def _describe_wrong(name: str, num_classes: int, kwargs: dict[str, Any]) -> str | None:
