@@ -150,6 +150,7 @@ def test_hooks_come_from_the_config_file(
 def test_too_many_processes_are_refused_before_they_start(tiny_config: Path) -> None:
     from dali_train.commands.train import run
 
+    before = set(multiprocessing.active_children())  # ranks of other tests may wait for more work
     with pytest.raises(ConfigError, match="40 data-parallel ranks need at least one each: start at most 8"):
         run(tiny_config, num_processes=40)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) == before

@@ -19,7 +19,7 @@ from dali_train.training.running_statistics import RunningStatistics
 from .conftest import Train
 from .helpers import LONG, extended
 
-HOPELESS = ("--optimizer.lr", "1e38", "--optimizer.clip_grad_norm", "None", "--hooks.log_every_steps", "1000000")
+HOPELESS = ("--optimizer.lr", "1e30", "--optimizer.clip_grad_norm", "None", "--hooks.log_every_steps", "1000000")
 LAYOUT = Layout.from_config(Launch(), ParallelConfig())
 
 

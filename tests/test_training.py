@@ -39,7 +39,7 @@ def test_mixed_precision_follows_float32(
 
 
 def test_a_rate_that_destroys_the_weights_ends_the_run(train: Train, tmp_path: Path) -> None:
-    options = "--optimizer.lr 1e38 --optimizer.clip_grad_norm None --run.epochs 60 --schedule.warmup_epochs 0"
+    options = "--optimizer.lr 1e30 --optimizer.clip_grad_norm None --run.epochs 60 --schedule.warmup_epochs 0"
     options += " --run.eval_every_epochs none --batch.micro_batch 32"
     output = train("run", *words(f"{options} --run.checkpoint_every_steps 1"), status=1)
     assert "were not finite in 50 steps in a row, first in step" in output and "micro-batch" in output
