@@ -39,7 +39,7 @@ class Rule:
 
 
 class _NotInRecipe:
-    """Marks a setting that affects the speed, place or monitoring of a run, but not its result."""
+    """Marks a setting that affects the speed, location or monitoring of a run, but not its result."""
 
 
 NotInRecipe = Annotated[T, _NotInRecipe()]

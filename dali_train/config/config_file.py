@@ -98,9 +98,9 @@ def _executed(path: Path) -> ModuleType:
             for frame in traceback.extract_tb(error.__traceback__)
             if Path(frame.filename).resolve() == path.resolve()
         ]
-        place = f"{path}, line {lines[-1]}" if lines else str(path)
+        location = f"{path}, line {lines[-1]}" if lines else str(path)
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{place}: {kind}{error}") from error
+        raise ConfigError(f"{location}: {kind}{error}") from error
     finally:
         _running.pop()
     return module

@@ -710,9 +710,9 @@ class RunConfig:
         if self.mirror is None:
             return
         refuse_credentials("run.mirror", self.mirror)
-        scheme, separator, place = self.mirror.partition("://")
+        scheme, separator, path = self.mirror.partition("://")
         require(
-            scheme in ("s3", "gs", "az") and separator != "" and place != "",
+            scheme in ("s3", "gs", "az") and separator != "" and path != "",
             f"run.mirror is {self.mirror}: use the URL of a writable bucket, such as s3://BUCKET/PREFIX, "
             "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX",
         )

@@ -12,7 +12,7 @@ _SCALED_FROM = 256  # the global batch at which a scaled optimizer.lr is the pea
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A step's place in the decay. Times are optimizer steps, or epochs if the rate changes once per epoch."""
+    """A step's position in the decay. Times are optimizer steps, or epochs if the rate changes once per epoch."""
 
     elapsed: float  # since the start of the decay; less than `total`
     total: float
@@ -50,7 +50,7 @@ SCHEDULES: dict[str, Schedule] = {
     "step": _step,
     "warmup-stable-decay": _warmup_stable_decay,
 }
-"""Each takes the settings, the peak rate and the place in the decay, and returns the rate after the warmup."""
+"""Each takes the settings, the peak rate and the position in the decay, and returns the rate after the warmup."""
 
 
 def schedule_of(settings: ScheduleConfig) -> Schedule:

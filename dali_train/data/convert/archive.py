@@ -113,7 +113,7 @@ class Archive:
         for, the folders as well, whose names end in "/".
 
         Raises:
-            SourceError: not a tar, truncated, or a member that is neither file nor directory, with its name and place.
+            SourceError: not a tar, truncated, or a member that is neither file nor directory, with its name and offset.
         """
         # Headers lie far apart: reading ahead of each would read the entire archive.
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)

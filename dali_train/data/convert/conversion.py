@@ -1,4 +1,4 @@
-"""A conversion from start to end: give each image its shard and place, write, resume, and build the index.
+"""A conversion from start to end: give each image its shard and position, write, resume, and build the index.
 
 One process does all of it, or several machines do the parts between `--plan` and `--finish`: each shard is a function
 of the options and the source, so it does not matter which process writes it, when, or how often.

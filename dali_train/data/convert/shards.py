@@ -44,7 +44,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class BadImage:
-    """An image that was left out, and its place in the source."""
+    """An image that was left out, and its location in the source."""
 
     file: str
     position: int

@@ -29,7 +29,7 @@ class DatasetSource:
 
     def list(self) -> Iterator[Image]:
         rows = self._split.rows[self._images]
-        files = [self._split.place(shard) for shard in range(len(self._split.shards))]
+        files = [self._split.shard_location(shard) for shard in range(len(self._split.shards))]
         columns = [rows[name].tolist() for name in ("shard", "offset", "size")]
         for number, shard, offset, size, label in zip(self._images, *columns, self._labels.tolist(), strict=True):
             yield Image(files[shard], f"image {number}", offset, size, label)
@@ -47,7 +47,7 @@ class DatasetSource:
         record = number - int(self._split.first_images[shard])
         offsets = [*self._record_offsets(shard)[record : record + 2].tolist(), self._split.shards[shard].num_bytes]
         content = self._shards.content(shard, offsets[0], offsets[1])
-        location = f"{self._split.place(shard)}, record {record} from byte {offsets[0]} on"
+        location = f"{self._split.shard_location(shard)}, record {record} from byte {offsets[0]} on"
         span = next(walk_records(content, location, check_payload=True), None)
         if span is None:
             raise SourceError(f"{location}: no record, where its text index has one: index the dataset again")

@@ -87,7 +87,7 @@ def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEA
     only raw pixels (image/format "RAW") have none, and their features must fit their number of bytes.
 
     Raises:
-        TFRecordError: anything in the file that is not a complete, labelled image, with its place.
+        TFRecordError: anything in the file that is not a complete, labelled image, with its location.
     """
     rows, labels, checksums, offsets = [], [], [], []
     synsets: dict[int, str] = {}
@@ -203,7 +203,7 @@ def build_index(
         fetch: called with each shard's path; the file is read within.
 
     Raises:
-        DatasetError, TFRecordError: the first fault found, with file and place.
+        DatasetError, TFRecordError: the first fault found, with file and location.
     """
     if num_classes is not None and not 1 <= num_classes <= MAX_CLASSES:
         raise DatasetError(f"--num-classes is {num_classes}: use 1 to {MAX_CLASSES:,}")
@@ -389,18 +389,18 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
     files = _files(root)
     splits: dict[SplitName, list[Path]] = {}
     for split, names in _NAMES.items():
-        places: dict[str, list[Path]] = defaultdict(list)
+        candidates: dict[str, list[Path]] = defaultdict(list)
         for name in names:
             if (root / name).is_dir():
-                places[str(root / name)] = _files(root / name)
-            places[str(root / f"{name}-*")] = [path for path in files if _is_flat_shard(path.name, name)]
-        found = {place: paths for place, paths in places.items() if paths}
-        # What an earlier run linked is there twice, and is the same.
-        if len({frozenset(path.resolve() for path in paths) for paths in found.values()}) > 1:
-            raise DatasetError(f"{root}: the {split} split is in {' and in '.join(found)}: keep one of them")
-        if found:
-            place, paths = next(iter(found.items()))
-            splits[split] = _in_order(place, paths)
+                candidates[str(root / name)] = _files(root / name)
+            candidates[str(root / f"{name}-*")] = [path for path in files if _is_flat_shard(path.name, name)]
+        locations = {location: paths for location, paths in candidates.items() if paths}
+        # An earlier run may have left a hard link to the same file.
+        if len({frozenset(path.resolve() for path in paths) for paths in locations.values()}) > 1:
+            raise DatasetError(f"{root}: the {split} split is in {' and in '.join(locations)}: keep one of them")
+        if locations:
+            location, paths = next(iter(locations.items()))
+            splits[split] = _in_order(location, paths)
     if not splits:
         expected = f"expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*"
         raise NoDatasetError(f"{root} has no shard, {expected}", root, indexing=True)
@@ -443,7 +443,7 @@ def _is_flat_shard(file: str, prefix: str) -> bool:
     return file.startswith(f"{prefix}-") and bool(_NUMBERED_SHARD.search(file) or "tfrecord" in file)
 
 
-def _in_order(place: str, files: list[Path]) -> list[Path]:
+def _in_order(location: str, files: list[Path]) -> list[Path]:
     """``SPLIT-00000-of-00042`` where such names exist, else every file in the order of the names.
 
     Raises:
@@ -454,12 +454,12 @@ def _in_order(place: str, files: list[Path]) -> list[Path]:
         return files
     totals = {int(match[2]) for match, _ in numbered}
     if len(totals) > 1:
-        raise DatasetError(f"{place} mixes shards of {' and '.join(map(str, sorted(totals)))}: keep one set of them")
+        raise DatasetError(f"{location} mixes shards of {' and '.join(map(str, sorted(totals)))}: keep one set of them")
     (total,) = totals
     missing = sorted(set(range(total)) - {int(match[1]) for match, _ in numbered})
     if missing:
         names = ", ".join(f"{number:05d}" for number in missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise DatasetError(f"{place} lacks {len(missing)} of {total} shards: {names}")
+        raise DatasetError(f"{location} lacks {len(missing)} of {total} shards: {names}")
     return [path for _, path in numbered]
 
 
@@ -477,8 +477,8 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
     if url.startswith("http"):
         raise DatasetError(f"{url}: a server of this kind is only read; index the dataset where it can be written")
     bucket = Bucket(url)
-    with TemporaryDirectory(prefix="dali-train-") as place:
-        directory = Path(place)
+    with TemporaryDirectory(prefix="dali-train-") as temporary:
+        directory = Path(temporary)
 
         @contextmanager
         def fetch(path: Path) -> Iterator[Path]:
@@ -500,7 +500,7 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
                 bucket.upload(str(path.relative_to(directory)), path)
         except (DatasetError, RunError) as error:
             kind = DatasetError if isinstance(error, DatasetError) else RunError
-            raise kind(str(error).replace(place, url)) from error
+            raise kind(str(error).replace(temporary, url)) from error
 
 
 def _stand_in(path: Path, size: int) -> None:

@@ -152,8 +152,8 @@ def parse_jpeg_header(content: bytes | memoryview) -> JpegHeader:
         length = content[position + 2] << 8 | content[position + 3]
         body, end = position + 4, position + 2 + length
         if length < 2 or end > size:
-            place = f"segment {marker:02X} at byte {position}"
-            raise BadImageError(f"{_NO_JPEG}{place} has length {length}, {size - position - 2} bytes are left")
+            segment = f"segment {marker:02X} at byte {position}"
+            raise BadImageError(f"{_NO_JPEG}{segment} has length {length}, {size - position - 2} bytes are left")
         if marker in _FRAMES:
             if length < 8:
                 raise BadImageError(f"{_NO_JPEG}frame header of {length} bytes at byte {position}")

@@ -95,11 +95,11 @@ class Split:
         return len(self.rows)
 
     def describe(self, image: int) -> str:
-        """Return the place of image number `image`, for error messages."""
+        """Return the location of image number `image`, for error messages."""
         row = self.rows[image]
-        return f"image {image} ({self.place(int(row['shard']))}, {row['size']} bytes at byte {row['offset']})"
+        return f"image {image} ({self.shard_location(int(row['shard']))}, {row['size']} bytes at byte {row['offset']})"
 
-    def place(self, shard: int) -> str:
+    def shard_location(self, shard: int) -> str:
         """Return the path or the URL of a shard."""
         return str(self.paths[shard]) if self.url is None else f"{self.url}/{self.shards[shard].name}"
 
@@ -128,7 +128,7 @@ class Split:
                 bucket.download(expected.name, path, num_bytes)
             if num_bytes != expected.num_bytes:
                 raise DatasetError(
-                    f"{self.place(shard)}: has {num_bytes} bytes, dataset.json says {expected.num_bytes}"
+                    f"{self.shard_location(shard)}: has {num_bytes} bytes, dataset.json says {expected.num_bytes}"
                 )
             yield path
 

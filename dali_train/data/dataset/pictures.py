@@ -23,7 +23,7 @@ def picture(split: Split, number: int, stored: NDArray[np.uint8]) -> Image.Image
     """Return image `number` of a split in RGB, given its `stored` bytes.
 
     Raises:
-        DatasetError: it cannot be decoded; the message names its place.
+        DatasetError: it cannot be decoded; the message names its location.
     """
     row, content = split.rows[number], stored.tobytes()
     if split.manifest.encoding == "raw":
@@ -43,8 +43,8 @@ def contact_sheet(images: Sequence[tuple[Image.Image, Sequence[str]]], *, column
     rows, height = -(-len(images) // columns), side + _LINE * max(len(lines) for _, lines in images) + _GAP
     sheet = Image.new("RGB", (columns * (side + _GAP) + _GAP, rows * height + _GAP), PAPER)
     draw = ImageDraw.Draw(sheet)
-    for place, (image, lines) in enumerate(images):
-        left, top = _GAP + place % columns * (side + _GAP), _GAP + place // columns * height
+    for cell, (image, lines) in enumerate(images):
+        left, top = _GAP + cell % columns * (side + _GAP), _GAP + cell // columns * height
         # Small images are enlarged without smoothing, to show what is stored.
         scale = side / max(image.size)
         method = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST

@@ -5,7 +5,7 @@ little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords
 is a serialised ``tf.train.Example``: a map from feature name to a list of bytes, floats or int64.
 
 Records are read through a memory map and features are located, not copied: the index that training reads
-needs the place of the encoded image inside the file, and a walk that skips image bytes never touches their pages.
+needs the position of the encoded image inside the file, and a walk that skips image bytes never touches their pages.
 """
 
 import struct

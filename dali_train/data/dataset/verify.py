@@ -128,8 +128,8 @@ def _compare_readers(split: Split) -> list[str]:
                     row["label"] + manifest.label_base
                 ]:
                     problems.append(
-                        f"{split.place(shard)}: record {record} has another image or label as the package tfrecord "
-                        "reads it"
+                        f"{split.shard_location(shard)}: record {record} has another image or label as "
+                        "the package tfrecord reads it"
                     )
     return problems
 
@@ -172,12 +172,12 @@ def _in_shard(split: Split, shard: int, compare: Callable[[Path], list[str]]) ->
             problems = compare(path)
     except DatasetError as error:
         return [str(error)]
-    return [problem.replace(str(path), split.place(shard)) for problem in problems]
+    return [problem.replace(str(path), split.shard_location(shard)) for problem in problems]
 
 
 def _compare_shard(split: Split, number: int, decode: bool, checksums: NDArray[np.uint32], path: Path) -> list[str]:
-    expected, place = split.shards[number], slice(*split.first_images[number : number + 2])
-    rows = split.rows[place]
+    expected, images = split.shards[number], slice(*split.first_images[number : number + 2])
+    rows = split.rows[images]
     try:
         found = index_shard(path, check_crc=True, features=Features.of(split.manifest))
     except TFRecordError as error:
@@ -196,12 +196,12 @@ def _compare_shard(split: Split, number: int, decode: bool, checksums: NDArray[n
     content, decode = memoryview(map_file(path)), decode and found.encoding == "image"
     assert found.checksums is not None
     if len(rows) == len(found.rows):
-        checksums[place] = found.checksums
+        checksums[images] = found.checksums
         records, labels = np.arange(len(rows)), found.labels - split.manifest.label_base
         problems += _check_images(path, content, records, rows, found.rows, labels, decode)
     else:
         problems.append(f"{path}: has {len(found.rows)} records, the index {len(rows)}")
-    if split.checksums is not None and not np.array_equal(split.checksums[place], found.checksums):
+    if split.checksums is not None and not np.array_equal(split.checksums[images], found.checksums):
         problems.append(f"{path}: an image's CRC32C is not the one in {checksums_path(split.root, split.name)}")
     return problems
 
@@ -225,9 +225,9 @@ def _check_images(
     problems = []
     for column in ("offset", "size", "label", "height", "width"):
         truth = labels if column == "label" else found[column]
-        for place in np.flatnonzero(truth != rows[column])[:_MOST_LISTED]:
-            index = f"the index says {rows[column][place]}"
-            problems.append(f"{path}: record {records[place]} has {column} {truth[place]}, {index}")
+        for row in np.flatnonzero(truth != rows[column])[:_MOST_LISTED]:
+            index = f"the index says {rows[column][row]}"
+            problems.append(f"{path}: record {records[row]} has {column} {truth[row]}, {index}")
     if not decode:
         return problems
     checker, images, first = DecodeChecker(), _images(content, found), 0
@@ -239,8 +239,8 @@ def _check_images(
         failures = checker.failures([np.frombuffer(image, np.uint8) for image in images[first:end]])
         for number, reason in failures.items():
             row = found[first + number]
-            place = f"record {records[first + number]}, {row['size']} bytes at byte {row['offset']}"
-            problems.append(f"{path}: the image of {place} cannot be decoded: {reason}")
+            location = f"record {records[first + number]}, {row['size']} bytes at byte {row['offset']}"
+            problems.append(f"{path}: the image of {location} cannot be decoded: {reason}")
         first = end
     return problems
 

@@ -83,7 +83,7 @@ def mask_of(bits: Callable[[NDArray[np.float32]], NDArray[np.floating[Any]]]) ->
     return lambda levels, side: 256 - 2.0 ** (8 - np.clip(bits(np.abs(levels)), 1, 8))
 
 
-def place(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
+def cutout_pixel(levels: NDArray[np.float32], side: int) -> NDArray[np.float64]:
     """Map uniform levels to uniformly distributed pixels: row * 4096 + column."""
     if side > _ROW:
         raise ConfigError(
@@ -126,7 +126,7 @@ def dali_sharpness(images: Any, factor: Any) -> Any:
 
 
 def cutout(radius: int) -> tuple[CpuForm, DaliForm]:
-    """Return the forms that fill a square of 2 * `radius` pixels around a place, clipped to the image."""
+    """Return the forms that fill a square of 2 * `radius` pixels around a pixel, clipped to the image."""
 
     def cpu(image: torch.Tensor, at: float) -> torch.Tensor:
         row, column = divmod(int(at), _ROW)
@@ -238,7 +238,7 @@ OPERATORS: dict[str, Operator] = {
     "TranslateY40": Operator(signed(40), *_MOVE_Y),
     "TranslateX32": Operator(signed(32), *_MOVE_X),
     "TranslateY32": Operator(signed(32), *_MOVE_Y),
-    "Cutout40": Operator(place, *cutout(40)),
+    "Cutout40": Operator(cutout_pixel, *cutout(40)),
     "Posterize": Operator(mask_of(lambda level: np.floor(level * 4)), *_POSTERIZE),
     "PosterizeIncreasing": Operator(mask_of(lambda level: 4 - np.floor(level * 4)), *_POSTERIZE),
     "PosterizeOriginal": Operator(mask_of(lambda level: 4 + np.floor(level * 4)), *_POSTERIZE),

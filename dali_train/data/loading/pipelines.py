@@ -70,7 +70,7 @@ class TrainingPipeline:
         The host does not wait for the device. The memory of the images may be reused by the second call after this.
 
         Raises:
-            DatasetError: an image cannot be decoded; the message names it and its place.
+            DatasetError: an image cannot be decoded; the message names it and its location.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""All random numbers of the data path and of dropout, as pure functions of their place in training.
+"""All random numbers of the data path and of dropout, as pure functions of their position in training.
 
 The generator is Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a block
 cipher that turns (key, counter) into random bits, without state. The key is (seed, purpose); the counter is (epoch,
