@@ -6,7 +6,7 @@ is a DTensor with its usual name.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,12 +45,10 @@ def shard_model(
         layers = [layer for layer in model.modules() if type(layer) in _COMPUTE_IN_HALF]
         # Not the parameters themselves: each is freed when it is sharded.
         cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
-        policy = MixedPrecisionPolicy(
-            param_dtype=half,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-            param_dtype_override_fn=lambda parameter: half if id(parameter) in cast else parameter.dtype,
-        )
+        chosen: dict[str, Any] = {  # not keywords, which a type checker refuses where torch is older
+            "param_dtype_override_fn": lambda parameter: half if id(parameter) in cast else parameter.dtype
+        }
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False, **chosen)
     for module in (*blocks, model):
         fully_shard(
             module, mesh=data, reshard_after_forward=level == "full", shard_placement_fn=placement_of, mp_policy=policy
