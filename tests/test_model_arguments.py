@@ -1,9 +1,5 @@
 """model.kwargs that no model can be built with: each is refused in one line, which names the argument."""
 
-import os
-import random
-import resource
-import time
 from typing import Any
 
 import pytest
@@ -32,8 +28,9 @@ def build(name: str, kwargs: dict[str, Any], device: torch.device = META, size: 
         ({"num_heads": 5}, r"model\.kwargs is .*'num_heads': 5.*dim should be divisible"),
         ({"num_heads": 5, "depth": -1}, r"model\.kwargs is .*'num_heads': 5.*, with which timm cannot build"),
         ({"depth": 60_000}, r"model\.kwargs\.depth is 60000, .*more than 3,000 modules"),
-        ({"img_size": 10**9}, r"model\.kwargs\.img_size is 1000000000: use whole numbers of at most 65,536"),
-        ({"img_size": [[10**400]]}, r"model\.kwargs\.img_size is .*: use whole numbers of at most 65,536"),
+        ({"img_size": 10**9}, r"model\.kwargs\.img_size is 1000000000: use numbers of at most 65,536"),
+        ({"img_size": [[10**400]]}, r"model\.kwargs\.img_size is .*: use numbers of at most 65,536"),
+        ({"depth_multiplier": 1e9}, r"model\.kwargs\.depth_multiplier is 1000000000\.0: use numbers of at most 10 "),
         ({"drop_path_rate": 5.0}, r"model\.kwargs\.drop_path_rate is 5\.0, .*from 0 to 1"),
         ({"drop_rate": float("nan")}, r"model\.kwargs\.drop_rate is nan, "),
         ({"act_layer": "nonsense"}, r"model\.kwargs\.act_layer is nonsense, "),
@@ -61,49 +58,15 @@ def test_a_rate_that_a_forward_pass_uses() -> None:
         build("resnet18", {"drop_rate": 33})
 
 
+def test_an_argument_that_a_forward_pass_refuses_is_not_taken_for_a_size() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.train_size is 32, .* model\.kwargs .*'drop_rate': 'x'.* other values"
+    ):
+        build("test_efficientnet", {"drop_rate": "x"})
+
+
 def test_weights_that_are_larger_than_the_hosts_memory() -> None:
     """They are not allocated: the model is built on the meta device first."""
     kwargs = {"img_size": 65_536, "patch_size": 1, "depth": 1}
     with pytest.raises(ConfigError, match=r"has weights of 3,2\d\d GB, .* use smaller values in model\.kwargs"):
         build("vit_tiny_patch16_224", kwargs, CPU)
-
-
-# Some arguments of each model, and what each of them may be set to. FUZZ_CASES sets another number of cases.
-ARGUMENTS = {
-    "vit_tiny_patch16_224": (
-        "img_size patch_size embed_dim depth num_heads mlp_ratio qkv_bias qk_norm init_values class_token global_pool "
-        "drop_rate pos_drop_rate drop_path_rate patch_drop_rate weight_init act_layer norm_layer reg_tokens pos_embed"
-    ),
-    "dali_vit_small_patch16": "img_size embed_dim depth num_heads class_token global_pool",
-    "dali_lenet": "img_size in_chans",
-    "test_resnet": "layers channels block stem_width stem_type output_stride drop_rate act_layer norm_layer avg_down",
-    "test_efficientnet": "depth_multiplier drop_rate act_layer in_chans round_chs_fn",
-}
-ANY_MODEL = "imgsize x device dtype pretrained cache_dir features_only out_indices scriptable model_cfg self variant"
-VALUES = [
-    *(-1, 0, 1, 2, 3, 5, 8, 32, 33, 10_000, 65_535, 10**9, -(2**40), 2**63, 10**400),
-    *(0.0, -0.5, 0.5, 1.5, 1e9, 1e308, float("inf"), float("nan"), None, True, False),
-    *("", "x", "1", "avg", "map", "gelu", "batchnorm", "cuda", "\x00", "é" * 300),
-    *([], [1, 2], (8, 8), [-1, 3], (0, 0, 0, 0), [10**6] * 3, (200,) * 4, {}, {"a": 1}, [[[]]]),
-]
-
-
-def test_any_arguments_build_a_model_or_are_refused_in_one_line() -> None:
-    """Without a traceback, in less than 5 seconds, and in less than 1 GB more."""
-    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for case in range(int(os.environ.get("FUZZ_CASES", "50"))):
-        draw = random.Random(case)
-        name = draw.choice(list(ARGUMENTS))
-        kwargs: dict[str, Any] = dict(SMALL) if "vit" in name else {}
-        for _ in range(draw.choice((1, 1, 1, 2, 3))):
-            argument = draw.choice((ARGUMENTS[name] if draw.random() < 0.85 else ANY_MODEL).split())
-            number = draw.choice((draw.randint(-100, 100), draw.randint(-70_000, 70_000), draw.uniform(-2, 2)))
-            kwargs[argument] = draw.choice(VALUES) if draw.random() < 0.8 else number
-        start = time.process_time()
-        try:
-            build(name, kwargs)
-        except ConfigError as error:
-            text = str(error)
-            assert "model.kwargs" in text and "\n" not in text and len(text) < 2000, (case, name, kwargs, text)
-        assert time.process_time() - start < 5, (case, name, kwargs)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 1_000_000

@@ -15,6 +15,7 @@ an error that TARGETS declares. Anything else is printed with the case that show
 import argparse
 import functools
 import json
+import math
 import mmap
 import multiprocessing
 import os
@@ -33,11 +34,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-import torch  # noqa: E402, F401  # before the children are forked: it takes seconds
+import timm  # noqa: E402  # before the children are forked: it takes seconds
+import torch  # noqa: E402
+from timm.models import register_model  # noqa: E402
+from torch import nn  # noqa: E402
 
 from dali_train.checkpoint.format import (  # noqa: E402
     CheckpointManifest,
@@ -50,7 +55,16 @@ from dali_train.checkpoint.run_directory import (  # noqa: E402
     record_top1,
     saved_top1,
 )
-from dali_train.config import load_config  # noqa: E402
+from dali_train.config import (  # noqa: E402
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    load_config,
+)
 from dali_train.data.convert.archive import Archive  # noqa: E402
 from dali_train.data.convert.sources import SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
@@ -59,9 +73,10 @@ from dali_train.data.dataset.index import Split  # noqa: E402
 from dali_train.data.dataset.manifest import Manifest  # noqa: E402
 from dali_train.data.dataset.storage import MappedFiles  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
-from dali_train.errors import UserError  # noqa: E402
+from dali_train.errors import ConfigError, UserError  # noqa: E402
 from dali_train.runtime.lock import FILE, RunLock, find_holder  # noqa: E402
 from dali_train.runtime.status import RunStatus, describe, goodput, read_events, read_status  # noqa: E402
+from dali_train.training.model import build_model, check_sizes  # noqa: E402
 from tools.bench.generated import write_dataset  # noqa: E402
 
 MEMORY_BYTES = 1 << 30  # that one child may use besides what it began with
@@ -91,7 +106,7 @@ class Target:
     read: Callable[[Path], object]  # called with the damaged file, which has all other files of its directory beside it
     declared: tuple[type[Exception], ...] = ()  # errors that it may raise besides UserError and OSError
     damage: Callable[[bytes, random.Random], bytes] | None = None  # None: `damaged_json` or `damaged_bytes`
-    is_cheap: bool = False  # takes less than a millisecond, and needs only the files in files_of_a_run
+    is_cheap: bool = False  # takes milliseconds, and needs no training
 
 
 def read_split(directory: Path) -> None:
@@ -114,9 +129,78 @@ def read_status_files(path: Path) -> None:
     describe(path.parent)
 
 
-def read_run_json(path: Path) -> None:
+def read_config_json(path: Path) -> None:
     run = RunDirectory(path.parent)
-    assert run.config.to_json() and run.settings and isinstance(run.environment, dict)
+    assert run.config.to_json() and run.settings
+
+
+def build_with_kwargs(path: Path) -> None:
+    """Build the model of the file's name on the meta device, with the model.kwargs in it."""
+    kwargs = eval(path.read_bytes(), {"nan": math.nan, "inf": math.inf})
+    config = plain_config().replace(model={"name": path.name, "kwargs": kwargs})
+    try:
+        check_sizes(build_model(config, 5, torch.device("meta")), config)
+    except ConfigError as error:
+        assert "model.kwargs" in str(error), f"names no argument: {error}"
+        raise
+
+
+@functools.cache
+def plain_config() -> Config:
+    return Config(
+        data=DataConfig(root="data", train_size=32, eval_size=32),
+        model=ModelConfig(name="test_vit"),
+        optimizer=OptimizerConfig(lr=0.1),
+        schedule=ScheduleConfig(warmup_epochs=1),
+        batch=BatchConfig(global_batch=8, micro_batch=8),
+        run=RunConfig(dir="run", epochs=3),
+    )
+
+
+@register_model
+def fuzz_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return timm.create_model("vit_tiny_patch16_224", **SMALL | kwargs)
+
+
+@register_model
+def fuzz_small_vit(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return timm.create_model("dali_vit_small_patch16", **SMALL | kwargs)
+
+
+@register_model
+def fuzz_lenet(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    return timm.create_model("dali_lenet", **{"img_size": 32, "in_chans": 3} | kwargs)
+
+
+SMALL = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
+# Some arguments of models whose blocks are few, so that thousands are built a minute.
+ARGUMENTS = {
+    "fuzz_vit": (
+        "img_size patch_size embed_dim depth num_heads mlp_ratio qkv_bias qk_norm init_values class_token global_pool "
+        "drop_rate pos_drop_rate drop_path_rate patch_drop_rate weight_init act_layer norm_layer reg_tokens pos_embed"
+    ),
+    "fuzz_small_vit": "img_size embed_dim depth num_heads class_token global_pool",
+    "fuzz_lenet": "img_size in_chans",
+    "test_resnet": "layers channels block stem_width stem_type output_stride drop_rate act_layer norm_layer avg_down",
+    "test_efficientnet": "depth_multiplier drop_rate act_layer in_chans round_chs_fn",
+}
+ANY_MODEL = "imgsize x device dtype pretrained cache_dir features_only out_indices scriptable model_cfg self variant"
+VALUES: list[Any] = [
+    *(-1, 0, 1, 2, 3, 5, 8, 32, 33, 65_535, 10**9, -(2**40), 2**63, 10**400),
+    *(0.0, -0.5, 0.5, 1.5, 1e9, 1e308, math.inf, math.nan, None, True, False),
+    *("", "x", "1", "avg", "map", "gelu", "batchnorm", "cuda", "\x00", "é" * 300),
+    *([], [1, 2], (8, 8), [-1, 3], (0, 0, 0, 0), [10**6] * 3, (200,) * 4, {}, {"a": 1}, [[[]]]),
+]
+
+
+def drawn_kwargs(arguments: bytes, rng: random.Random) -> bytes:
+    """Return one to three of `arguments`, or of any model's, with values that may fit or not."""
+    kwargs: dict[str, Any] = {}
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        name = rng.choice((arguments.decode() if rng.random() < 0.85 else ANY_MODEL).split())
+        number = rng.choice((rng.randint(-100, 100), rng.uniform(-2, 2)))
+        kwargs[name] = rng.choice(VALUES) if rng.random() < 0.8 else number
+    return repr(kwargs).encode()
 
 
 TARGETS = {
@@ -127,9 +211,10 @@ TARGETS = {
     "mirror.json": Target("run/mirror.json", lambda p: parse_claim(p.read_bytes(), "s3://bucket"), is_cheap=True),
     "run.lock": Target(f"run/{FILE}", lambda path: find_holder(path.parent), is_cheap=True),
     "metrics.jsonl": Target("run/metrics.jsonl", lambda path: goodput(read_events(path)), is_cheap=True),
-    "config.json": Target("run/config.json", read_run_json, is_cheap=True),
-    "environment.json": Target("run/environment.json", read_run_json, is_cheap=True),
+    "config.json": Target("run/config.json", read_config_json, is_cheap=True),
+    "environment.json": Target("run/environment.json", lambda p: RunDirectory(p.parent).environment, is_cheap=True),
     "evaluation.json": Target("run/evaluation.json", lambda path: saved_top1(path.parent), is_cheap=True),
+    "model.kwargs": Target("kwargs/*", build_with_kwargs, damage=drawn_kwargs, is_cheap=True),
     "dataset": Target("dataset/dataset.json", lambda path: read_split(path.parent)),
     "shard": Target("dataset/train/train-*", lambda path: read_split(path.parent.parent)),
     "tfrecord": Target("dataset/train/train-*", lambda path: index_shard(path, check_crc=False), (TFRecordError,)),
@@ -153,6 +238,9 @@ def make_samples(directory: Path, names: list[str]) -> None:
     config.parent.mkdir()
     config.write_text(CONFIG.format(root=str(directory / "dataset"), run=str(directory / "trained")))
     write_files_of_a_run(directory / "run", load_config(config).to_json())
+    (directory / "kwargs").mkdir()
+    for name, arguments in ARGUMENTS.items():
+        (directory / "kwargs" / name).write_text(arguments)
     if {"tar", "jpeg"} & {*names}:
         split = Split(directory / "dataset", "train")
         (directory / "images").mkdir()
@@ -295,7 +383,8 @@ class Samples:
         try:
             self.target.read(path)
         except declared as error:
-            str(error).encode()  # printable
+            message = str(error)
+            assert "\n" not in message and len(message.encode()) < 4000, f"not one line: {message[:200]!r}"
             return "OSError" if isinstance(error, OSError) else type(error).__name__
         return "accepted"
 
@@ -393,7 +482,7 @@ def main() -> int:
         choices=[*TARGETS, "cheap"],
         default=list(TARGETS),
         metavar="TARGET",
-        help=f"cheap: those that take less than a millisecond a case; or {', '.join(TARGETS)}",
+        help=f"cheap: those that take milliseconds a case; or {', '.join(TARGETS)}",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another campaign (default: %(default)s)")
     parser.add_argument("--case", type=int, metavar="N", help="this case of the one target in --only, in this process")

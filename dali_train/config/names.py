@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from dali_train.errors import ConfigError
+from dali_train.text import printable, shortened
 
 T = TypeVar("T")
 
@@ -122,6 +123,7 @@ def unknown_setting(name: str, known: Iterable[str], *, prefix: str = "") -> str
         prefix: the prefix of names in the source of `name`, such as --.
     """
     known = list(known)
+    name = shortened(printable(name), 100)  # a config.json may be somebody else's
     written = name.replace("-", "_")
     last = written.rpartition(".")[2]
     for names, reason in _NOT_NEEDED.items():

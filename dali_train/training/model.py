@@ -354,30 +354,29 @@ def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evalua
         _check_size(model, config, config.data.train_size, "data.train_size")
         for _, size in config.data.progressive:
             _check_size(model, config, size, "a size in data.progressive", any_size)
-    if evaluates:
+    if evaluates and not (trains and config.data.eval_size == config.data.train_size):
         _check_size(model, config, config.data.eval_size, "data.eval_size")
 
 
 def _check_size(model: nn.Module, config: Config, size: int, setting: str, remedy: str | None = None) -> None:
-    parameter = next(model.parameters())
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            output = model(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
+        output = _logits_of_a_blank_image(model, size)
     except Exception as error:
         if not isinstance(error, AssertionError | RuntimeError | ValueError) and not is_timms(model):
             raise  # a mistake in the user's own model
         own = input_size(model)
-        kwargs = f"with model.kwargs {config.model.kwargs} " if config.model.kwargs else ""
-        takes = f"takes images of {own} pixels" if own not in (None, size) else f"{kwargs}does not take such images"
+        if own is not None and own != size and _takes(model, own):
+            problem, advice = f"takes images of {own} pixels", f"set {setting} {own}"
+            if "img_size" in argument_names(type(model)):
+                advice += f", or build the model for {size} pixels with --model.kwargs.img_size {size}"
+        else:
+            kwargs = config.model.kwargs
+            problem = f"{f'with model.kwargs {kwargs} ' if kwargs else ''}does not take such images"
+            advice = f"choose another size{', or other values in model.kwargs' if kwargs else ''}"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{setting} is {size}, but model.name {config.model.name} {takes} ({reason}): "
-            f"{remedy or _advise_size(model, setting, size)}"
+            f"{setting} is {size}, but model.name {config.model.name} {problem} ({reason}): {remedy or advice}"
         ) from error
-    finally:
-        model.train(training)
     num_classes = getattr(model, "num_classes", None)
     if is_timms(model) and getattr(output, "shape", None) != (1, num_classes):
         raise ConfigError(
@@ -386,14 +385,23 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
         )
 
 
-def _advise_size(model: nn.Module, setting: str, size: int) -> str:
-    own = input_size(model)
-    if own in (None, size):
-        return "choose another size"
-    takes_size = "img_size" in argument_names(type(model))
-    return f"set {setting} {own}" + (
-        f", or build the model for {size} pixels with --model.kwargs.img_size {size}" if takes_size else ""
-    )
+def _takes(model: nn.Module, size: int) -> bool:
+    try:
+        _logits_of_a_blank_image(model, size)
+    except Exception:
+        return False
+    return True
+
+
+def _logits_of_a_blank_image(model: nn.Module, size: int) -> Any:
+    parameter = next(model.parameters())
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return model(torch.zeros(1, 3, size, size, device=parameter.device, dtype=parameter.dtype))
+    finally:
+        model.train(training)
 
 
 def input_size(model: nn.Module) -> int | None:

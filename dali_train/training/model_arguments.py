@@ -30,7 +30,8 @@ _NOT_FOR_THE_MODEL = {
     "pretrained_model_args",
 } - {"model_name", "kwargs"}
 _SETTINGS = {"device": "run.device", "dtype": "precision.dtype"}  # set instead of the argument of that name
-_LARGEST = 65_536  # a whole number in model.kwargs: over the side of any image, the width or depth of any model
+_LARGEST = 65_536  # a number in model.kwargs: over the side of any image, the width or depth of any model
+_LARGEST_MULTIPLIER = 10  # of EfficientNet's depth or width, 5.3 in the largest; timm takes seconds for thousands
 _MAX_MODULES = 3_000  # timm's deepest models have 2,000
 
 
@@ -106,22 +107,22 @@ def _check_arguments(kwargs: Mapping[str, Any]) -> None:
             )
         if name in _SETTINGS:
             raise ConfigError(f"model.kwargs has {name}: leave it out, and set {_SETTINGS[name]}")
-        if _largest_number(value) > _LARGEST:
-            raise ConfigError(
-                f"model.kwargs.{name} is {_shown(value)}: use whole numbers of at most {_LARGEST:,} in model.kwargs"
-            )
+        largest = _LARGEST_MULTIPLIER if name.endswith("_multiplier") else _LARGEST
+        if _largest_number(value) > largest:
+            raise ConfigError(f"model.kwargs.{name} is {_shown(value)}: use numbers of at most {largest:,} there")
 
 
-def _largest_number(value: Any) -> int:
-    """Return the largest magnitude of a whole number in nested lists, tuples and dicts; 0 if there is none."""
-    left, largest = [value], 0
+def _largest_number(value: Any) -> float:
+    """Return the largest magnitude of a number in nested lists, tuples and dicts; 0 if there is none."""
+    left: list[Any] = [value]
+    largest: float = 0
     while left:
         one = left.pop()
         if isinstance(one, list | tuple):
             left += one
         elif isinstance(one, dict):
             left += one.values()
-        elif isinstance(one, int):
+        elif isinstance(one, int | float):
             largest = max(largest, abs(one))
     return largest
 
@@ -206,7 +207,11 @@ def _describe_wrong(name: str, num_classes: int, kwargs: dict[str, Any]) -> str 
         ordered = sorted(
             kwargs, key=lambda key: _largest_number(kwargs[key]), reverse=True
         )  # the likeliest first, while the budget lasts
-        wrong = [key for key in ordered if not fails({other: kwargs[other] for other in kwargs if other != key})]
+        wrong = [
+            key
+            for key in ordered
+            if len(kwargs) == 1 or not fails({other: kwargs[other] for other in kwargs if other != key})
+        ]
     texts = [f"model.kwargs.{key} is {_shown(kwargs[key])}" for key in wrong]
     return " and ".join(texts) or f"model.kwargs is {_shown(kwargs)}"
 
