@@ -29,12 +29,7 @@ from .ranks import POOL, Ranks
 FLOAT32_BOUND, FLOAT64_BOUND = 3e-5, 1e-13
 
 # Every option of the step that works on a CPU, at once; without the compiler, which takes seconds per process.
-FAST_UNCOMPILED = (
-    "--model.activation_checkpointing",
-    "true",
-    "--model.channels_last",
-    "true",
-)
+FAST_UNCOMPILED = ("--model.activation_checkpointing", "true", "--model.channels_last", "true")
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
 BF16_ALL_REDUCE = ("--parallel.grad_reduce_dtype", "bf16")
 

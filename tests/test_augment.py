@@ -275,9 +275,7 @@ def test_both_pipelines_give_the_same_images(config: Config, augment: str, dtype
         config, augment, random_erasing=0.5, normalise=((120.0, 115.0, 100.0), (60.0, 60.0, 60.0)), train_size=48
     )
     config = replace(
-        config,
-        precision=replace(config.precision, dtype=dtype),
-        mixup=MixupConfig(alpha=0.4, cutmix_alpha=1.0),
+        config, precision=replace(config.precision, dtype=dtype), mixup=MixupConfig(alpha=0.4, cutmix_alpha=1.0)
     )  # type: ignore[arg-type]
     cpu, dali = (source_of(kind, config) for kind in (CpuPipeline, DaliPipeline))
     for _ in range(6):

@@ -127,8 +127,7 @@ def test_torchrun_with_the_trainers_status(action: str, status: int, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("statuses", "status"),
-    [((2, -15), 2), ((-15, 75), 75), ((1, 75), 1), ((1, 2), 2), ((-9, 1), 1), ((-15,), 1)],
+    ("statuses", "status"), [((2, -15), 2), ((-15, 75), 75), ((1, 75), 1), ((1, 2), 2), ((-9, 1), 1), ((-15,), 1)]
 )
 def test_ranks_that_end_differently(statuses: tuple[int, ...], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun ends the others with TERM once it sees that one has ended."""

@@ -19,10 +19,7 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [
-        ({"decay": 0.9}, {"decay": 0.9}),
-        ({"decay": 0.8, "warmup": True}, {"decay": 0.8, "use_warmup": True}),
-    ],
+    [({"decay": 0.9}, {"decay": 0.9}), ({"decay": 0.8, "warmup": True}, {"decay": 0.8, "use_warmup": True})],
 )
 def test_the_average_is_timms(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     model = network()

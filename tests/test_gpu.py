@@ -173,10 +173,7 @@ def test_evaluation_images_are_those_of_the_cpu(config: Config, mode: str) -> No
         "--precision.dtype fp32 --model.compile none",
         "--precision.dtype fp16 --model.compile none",
         "--precision.dtype bf16 --model.fast_norm true --ema.decay 0.9",
-        pytest.param(
-            "--precision.dtype bf16 --model.compile cuda-graphs",
-            marks=only_on_gpu,
-        ),
+        pytest.param("--precision.dtype bf16 --model.compile cuda-graphs", marks=only_on_gpu),
         "--data.progressive 1,16 --model.kwargs.dynamic_img_size true --model.compile none",
     ],
 )

@@ -102,11 +102,7 @@ def test_ports_of_two_steps_differ() -> None:
         (NOTHING, {**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK is '2', .*less than LOCAL_WORLD_SIZE, which is 2"),
         (NOTHING, {**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9{40,80}…', not a whole number"),
         (NOTHING, {**TORCHRUN, "RANK": "-1"}, "RANK is '-1', not a whole number"),
-        (
-            NOTHING,
-            {**SRUN, "SLURM_NTASKS": "0"},
-            "SLURM_NTASKS is '0', .*start all ranks with srun",
-        ),
+        (NOTHING, {**SRUN, "SLURM_NTASKS": "0"}, "SLURM_NTASKS is '0', .*start all ranks with srun"),
         (NOTHING, {**SRUN, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is ''"),
         (NOTHING, {**SRUN, "MASTER_PORT": "0"}, "MASTER_PORT is '0'"),
         (LaunchOptions(world_size=2, rank=2, host="n1", port=1), {}, "--rank is 2 with --world_size 2"),

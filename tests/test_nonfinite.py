@@ -26,8 +26,7 @@ LAYOUT = Layout.from_config(Launch(), ParallelConfig())
 def test_a_run_that_ends_with_nan_is_a_failure(train: Train, tmp_path: Path) -> None:
     output = train("run", *LONG, *HOPELESS, "--run.max_steps", "6", status=1)
     assert re.search(
-        r"dali-train train: the run ended at step 6 of 6, but was not saved: .* there is no checkpoint",
-        output,
+        r"dali-train train: the run ended at step 6 of 6, but was not saved: .* there is no checkpoint", output
     )
     assert "Traceback" not in output
     status = read_status(tmp_path / "run")

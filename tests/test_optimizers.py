@@ -26,20 +26,7 @@ from .helpers import in_ranks
 
 # Counts of steps as tensors and numbers, in the group and not at all; moments in bfloat16, without a dimension, not
 # there.
-TIMM = [
-    "lamb",
-    "adamw",
-    "sgd",
-    "lars",
-    "muon",
-    "adan",
-    "adafactorbv",
-    "novograd",
-    "nadam",
-    "laprop",
-    "madgrad",
-    "lion",
-]
+TIMM = ["lamb", "adamw", "sgd", "lars", "muon", "adan", "adafactorbv", "novograd", "nadam", "laprop", "madgrad", "lion"]
 
 
 class Training:

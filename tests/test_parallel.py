@@ -23,16 +23,7 @@ from dali_train.training.build import build_state
 from dali_train.training.dropout import seed_micro_batch
 
 from .conftest import StartTraining, Train, finished_run
-from .helpers import (
-    FLOAT64_BOUND,
-    events,
-    in_ranks,
-    kill_after_step_4,
-    losses,
-    samples,
-    state_difference,
-    words,
-)
+from .helpers import FLOAT64_BOUND, events, in_ranks, kill_after_step_4, losses, samples, state_difference, words
 
 FP64 = ("--precision.dtype", "fp64")
 DEEP = ("--model.kwargs.depth", "4")
@@ -56,10 +47,7 @@ def one_process(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         pytest.param(4, (*SHARDED, "--parallel.shard_ranks", "2"), "", id="zero-3-and-copies"),
         pytest.param(4, (*INTERLEAVED, "--parallel.shard", "gradients"), "", id="interleaved-sharded"),
         pytest.param(
-            4,
-            (*PIPELINE, *SHARDED, "--model.activation_checkpointing", "true"),
-            "killed",
-            id="sharded-recomputing",
+            4, (*PIPELINE, *SHARDED, "--model.activation_checkpointing", "true"), "killed", id="sharded-recomputing"
         ),
         pytest.param(2, TENSOR, "stopped", id="1d"),
         pytest.param(8, (*PIPELINE, *TENSOR, *SHARDED, "--parallel.tensor.sequence_parallel", "true"), "", id="2x2x2"),

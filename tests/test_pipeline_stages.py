@@ -108,10 +108,7 @@ def test_a_rank_holds_what_plan_says(ranks: int, parallel: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     ("parallel", "blocks"),
-    [
-        ({"pipeline": 2}, [[0, 1, 2], [3, 4]]),
-        ({"pipeline": 2, **INTERLEAVED}, [[0, 1], [2], [3], [4]]),
-    ],
+    [({"pipeline": 2}, [[0, 1, 2], [3, 4]]), ({"pipeline": 2, **INTERLEAVED}, [[0, 1], [2], [3], [4]])],
 )
 @pytest.mark.parametrize(
     ("name", "kwargs"),

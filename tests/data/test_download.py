@@ -69,8 +69,7 @@ def test_servers_that_refuse_or_are_not_there(server: ObjectServer, tmp_path: Pa
     ):
         download(files(server), tmp_path)
     with pytest.raises(
-        RunError,
-        match=r"cannot be fetched \(.*Connection refused.*fetch the file elsewhere and name .* with --source",
+        RunError, match=r"cannot be fetched \(.*Connection refused.*fetch the file elsewhere and name .* with --source"
     ):
         download(files(server), tmp_path, mirror="http://localhost:1/")
     with pytest.raises(RunError, match="--mirror file:///etc: use an address that begins with http:// or https://"):

@@ -370,8 +370,7 @@ def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
     assert names == ["ant", "bee"]
     assert sources["train"].labels.tolist() == [0, 0, 1, 1] and sources["validation"].labels.tolist() == [1]
     with pytest.raises(
-        SourceError,
-        match=r"holds train, val, which are splits and not classes: give --train .*/train and --valid",
+        SourceError, match=r"holds train, val, which are splits and not classes: give --train .*/train and --valid"
     ):
         folders(tmp_path / "root", None, validation_fraction=0.5, seed=0)
     (tmp_path / "root" / "train" / "cat").mkdir()
