@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
 from dali_train.errors import ConfigError, UserError
+from dali_train.text import shortened
 
 T = TypeVar("T")
 
@@ -183,7 +184,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{shortened(repr(twice), 100)} appears twice")
     return values
 
 

@@ -39,6 +39,7 @@ from dali_train.files import (
     write_atomically,
 )
 from dali_train.runtime.process_group import first_fault, on_rank_0
+from dali_train.text import shortened
 
 # DCP's warning in a single process, where it is used on purpose.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -114,9 +115,10 @@ def parse_manifest(content: bytes, name: str) -> CheckpointManifest:
     try:
         fields = read_json(content, MAX_MANIFEST_BYTES, name="it", non_finite=True)
         if fields.get("format") != FORMAT:
+            other = shortened(repr(fields.get("format")), 100)
             raise ForeignFileError(
-                f"its format is {fields.get('format')!r} and this version reads {FORMAT}, so resume with the version "
-                "that wrote it, or choose another run.dir to start at step 0"
+                f"its format is {other} and this version reads {FORMAT}, so resume with the version that wrote it, or "
+                "choose another run.dir to start at step 0"
             )
         step = json_field(fields, "step", int)
         values, files = json_field(fields, "values", dict), json_field(fields, "files", dict)
@@ -129,7 +131,7 @@ def parse_manifest(content: bytes, name: str) -> CheckpointManifest:
             raise ForeignFileError(f"files has {len(files)} names")
         for file in files:
             if re.fullmatch(r"[\w-][\w.-]*", file) is None:
-                raise ForeignFileError(f"files: {file!r} is not a plain file name")
+                raise ForeignFileError(f"files: {shortened(repr(file), 100)} is not a plain file name")
             if re.fullmatch("[0-9a-f]{64}", json_field(files, file, str)) is None:
                 raise ForeignFileError(f"files.{file} is not a SHA-256")
     except ForeignFileError as error:
