@@ -155,8 +155,3 @@ def test_a_dataset_without_validation_is_mentioned(tmp_path: Path) -> None:
     result = dali_train.run(config)
     assert (result.step, result.best_top1) == (1, None)
     assert "has no validation split: nothing is evaluated" in (tmp_path / "run" / "logs" / "rank0.log").read_text()
-
-
-def test_status_of_a_run_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(tmp_path / "nowhere")]) == 2
-    assert "/nowhere: no such directory; use a run directory" in capsys.readouterr().err

@@ -302,7 +302,6 @@ def test_photographs_are_turned_as_those_of_the_training_set(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["NOWHERE"], "nowhere is not a run directory"),
         (["RUN", "/nowhere.jpg"], "/nowhere.jpg does not exist"),
         (["RUN", "--picture", "x.png"], "--picture needs images"),
         (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image in a known format"),
@@ -314,7 +313,7 @@ def test_predict_names_mistakes(
     finished: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "TEXT").write_text("no image")
-    places = {"RUN": str(finished), "TEXT": str(tmp_path / "TEXT"), "NOWHERE": str(tmp_path / "nowhere")}
+    places = {"RUN": str(finished), "TEXT": str(tmp_path / "TEXT")}
     assert main(["predict", *(places.get(word, word) for word in words)]) == 2
     assert message in capsys.readouterr().err
 
@@ -371,8 +370,3 @@ def test_diff_tells_another_rate_from_another_sample(
     assert "optimizer.lr: 0.01 | 0.02" in output
     assert "samples\n  the same" in output
     assert "losses\n  first difference: step 2," in output  # the first step's loss comes before its update
-
-
-def test_diff_needs_two_runs(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", str(finished), str(tmp_path)]) == 2
-    assert "is not a run directory: it has no config.json" in capsys.readouterr().err

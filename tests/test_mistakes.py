@@ -84,6 +84,15 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"hooks.user": (Hook(),)}, "hooks.user is ... not a hook itself"),
     ({"hooks.profile": (3, 2)}, "hooks.profile is ... a first step from 1 on"),
     # Values that do not fit together
+    ({"precision.autocast": False, "precision.dtype": "fp32"}, "autocast is false with precision.dtype fp32"),
+    (
+        {"precision.autocast": False, "precision.dtype": "bf16", "model.compile": "blocks"},
+        "precision.autocast is false with model.compile blocks",
+    ),
+    (
+        {"precision.autocast": False, "precision.dtype": "bf16", "model.fast_norm": True},
+        "precision.autocast is false with model.fast_norm true",
+    ),
     ({"schedule.warmup_epochs": 5}, "schedule.warmup_epochs 5 exceeds run.epochs 3: shorten"),
     ({"mixup.alpha": 0.2, "batch.micro_batch": 1}, "mixup.alpha is 0.2 ... batch.micro_batch 1: ... at least 2"),
     ({"batch.micro_batch": 3}, "batch.global_batch 8 is not a multiple of batch.micro_batch 3; use 9"),
@@ -224,6 +233,10 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ("train photos.py", "--config photos.py: this file does not exist"),
     ("eval photos.py", "photos.py: eval takes a run directory; for a config write --config photos.py"),
     ("status photos.py", "photos.py: no such directory; use a run directory"),
+    ("report .", ". is not a run directory: it has no config.json; use the run.dir of a run"),
+    ("report . --run.dir x", "--run.dir x: report uses the run's own settings"),
+    ("predict nowhere", "nowhere is not a run directory: no such directory; use the run.dir of a run"),
+    ("diff . .", ". is not a run directory: it has no config.json"),
     (f"status {__file__}", "test_mistakes.py: a file; use a run directory"),
     ("plan --config vit-b16 --gpu-memory nan", "--gpu-memory is nan: use a number over 0"),
     ("plan --config vit-b16 --world_size -5", "--world-size is -5: use a number over 0"),

@@ -247,17 +247,6 @@ def test_what_differs_and_what_is_resumed(runs: list[Path]) -> None:
     assert logged["data_wait_s"] == pytest.approx(whole["data"], rel=1e-6)
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert re.search(rf"{tmp_path} is not a run directory: .*use the run.dir", capsys.readouterr().err)
-    run = write_run(tmp_path / "run", 0)
-    (run / "metrics.jsonl").write_bytes(b"")
-    assert main(["report", str(run)]) == 2
-    assert "has no line yet" in capsys.readouterr().err
-    assert main(["report", str(run), "--run.dir", "x"]) == 2
-    assert "--run.dir x: report uses the run's own settings" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("environment", "phases", "sentence"),
     [
