@@ -13,6 +13,10 @@ from PIL import Image
 
 from dali_train.runtime.process import importing_torch, uncollected
 
+# For this process, so before torch is imported, and for every one that it starts: several share few cores, and threads
+# that wait for their turn spin, which costs a small run twenty times its own work.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 with importing_torch():
     import torch
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -28,7 +32,6 @@ from .s3_server import S3Server
 
 REPOSITORY = Path(__file__).parent.parent
 
-os.environ["OMP_NUM_THREADS"] = "1"  # for every process the tests start: ranks share few cores
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # nor does each compile the package, for a second or two
 
 # A ViT and a recipe with everything on that could depend on ranks: dropout, stochastic depth, Mixup, clipping.

@@ -5,6 +5,7 @@ import io
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,12 +75,13 @@ def test_crops_of_any_shape(config: Config, shape: tuple[int, int], flip: int) -
     assert np.abs(grey_levels(images)[0] - (expected[:, ::-1] if flip else expected)).max() < 1.01
 
 
-def test_number_of_threads_changes_nothing(config: Config) -> None:
-    torch_threads = torch.get_num_threads()
+def test_number_of_threads_changes_nothing(config: Config, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(3)
     augmented = {"data.augment": "rand-m9-mstd0.5-inc1", "data.random_erasing": 0.25, "data.color_jitter": 0.3}
     one, many = (loader_of(config.replace(augmented), num_threads=number) for number in (1, 5))
     assert all(torch.equal(one.next().images, many.next().images) for _ in range(8))
-    assert torch.get_num_threads() == torch_threads
+    assert torch.get_num_threads() == 3, "torch's own are set to 1 and back meanwhile"
 
 
 def test_memory_of_batches_is_used_again(config: Config) -> None:
