@@ -143,10 +143,18 @@ IN_BLOCKS = (
     *words("--data.repeats 2 --data.crop inception --data.augment big-vision --model.kwargs.dynamic_img_size true"),
     *words("--data.progressive 0.5,16 1,24"),
 )
+# Registers, rotary embeddings, normalised queries and keys, LayerScale.
+VIT5_WITH_MUON = words(
+    "--model.name dali_vit5_small_patch16 --model.kwargs.init_values 0.1 --optimizer.exclude_vectors and-tokens "
+    "--optimizer.name nmuon --optimizer.kwargs.fallback_lr_scale 0.1 "
+    "--schedule.name warmup-stable-decay --schedule.decay_epochs 2"
+)
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks"), [(AUGMENTED, 7), (REPEATED, 3), (IN_BLOCKS, 3)], ids=["augmented", "repeated", "in-blocks"]
+    ("options", "ranks"),
+    [(AUGMENTED, 7), (REPEATED, 3), (IN_BLOCKS, 3), (VIT5_WITH_MUON, 4)],
+    ids=["augmented", "repeated", "in-blocks", "vit5-with-muon"],
 )
 def test_what_differs_between_ranks_is_rounding(
     train: Train, tmp_path: Path, options: tuple[str, ...], ranks: int

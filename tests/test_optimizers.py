@@ -1,10 +1,13 @@
 """Any of timm's optimizers: made from the config, resumed exactly, an overflow undone."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.optim import list_optimizers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -95,11 +98,21 @@ def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict
 PLACEMENTS = {(4, 6): Shard(0), (3, 4): Shard(1), (3,): Shard(0), (5,): Replicate()}  # by shape; 3 do not divide
 
 
+def computing_on_shards() -> list[str]:
+    """Return all optimizers of timm but those that are refused on shards, each by one message."""
+    model, names = nn.Linear(32, 32), []
+    for name in list_optimizers():
+        with suppress(ConfigError):
+            check_shardwise(model, OptimizerConfig(lr=1e-2, weight_decay=0.1, name=name), Layout(rank=0, shard=2))
+            names.append(name)
+    return names
+
+
 def step_on_shards(rank: int) -> None:
     """Compare steps on the shards of two ranks with steps on entire weights."""
     with process_group(discover(LaunchOptions()), torch.device("cpu")):
         mesh, generator = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
-        for name in ("lamb", "clamb", "lars", "adamw", "adan", "novograd", "madgrad", "lion", "sgd"):
+        for name in computing_on_shards():
             config = OptimizerConfig(lr=1e-2, weight_decay=0.1, name=name)
             whole, sharded = nn.ParameterList(), nn.ParameterList()
             for shape, placement in PLACEMENTS.items():
@@ -121,6 +134,7 @@ def step_on_shards(rank: int) -> None:
 
 @pytest.mark.slow
 def test_shards_step_as_entire_weights_do() -> None:
+    assert {"lamb", "clamb", "lars", "adamw", "adan", "novograd", "madgrad", "lion", "sgd"} <= {*computing_on_shards()}
     in_ranks(2, step_on_shards)
 
 
@@ -131,6 +145,30 @@ def test_an_optimizer_of_entire_weights_is_refused_on_shards(name: str) -> None:
     for layout in (Layout(rank=0, shard=2), Layout(rank=0, tensor=2)):
         with pytest.raises(ConfigError, match=f"optimizer.name is {name}.*2 ranks.*lamb.*parallel.pipeline"):
             check_shardwise(model, config, layout)
+
+
+def test_muon_keeps_rounding_small() -> None:
+    """In bfloat16, as timm computes it, gradients that differ in rounding have updates that differ by 4e-3."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(96, 384), torch.randn(96, 384)
+    weights = []
+    for rounding in (0.0, 1e-7):
+        weight = nn.Parameter(start.clone())
+        weight.grad = gradient * (1 + rounding * torch.randn_like(gradient))
+        make_optimizer(nn.ParameterList([weight]), OptimizerConfig(lr=1.0, name="muon")).step()
+        weights.append(weight.detach())
+    assert 0 < (weights[0] - weights[1]).norm() < 2e-5 * (weights[0] - start).norm()  # measured: 1e-6
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.7])
+def test_muon_leaves_the_classifier_to_adamw(layer_decay: float | None) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=1, num_heads=2, num_classes=40)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-2, name="nmuon", layer_decay=layer_decay))
+    model(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    optimizer.step()
+    by_muon = {name for name, parameter in model.named_parameters() if optimizer.state[parameter]["use_muon"]}
+    matrices = {"attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"}
+    assert by_muon == {"patch_embed.proj.weight", *(f"blocks.0.{name}.weight" for name in matrices)}
 
 
 def test_a_first_step_that_overflows_leaves_no_trace() -> None:

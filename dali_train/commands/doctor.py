@@ -58,7 +58,7 @@ SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoin
 _DECODING_LIMIT_S = 180
 _WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}
 
-NEEDED = {"torch": (2, 11), "timm": (1, 0, 26), "numpy": (1, 26)}
+NEEDED = {"torch": (2, 11), "timm": (1, 0, 27), "numpy": (1, 26)}
 SKEW_S = 1.0  # beyond it, log lines and file times of several hosts no longer show the order of events
 
 

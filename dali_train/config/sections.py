@@ -299,7 +299,8 @@ class OptimizerConfig:
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     """Scaling of lr with batch.global_batch: by global_batch / 256, or by its square root."""
     name: str = "lamb"
-    """An optimizer that timm knows (timm.optim.list_optimizers()): lamb, adamw, sgd, lars, muon, ..."""
+    """An optimizer that timm knows (timm.optim.list_optimizers()): lamb, adamw, sgd, lars, muon, ... Muon and its
+    variants update vectors, embeddings and the classifier by AdamW, at optimizer.kwargs.fallback_lr_scale times lr."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """More arguments of the optimizer's constructor, such as momentum or nesterov for sgd, bias_correction for lamb. On
     the command line each is a setting: --optimizer.kwargs.momentum 0.8 sets it, and none instead of 0.8 removes it."""
