@@ -446,9 +446,15 @@ def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
     sums = run.trainer.metrics.read()
     times = run.trainer.clock.read()
     rate = run.plan.config.batch.global_batch / times.step_s
-    mfu = run.flops.utilisation(rate, size) if run.flops is not None else None
+    noise = run.trainer.noise
     return TrainRecord(
-        **vars(sums), **vars(times), lr=lr, images_per_second=rate, mfu=mfu, measured=run.hooks.measure()
+        **vars(sums),
+        **vars(times),
+        lr=lr,
+        images_per_second=rate,
+        mfu=run.flops.utilisation(rate, size) if run.flops is not None else None,
+        noise_scale=noise.read() if noise is not None else None,
+        measured=run.hooks.measure(),
     )
 
 

@@ -267,6 +267,8 @@ class Console(Hook):
             *([f"MFU {train.mfu:.1%}"] if train.mfu is not None else []),
             f"data wait {waiting:.0%}",
         ]
+        if train.noise_scale is not None:  # estimated to about a tenth
+            parts.append(f"critical batch {float(f'{train.noise_scale:.2g}'):,.0f}")
         return parts + ([f"skipped {train.skipped_steps}"] if train.skipped_steps else [])
 
     def _epoch_time(self, step_s: float) -> str:

@@ -32,6 +32,7 @@ class TrainRecord(TrainingSums, StepTimes):
     lr: float
     images_per_second: float  # over all ranks, without evaluation and checkpoints
     mfu: float | None = None  # model FLOP utilisation, a fraction of the dense peak; None where the peak is not known
+    noise_scale: float | None = None  # gradient noise scale in images, see `NoiseScale`; None where it is not known
     measured: Mapping[str, float] = field(default_factory=dict)  # what hooks measured
 
     def scalars(self) -> dict[str, float]:

@@ -75,6 +75,12 @@ SECTIONS = {
             fields={"train/weight_norm": "weights", "train/update_norm": "update"},
             log=True,
         ),
+        Chart(
+            title="Gradient noise scale (critical batch)",
+            fields={"train/noise_scale": "noise scale"},
+            unit="images",
+            log=True,
+        ),
         Chart(title="Loss scale", fields={"train/loss_scale": "scale"}, log=True),
         Chart(
             title="LAMB's trust ratio",

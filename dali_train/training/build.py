@@ -30,6 +30,7 @@ from dali_train.training.evaluation import Evaluator
 from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
+from dali_train.training.noise_scale import NoiseScale
 from dali_train.training.optim import check_shardwise, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, choose_tf32, compute_in
@@ -244,7 +245,9 @@ def build_trainer(
     Args:
         class_counts: see `make_objective`.
     """
-    model, parallel = state.model, state.parallel
+    model, parallel, batch = state.model, state.parallel, config.batch
+    # A sharded gradient, and a partial one of tensor parallelism, has no norm before it is reduced.
+    has_noise = batch.num_micro_batches > 1 and not parallel.layout.shards_weights
     arguments: dict[str, Any] = {
         **vars(state),
         "objective": make_objective(config, model, num_classes, device, class_counts),
@@ -252,7 +255,8 @@ def build_trainer(
         "metrics": TrainingMetrics(device),
         "clock": PhaseClock(device),
         "ema": Ema(model, config.ema) if config.ema.decay is not None else None,
-        "num_micro_batches": config.batch.num_micro_batches,
+        "noise": NoiseScale(parallel, batch.num_micro_batches, batch.micro_batch, device) if has_noise else None,
+        "num_micro_batches": batch.num_micro_batches,
         "clip_grad_norm": config.optimizer.clip_grad_norm,
         "keep_gradients": config.model.compile == "cuda-graphs",
     }

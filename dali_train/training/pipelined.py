@@ -171,6 +171,8 @@ class _Passes:
         trainer.clock.enter("backward")
         trainer.parallel.prepare_backward(module, last=number == self._num_passes - 1)
         yield
+        if number == 0 and trainer.noise is not None:
+            trainer.noise.add_first_micro_batch(module)
         trainer.clock.enter("all-reduce")
 
     def loss(self, output: torch.Tensor, number: int) -> torch.Tensor:

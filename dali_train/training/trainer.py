@@ -16,6 +16,7 @@ from dali_train.training.dropout import DropoutSeeding, seed_micro_batch
 from dali_train.training.ema import Ema
 from dali_train.training.loss import Objective, first_target_correct
 from dali_train.training.metrics import TrainingMetrics, all_finite
+from dali_train.training.noise_scale import NoiseScale
 from dali_train.training.precision import Precision
 from dali_train.training.running_statistics import RunningStatistics
 from dali_train.training.timing import PhaseClock
@@ -48,12 +49,15 @@ class Trainer(TrainState):
     # Zero gradients in place instead of freeing them: CUDA graphs write each gradient to a fixed address.
     keep_gradients: bool = False
     ema: Ema | None = None
+    noise: NoiseScale | None = None
 
     def step(self, step: int, lr: float, loader: Loader) -> StepImages:
         """Compute optimizer step number `step` (from 0) at learning rate `lr`."""
         self.clock.step = step
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # the layer's factor, with layer-wise decay
+        if self.noise is not None:
+            self.noise.begin_step(step, self.precision.loss_scale())
         micro_batches, batch = self.forward_backward(step, loader)
         self.parallel.finish_gradients()
         self.clock.enter("optimizer")
@@ -61,6 +65,8 @@ class Trainer(TrainState):
         grad_norm = self.precision.step(self.optimizer, self.clip_grad_norm, layout)
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
+        if self.noise is not None:
+            self.noise.finish_step(grad_norm)
         self.clock.enter("all-reduce")
         self.statistics.finish_step(self.num_micro_batches)
         if self.ema is not None:
@@ -91,6 +97,8 @@ class Trainer(TrainState):
                         loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
                 self.clock.enter("backward", all_reduce_follows=last)
                 (self.scaled(loss) if counts else zero_loss(output)).backward()
+            if number == 0 and self.noise is not None:
+                self.noise.add_first_micro_batch(self.model)
             if not counts:  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
                 break
             self.statistics.add_micro_batch()
