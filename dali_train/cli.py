@@ -3,8 +3,8 @@
 Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving
 (start it again), anything else a failure.
 
-Every word is read once: ``--section.field VALUE`` by config/override.py, the others by argparse. torch takes seconds to
-import, so commands that need it are imported where they run, to keep --help fast.
+Every word is read once: ``--section.field VALUE`` by config/command_line.py, the others by argparse. torch takes
+seconds to import, so commands that need it are imported where they run, to keep --help fast.
 """
 
 import argparse
@@ -16,12 +16,19 @@ from typing import Any, Literal
 
 from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
-from dali_train.commands import completion
 from dali_train.commands.boundary import importing, run_command
 from dali_train.commands.data import add_data_command
 from dali_train.config import Config, load_config
-from dali_train.config.config_file import find_recipe, recipe_table
-from dali_train.config.override import config_with, read_overrides
+from dali_train.config.command_line import (
+    SHELLS,
+    add_settings_to_complete,
+    answer_completion,
+    config_with,
+    is_completing,
+    print_completion_script,
+    read_overrides,
+)
+from dali_train.config.config import find_recipe, recipe_table
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover, exit_if_launcher_dies, is_first_on_host
 from dali_train.runtime.object_store import is_remote
@@ -46,8 +53,8 @@ Commands = Any  # what argparse's add_subparsers returns, whose class is private
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     parser = command_parser()
-    if completion.is_asked():
-        completion.answer(parser)
+    if is_completing():
+        answer_completion(parser)
     words, settings = _split_settings(list(sys.argv[1:] if argv is None else argv))
     options, unknown = parser.parse_known_args(words)
     if getattr(options, "config", "") is None and unknown and _is_config(unknown[0]):
@@ -137,8 +144,8 @@ def _with_config(commands: Commands, name: str, summary: str, run: Run) -> argpa
         help="a Python file that defines `config`, a recipe by name, or a run's config.json"
         + (f"; beside RUN {_USERS_PARTS}" if name == "eval" else ""),
     )
-    if completion.is_asked():
-        completion.add_settings(command, config)
+    if is_completing():
+        add_settings_to_complete(command, config)
     return command
 
 
@@ -518,12 +525,12 @@ def _add_completion(commands: Commands) -> None:
     how += "with DIR in $fpath. fish: dali-train completion fish >~/.config/fish/completions/dali-train.fish"
     command = commands.add_parser("completion", help=summary, description=summary, epilog=how)
     command.set_defaults(run=_completion)
-    command.add_argument("shell", choices=completion.SHELLS)
+    command.add_argument("shell", choices=SHELLS)
 
 
 def _completion(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
-    completion.print_script(options.shell)
+    print_completion_script(options.shell)
     return FINISHED
 
 

@@ -37,7 +37,7 @@ from dali_train.commands import data
 from dali_train.commands.boundary import run_command
 from dali_train.commands.data import data_parser
 from dali_train.config import Config
-from dali_train.config.override import config_with
+from dali_train.config.command_line import config_with
 from dali_train.errors import RunError
 from dali_train.runtime.launch import LOCAL
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, newest_step

@@ -40,8 +40,8 @@ from dali_train.commands import data
 from dali_train.commands.boundary import run_command
 from dali_train.commands.train import run
 from dali_train.config import Config
-from dali_train.config.config_file import config_from_json
-from dali_train.config.override import config_with
+from dali_train.config.command_line import config_with
+from dali_train.config.config import config_from_json
 from dali_train.data.convert import datasets
 from dali_train.errors import ConfigError, DatasetError, RunError, UserError
 from dali_train.files import sha256

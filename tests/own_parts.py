@@ -33,8 +33,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import STORAGES, MappedFiles
 from dali_train.data.loading.augment import OPERATORS, Operator, none
 from dali_train.hooks import Hook, RunEnd, RunStart
-from dali_train.hooks.trackers import TRACKERS
-from dali_train.hooks.trackers.tracker import Tracker
+from dali_train.hooks.trackers import TRACKERS, Tracker
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import Parallel, parallelize
 from dali_train.training import build

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.checkpoint import transfer
+from dali_train.checkpoint import format as format_module
 
 from .conftest import Train
 from .helpers import FLOAT64_BOUND, largest_difference, samples
@@ -19,8 +19,8 @@ def train_on_own_host(place: Path, arguments: list[str]) -> int:
     """The first rank is on one host, two are on another."""
     os.chdir(place / ("first" if os.environ["RANK"] == "0" else "second"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfer, "_VISIBILITY_TIMEOUT_S", 0.1)
-        patch.setattr(transfer, "_CHUNK", 10_000)  # a file is sent in several
+        patch.setattr(format_module, "_VISIBILITY_TIMEOUT_S", 0.1)
+        patch.setattr(format_module, "_CHUNK", 10_000)  # a file is sent in several
         return command(arguments)
 
 

@@ -20,7 +20,7 @@ from dali_train.data.dataset import storage as storages
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.loading.augment import OPERATORS, Operator, slide
-from dali_train.data.loading.decoder import (
+from dali_train.data.loading.dali import (
     COMMON_OPTIONS,
     decode_boxes,
     decoder_in_log,
@@ -28,8 +28,7 @@ from dali_train.data.loading.decoder import (
     hardware_share,
 )
 from dali_train.data.loading.loader import pixel_format
-from dali_train.data.loading.mixing import mix
-from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline
+from dali_train.data.loading.pipelines import CpuPipeline, DaliPipeline, IndexedPipeline, mix
 from dali_train.data.sampling.draws import Images, draw_mixing
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.policy import IDENTITY, draw_operators, erased_boxes, policy_of

@@ -20,8 +20,8 @@ import torch
 from dali_train.checkpoint.recipe import changes_between, recipe
 from dali_train.cli import main
 from dali_train.config import BatchConfig, Config, DataConfig, ModelConfig, load_config
+from dali_train.config.command_line import read_overrides
 from dali_train.config.config import SETTINGS
-from dali_train.config.override import read_overrides
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator
 from dali_train.errors import ConfigError

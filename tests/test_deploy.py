@@ -16,7 +16,7 @@ from torch.distributed.run import parse_args
 
 from dali_train.cli import command_parser
 from dali_train.config import Config
-from dali_train.config.override import config_with
+from dali_train.config.command_line import config_with
 from dali_train.runtime import torchrun
 from dali_train.runtime.status import MISTAKE, START_AGAIN
 

@@ -14,7 +14,7 @@ from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.training.build import build_state
-from dali_train.training.dropout import block_seed, choose_seeding, seed_each_block
+from dali_train.training.invariant import block_seed, choose_seeding, seed_each_block
 from dali_train.training.model import compile_blocks, repeated_blocks
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from dali_train.config import EmaConfig
-from dali_train.training.ema import Ema, ema_decay
+from dali_train.training.optim import Ema, ema_decay
 
 
 def network() -> nn.Module:

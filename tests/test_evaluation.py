@@ -12,7 +12,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.parallel.layout import Layout
-from dali_train.training.evaluation import Evaluator
+from dali_train.training.metrics import Evaluator
 from dali_train.training.precision import Precision
 
 from .conftest import Train, run_in_pool

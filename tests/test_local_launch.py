@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import LaunchOptions, discover
-from dali_train.runtime.local_launch import launch_locally
+from dali_train.runtime.torchrun import launch_locally
 
 REPOSITORY = Path(__file__).parent.parent  # not conftest's: each rank imports this file, and DALI with it
 

@@ -13,8 +13,8 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.status import read_status
+from dali_train.training.invariant import RunningStatistics
 from dali_train.training.metrics import all_finite
-from dali_train.training.running_statistics import RunningStatistics
 
 from .conftest import Train
 from .helpers import LONG, extended

@@ -19,7 +19,7 @@ from dali_train.checkpoint.state import capture, restore
 from dali_train.config import OptimizerConfig, PrecisionConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.parallel.shardwise import Shardwise
+from dali_train.parallel.mesh import Shardwise
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process_group import process_group
 from dali_train.training.optim import check_shardwise, make_optimizer

@@ -20,7 +20,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import in_blocks
 from dali_train.runtime.launch import Launch
 from dali_train.training.build import build_state
-from dali_train.training.dropout import seed_micro_batch
+from dali_train.training.invariant import seed_micro_batch
 
 from .conftest import StartTraining, Train, finished_run
 from .helpers import FLOAT64_BOUND, events, in_ranks, kill_after_step_4, losses, samples, state_difference, words

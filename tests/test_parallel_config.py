@@ -17,7 +17,7 @@ from dali_train.config import (
     TensorConfig,
     load_config,
 )
-from dali_train.config.override import config_with
+from dali_train.config.command_line import config_with
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch

@@ -24,7 +24,7 @@ from dali_train.parallel.stages import (
 )
 from dali_train.runtime.launch import Launch
 from dali_train.training.build import build_state
-from dali_train.training.memory import Memory
+from dali_train.training.cost import Memory
 from dali_train.training.model import build_model
 
 from .conftest import REPOSITORY

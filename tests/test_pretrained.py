@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from dali_train.cli import main
 from dali_train.config import Config, ConfigError, load_config
+from dali_train.training.invariant import RunningStatistics
 from dali_train.training.model import build_model
-from dali_train.training.running_statistics import RunningStatistics
 
 from .conftest import Train, final_weights
 from .helpers import CONVOLUTIONAL, extended

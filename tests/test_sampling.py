@@ -10,13 +10,12 @@ import pytest
 from crc32c import crc32c
 
 from dali_train.config import Config, MixupConfig
-from dali_train.config.override import read_overrides
+from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.loading.loader import Segment
-from dali_train.data.sampling.block_order import BlockOrder, Blocks
 from dali_train.data.sampling.draws import Images, Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
 from dali_train.data.sampling.micro_batch import MicroBatches
-from dali_train.data.sampling.order import SampleOrder
+from dali_train.data.sampling.order import BlockOrder, Blocks, SampleOrder
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
 
 from .data.files import tool

@@ -18,8 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dali_train.cli import main
 from dali_train.config import ModelConfig, load_config
 from dali_train.errors import ConfigError
-from dali_train.training.flops import ModelFlops, data_sheet_peak, flops_per_image, model_flops
-from dali_train.training.memory import estimate_memory
+from dali_train.training.cost import ModelFlops, data_sheet_peak, estimate_memory, flops_per_image, model_flops
 from dali_train.training.model import (
     build_model,
     check_sizes,

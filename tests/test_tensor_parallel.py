@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dali_train.config import OptimizerConfig, TensorConfig
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
-from dali_train.parallel.mesh import in_blocks, laid_out_like, local, reduce_partial_gradients
-from dali_train.parallel.shardwise import Shardwise
-from dali_train.parallel.tensor.vit import check_model, parameters_per_rank, tensor_parallel
-from dali_train.training.dropout import seed_each_block
+from dali_train.parallel.mesh import Shardwise, in_blocks, laid_out_like, local, reduce_partial_gradients
+from dali_train.parallel.tensor import check_model, parameters_per_rank, tensor_parallel
+from dali_train.training.invariant import seed_each_block
 from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import compute_in
 

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.sampling.block_order import Blocks
-from dali_train.data.sampling.order import SampleOrder
+from dali_train.data.sampling.order import Blocks, SampleOrder
 
 Images = NDArray[np.int64]
 

@@ -65,8 +65,7 @@ from dali_train.config import (  # noqa: E402
     ScheduleConfig,
     load_config,
 )
-from dali_train.data.convert.archive import Archive  # noqa: E402
-from dali_train.data.convert.sources import SourceError  # noqa: E402
+from dali_train.data.convert.sources import Archive, SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.index import Split  # noqa: E402

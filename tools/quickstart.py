@@ -17,7 +17,7 @@ import torch
 from dali_train import cli
 from dali_train.commands import data
 from dali_train.config import Config
-from dali_train.config.override import config_with
+from dali_train.config.command_line import config_with
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.runtime.status import read_events
 from dali_train.training.loss import mixup_loss

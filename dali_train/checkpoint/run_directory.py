@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dali_train.config import Config
-from dali_train.config.config_file import config_from_json
+from dali_train.config.config import config_from_json
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, json_field, read_json, read_limited, write_atomically
 from dali_train.runtime.status import METRICS, Event, read_events

@@ -20,7 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, Tensors, Writer
+from dali_train.checkpoint.format import (
+    CheckpointError,
+    CheckpointManifest,
+    Tensors,
+    Writer,
+    collect,
+    ranks_without_shared_disk,
+)
 from dali_train.checkpoint.run_directory import (
     checkpoint_paths,
     foreign_files,
@@ -31,7 +38,6 @@ from dali_train.checkpoint.run_directory import (
     set_aside,
     step_of,
 )
-from dali_train.checkpoint.transfer import collect, ranks_without_shared_disk
 from dali_train.files import NO_SPACE, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
 from dali_train.runtime.process_group import on_rank_0

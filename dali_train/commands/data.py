@@ -190,8 +190,8 @@ def _conversion_options() -> argparse.ArgumentParser:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from dali_train.data.convert.conversion import destination
     from dali_train.data.convert.image import EncodingOptions
-    from dali_train.data.convert.upload import destination
 
     options.out, options.upload = destination(options.out, options.phase)
     arguments = DATASETS[options.source_kind].arguments
@@ -348,9 +348,9 @@ def _add_subset(parser: argparse.ArgumentParser) -> None:
 
 
 def _subset(options: argparse.Namespace) -> int:
+    from dali_train.data.convert.conversion import destination
     from dali_train.data.convert.image import EncodingOptions
     from dali_train.data.convert.subset import subset
-    from dali_train.data.convert.upload import destination
     from dali_train.data.dataset.manifest import Manifest
 
     options.out, options.upload = destination(options.out)

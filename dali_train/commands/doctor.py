@@ -31,16 +31,14 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from dali_train.checkpoint.format import CheckpointError
-from dali_train.checkpoint.transfer import ranks_without_shared_disk
+from dali_train.checkpoint.format import CheckpointError, ranks_without_shared_disk
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
 from dali_train.config import Config, HooksConfig, ParallelConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage, read_stored
-from dali_train.data.loading.dali import decode
-from dali_train.data.loading.decoder import LOG_VARIABLE, decoder_in_log
+from dali_train.data.loading.dali import LOG_VARIABLE, decode, decoder_in_log
 from dali_train.data.loading.loader import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
 from dali_train.parallel.layout import Layout
@@ -49,8 +47,7 @@ from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.training.build import build_loader, fit_to_ranks, prepare
-from dali_train.training.flops import data_sheet_peak, measured_peak
-from dali_train.training.memory import Memory
+from dali_train.training.cost import Memory, data_sheet_peak, measured_peak
 from dali_train.training.model import compare_with_timm, describe_parameters
 
 Verdict = Literal["pass", "warn", "fail"]

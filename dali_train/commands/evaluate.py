@@ -22,8 +22,7 @@ from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.build import RunPlan, build_evaluator, prepare
-from dali_train.training.evaluation import EvaluationResult, Evaluator
-from dali_train.training.metrics import ClassTables
+from dali_train.training.metrics import ClassTables, EvaluationResult, Evaluator
 from dali_train.training.model import build_model, check_sizes, compare_with_timm
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path

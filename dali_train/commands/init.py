@@ -14,7 +14,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
-from dali_train.training.memory import estimate_memory
+from dali_train.training.cost import estimate_memory
 from dali_train.training.model import build_model
 
 _SMALL = 96

@@ -17,7 +17,6 @@ from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.parallel.parallelize import check_model, parameters_per_rank
 from dali_train.parallel.stages import (
     Stage,
     StageActivations,
@@ -26,11 +25,11 @@ from dali_train.parallel.stages import (
     in_flight,
     make_stages,
 )
+from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
 from dali_train.text import duration
 from dali_train.training.build import fit_to_ranks
-from dali_train.training.flops import data_sheet_peak, flops_per_image, measured_peak
-from dali_train.training.memory import Memory, estimate_memory
+from dali_train.training.cost import Memory, data_sheet_peak, estimate_memory, flops_per_image, measured_peak
 from dali_train.training.model import (
     build_model,
     check_sizes,
@@ -210,14 +209,14 @@ def describe_ranks(model: nn.Module, config: Config, layout: Layout, memory: Mem
     """
     parallel = config.parallel
     check_shardwise(model, config.optimizer, layout)
-    check_model(model, parallel)
+    check_model(model, parallel.tensor)
     num_blocks = max(1, len(repeated_blocks(model)))
     stages = make_stages(model, parallel) if layout.pipeline > 1 else []
     plans = []
     for rank in range(layout.pipeline):
         rank_stages = stages[rank :: layout.pipeline]
         modules: list[nn.Module] = [VitStage(model, stage, torch.float32) for stage in rank_stages] or [model]
-        parameters = tuple(parameters_per_rank(module, parallel) for module in modules)
+        parameters = tuple(parameters_per_rank(module, parallel.tensor) for module in modules)
         blocks = sum(len(stage.blocks) for stage in rank_stages) or num_blocks
         rank_memory = memory.of_rank(
             parameters=sum(parameters),

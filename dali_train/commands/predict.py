@@ -31,7 +31,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.pictures import contact_sheet
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.dataset.tfrecord import write_records
-from dali_train.data.loading.decoder import PixelFormat
+from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited

@@ -29,7 +29,7 @@ from dali_train.checkpoint.state import Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
-from dali_train.data.loading.decoder import describe_decoder
+from dali_train.data.loading.dali import describe_decoder
 from dali_train.data.loading.loader import Loader, pixel_format
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.files import git_commit, write_atomically
@@ -37,11 +37,11 @@ from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.report import write_report
 from dali_train.runtime.launch import Launch, LaunchOptions
-from dali_train.runtime.local_launch import count_processes, launch_locally
 from dali_train.runtime.process import device_name
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.status import RunStatus, newest_step
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
+from dali_train.runtime.torchrun import count_processes, launch_locally
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.text import redacted
 from dali_train.training.build import (
@@ -54,9 +54,8 @@ from dali_train.training.build import (
     prepare,
     warm_up_trainer,
 )
-from dali_train.training.evaluation import Evaluator
-from dali_train.training.flops import ModelFlops, model_flops
-from dali_train.training.metrics import NonFiniteError
+from dali_train.training.cost import ModelFlops, model_flops
+from dali_train.training.metrics import Evaluator, NonFiniteError
 from dali_train.training.optim import resolved_arguments
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import StepImages, Trainer

@@ -5,8 +5,7 @@ A config file is Python and ends with ``config = Config(...)``; every field can 
 ranks is known.
 """
 
-from dali_train.config.config import Config
-from dali_train.config.config_file import load_config
+from dali_train.config.config import Config, load_config
 from dali_train.config.sections import (
     BatchConfig,
     DataConfig,

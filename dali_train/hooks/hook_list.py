@@ -15,9 +15,8 @@ from dali_train.errors import ConfigError
 from dali_train.files import NO_SPACE
 from dali_train.hooks import Hook, HookUnavailableError
 from dali_train.hooks.console import Console, RunLogs
-from dali_train.hooks.health import Health, LambView
+from dali_train.hooks.diagnostics import Health, LambView, Profile, SystemFacts
 from dali_train.hooks.jsonl import MetricsFile, SampleTrace
-from dali_train.hooks.machine import Profile, SystemFacts
 from dali_train.hooks.predictions import PredictionFiles, SampleImages
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
 from dali_train.hooks.trackers import make_trackers

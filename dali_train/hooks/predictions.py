@@ -27,8 +27,7 @@ from dali_train.files import write_atomically
 from dali_train.hooks import Hook
 from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
 from dali_train.text import printable
-from dali_train.training.evaluation import MAX_SCORES, EvaluationDetails
-from dali_train.training.metrics import ClassTables
+from dali_train.training.metrics import MAX_SCORES, ClassTables, EvaluationDetails
 
 
 def class_names(record: RunStart) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.training.build import RunPlan
-from dali_train.training.evaluation import EvaluationDetails, EvaluationResult
-from dali_train.training.metrics import TrainingSums
+from dali_train.training.metrics import EvaluationDetails, EvaluationResult, TrainingSums
 from dali_train.training.timing import PhaseClock, StepTimes
 
 

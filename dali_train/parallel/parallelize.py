@@ -2,17 +2,26 @@
 
 The trainer gets a model to call, a data-parallel coordinate, and gradients averaged over the step's micro-batches on
 all ranks.
+
+Sharded data parallelism (ZeRO 1 to 3) is torch's FSDP2: each rank keeps a shard of weights and optimizer state. A
+block's weights are gathered before they are needed, and gradients are reduce-scattered. Between steps every parameter
+is a DTensor with its usual name.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,9 +29,70 @@ from dali_train.config import ParallelConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import average_gradients, make_mesh, reduce_partial_gradients
-from dali_train.parallel.shard import Level, prepare_backward, shard_model
 from dali_train.parallel.stages import StageActivations, VitStage, make_stages, merge_stages
-from dali_train.parallel.tensor import vit
+from dali_train.parallel.tensor import check_model, tensor_parallel
+
+Level = Literal["optimizer", "gradients", "full"]
+
+# Layers whose weights autocast casts. Subclasses may use them in float32 first, for example to standardise them.
+_COMPUTE_IN_HALF = (nn.Linear, nn.Conv2d)
+
+
+def shard_model(
+    model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, level: Level, half: torch.dtype | None = None
+) -> None:
+    """Shard the parameters of `model` over the mesh's dimension "shard", in place. Those on the host move to the mesh's
+    device block by block, so that no device ever holds all of them.
+
+    Args:
+        half: the half-precision dtype that linear layers and convolutions compute in, if any. Their parameters are then
+            cast before the all-gather instead of after it, which halves its bytes and changes no bit of the result.
+            All others, and gradients, travel in their own dtype. Without effect before torch 2.15, where FSDP has one
+            dtype for all parameters of a block.
+
+    Raises:
+        ConfigError: weights that tensor parallelism has sharded already are not divisible by the number of ranks.
+    """
+    data = mesh["replicas", "shard"] if mesh["replicas"].size() > 1 else mesh["shard"]
+    placement_of = partial(_placement, num_shards=mesh["shard"].size())
+    policy = MixedPrecisionPolicy()
+    if half is not None and hasattr(policy, "param_dtype_override_fn"):
+        layers = [layer for layer in model.modules() if type(layer) in _COMPUTE_IN_HALF]
+        # Not the parameters themselves: each is freed when it is sharded.
+        cast = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        chosen: dict[str, Any] = {  # not keywords, which a type checker refuses where torch is older
+            "param_dtype_override_fn": lambda parameter: half if id(parameter) in cast else parameter.dtype
+        }
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False, **chosen)
+    for module in (*blocks, model):
+        fully_shard(
+            module, mesh=data, reshard_after_forward=level == "full", shard_placement_fn=placement_of, mp_policy=policy
+        )
+
+
+def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
+    """Return the first dimension that divides evenly; None if none does, so that FSDP pads the first one.
+
+    Always sharding the first one would put position embeddings, (1, tokens, width), on a single rank."""
+    if not isinstance(parameter, DTensor):
+        return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_shards == 0), None)
+    if not any(isinstance(placement, _StridedShard) for placement in parameter.placements):
+        return None
+    if parameter.shape[1] % num_shards:  # rows of a strided shard cannot be sharded again
+        raise ConfigError(
+            f"parallel.shard has {num_shards} ranks to shard the model's {parameter.shape[1]} features, as tensor "
+            "parallelism has the rows of its weights, and they do not divide them: set parallel.shard_ranks to a "
+            f"divisor of {parameter.shape[1]}"
+        )
+    return Shard(1)
+
+
+def prepare_backward(model: nn.Module, level: Level, *, last: bool) -> None:
+    """Set whether a backward pass reshards weights and gradients; after the `last` of a step, all are sharded."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last or level != "optimizer")
+    model.set_reshard_after_backward(last or level == "full")
+
 
 Prepare = Callable[[nn.Module], None]
 
@@ -126,14 +196,14 @@ def _split(
 ) -> Parallel:
     mesh, num_parameters = make_mesh(layout, device), sum(parameter.numel() for parameter in model.parameters())
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    check_model(model, config)
+    check_model(model, config.tensor)
     stages: Sequence[VitStage] = ()
     if activations is not None:
         local_stages = make_stages(model, config)[layout.pipeline_rank :: layout.pipeline]
         stages = [VitStage(model, stage, activations.dtype) for stage in local_stages]
     modules: Sequence[nn.Module] = stages or (model,)
     if layout.tensor > 1:
-        vit.tensor_parallel(modules, mesh["tensor"], config.tensor)
+        tensor_parallel(modules, mesh["tensor"], config.tensor)
     level = config.shard if layout.shard > 1 and config.shard != "none" else None
     for module in modules:
         if prepare is not None:
@@ -153,23 +223,6 @@ def _split(
         activations=activations,
         shapes=shapes,
     )
-
-
-def check_model(model: nn.Module, config: ParallelConfig) -> None:
-    """Check that the layers of the complete `model` can be split by `config`.
-
-    Raises:
-        ConfigError: they cannot; the message names the layer and the size.
-    """
-    if config.tensor.size > 1:
-        vit.check_model(model, config.tensor)
-
-
-def parameters_per_rank(model: nn.Module, config: ParallelConfig) -> int:
-    """Return the number of parameters of `model`, or of a stage, on each rank, before `parallel.shard` shards them.
-
-    This needs no process group."""
-    return vit.parameters_per_rank(model, config.tensor)
 
 
 def warm_up(

@@ -27,7 +27,7 @@ _REMEDIES = {
     "RANK and WORLD_SIZE": "set it for every rank as torchrun does, or unset RANK and WORLD_SIZE for a single process",
     "srun": "start all ranks with srun, or unset SLURM_STEP_ID for a single process",
 }
-LOCAL = "dali-train-"  # how the run id of `local_launch` begins, which sets torchrun's variables
+LOCAL = "dali-train-"  # how the run id of `launch_locally` begins, which sets torchrun's variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ class _Variables:
 
 
 def exit_if_launcher_dies(environ: Mapping[str, str] = os.environ) -> None:
-    """Watch the parent from a thread, under torchrun or under `local_launch`, which uses torchrun's agent.
+    """Watch the parent from a thread, under torchrun or under `launch_locally`, which uses torchrun's agent.
 
     With other parents the run should survive, e.g. under nohup or after its shell was closed. Linux's own signal for
     this (PR_SET_PDEATHSIG) is sent when the *thread* that started the process ends, so it is not used.

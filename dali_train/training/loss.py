@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
-from dali_train.config.names import lookup
+from dali_train.config.check import lookup
 from dali_train.errors import ConfigError
 from dali_train.training.model import input_size
 from dali_train.training.pretrained import create_pretrained

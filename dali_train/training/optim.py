@@ -1,7 +1,9 @@
-"""The optimizer and its parameter groups."""
+"""The optimizer with its parameter groups, and the moving average of the weights."""
 
 import difflib
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from dali_train.config import OptimizerConfig
+from dali_train.config import EmaConfig, OptimizerConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.parallel.shardwise import Shardwise
+from dali_train.parallel.mesh import Shardwise, laid_out_like, local
 
 _newton_schulz = muon.zeropower_via_newtonschulz
 
@@ -252,3 +254,81 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
         if name in ("lr", "weight_decay") or (name in ("betas", "eps") and name in defaults):
             raise ConfigError(f"optimizer.kwargs has {name}: set optimizer.{name} instead")
     return {name: value for name, value in defaults.items() if name in accepted} | config.kwargs
+
+
+def ema_decay(config: EmaConfig, step: int) -> float:
+    """Return the decay applied at the end of optimizer step number `step` (from 0)."""
+    assert config.decay is not None
+    if step == 0:
+        return 0.0
+    return min(1 - (1 + step) ** (-2 / 3), config.decay) if config.warmup else config.decay
+
+
+class Ema:
+    """A moving average of everything in the model's state dict: weights and buffers. Integers are copied.
+
+    It is a function of the step and of tensors that checkpoints hold. The averages have the placements of the model's
+    tensors, for all kinds of parallelism. The update rule is that of timm's ModelEmaV3, which keeps a copy of the
+    module instead.
+
+    Args:
+        model: not wrapped, on its device, with the weights that the run starts or resumes from.
+    """
+
+    def __init__(self, model: nn.Module, config: EmaConfig) -> None:
+        self._config = config
+        live = model.state_dict()  # the model's own tensors, which are only ever written in place
+        self._averages = _copies(live)
+        floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
+        others = [name for name in live if name not in set(floats)]
+        self._live_floats, self._live_others = (
+            [local(live[name]) for name in floats],
+            [local(live[name]) for name in others],
+        )
+        averages = self._averages
+        self._floats, self._others = (
+            [local(averages[name]) for name in floats],
+            [local(averages[name]) for name in others],
+        )
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the average at the end of optimizer step number `step` (from 0), without making the host wait."""
+        torch._foreach_lerp_(self._floats, self._live_floats, 1 - ema_decay(self._config, step))
+        if self._others:
+            torch._foreach_copy_(self._others, self._live_others)
+
+    @contextmanager
+    def weights_in(self, model: nn.Module) -> Iterator[None]:
+        """Swap the averages into the memory of the model's weights for the duration of the context, so that compiled
+        code and CUDA graphs stay valid."""
+        before = _copies(model.state_dict())
+        _copy(self._averages, model)
+        try:
+            yield
+        finally:
+            _copy(before, model)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the averages by the names of the weights, for a checkpoint."""
+        return self._averages
+
+    @torch.no_grad()
+    def load(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Take `averages` from a checkpoint."""
+        for name, tensor in self._averages.items():
+            tensor.copy_(laid_out_like(tensor, averages[name]))
+
+
+@torch.no_grad()
+def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    with Shardwise():
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _copy(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    weights = model.state_dict()
+    with Shardwise():
+        for name, tensor in weights.items():
+            tensor.copy_(tensors[name])

@@ -22,7 +22,7 @@ from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.parallel.stages import VitStage
-from dali_train.training.dropout import seed_micro_batch
+from dali_train.training.invariant import seed_micro_batch
 from dali_train.training.loss import first_target_correct
 from dali_train.training.trainer import Trainer
 

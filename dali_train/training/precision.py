@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from dali_train.config import PrecisionConfig
 from dali_train.parallel.layout import Layout
-from dali_train.parallel.mesh import local, total_norm
-from dali_train.parallel.shardwise import Shardwise
+from dali_train.parallel.mesh import Shardwise, local, total_norm
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

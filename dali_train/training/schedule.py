@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dali_train.config import Config, ScheduleConfig
-from dali_train.config.names import lookup
+from dali_train.config.check import lookup
 
 _SCALED_FROM = 256  # the global batch at which a scaled optimizer.lr is the peak
 

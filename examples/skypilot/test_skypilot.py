@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from torch.distributed.run import parse_args
 
-from dali_train.config.override import config_with
+from dali_train.config.command_line import config_with
 from dali_train.runtime.status import START_AGAIN
 
 FOLDER = Path(__file__).parent

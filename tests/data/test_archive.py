@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.data.convert import archive
-from dali_train.data.convert.archive import Archive, Directory
-from dali_train.data.convert.sources import SourceError
+from dali_train.data.convert import sources
+from dali_train.data.convert.sources import Archive, Directory, SourceError
 from tests.data.files import tar_bytes, write_tar
 
 MEMBERS = [
@@ -115,7 +114,7 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(1 for _ in Archive(path).list()) == 2_000
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
-    monkeypatch.setattr(archive, "_MAX_UNPACKED_BYTES", 5_000_000)
+    monkeypatch.setattr(sources, "_MAX_UNPACKED_BYTES", 5_000_000)
     path.write_bytes(gzip.compress(bytes(50_000_000)))
     with pytest.raises(SourceError, match="over 5,000,000 bytes when unpacked: gunzip it first"):
         Archive(path)

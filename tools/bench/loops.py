@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from dali_train.commands.train import train
 from dali_train.config import Config
-from dali_train.config.override import config_with
+from dali_train.config.command_line import config_with
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import blank_images, pixel_format
 from dali_train.hooks import Hook

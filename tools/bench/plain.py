@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", metavar="section.field=value", help="changes to the recipe")
     arguments = parser.parse_args()
     if arguments.only:
-        from dali_train.config.override import config_with
+        from dali_train.config.command_line import config_with
 
         words = [f"--{change}" for change in arguments.changes]
         config = config_with(arguments.config, words, "plain")

@@ -1,7 +1,7 @@
 """Turning a published image dataset into verified, shuffled, indexed TFRecords.
 
 A *source* lists images, each a range of bytes in a file, and reads them where they are (`sources`). The formats:
-directories and tar archives (`archive`, `trees`, `imagenet`), many files of other libraries (`listing`, `formats`),
+directories and tar archives (`trees`, `imagenet`), many files of other libraries (`listing`, `formats`),
 small sets in memory (`small`), another dataset (`subset`). `image` makes the bytes to store, `shards` writes them,
 `conversion` gives each image its shard and position, resumes, and hands the result to
 `dali_train.data.dataset.build_index`; `datasets` is the table of all that can be converted.

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
-from dali_train.data.convert.archive import Archive
 from dali_train.data.convert.listing import (
     PackedBlocks,
     checked_label,
@@ -32,7 +31,7 @@ from dali_train.data.convert.listing import (
     open_plain,
     sources_of,
 )
-from dali_train.data.convert.sources import Image, SourceError, Sources, printable
+from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json

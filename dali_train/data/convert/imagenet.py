@@ -13,9 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
-from dali_train.data.convert.archive import Archive, Directory, FilesByName
 from dali_train.data.convert.listing import list_splits, open_plain
-from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out
+from dali_train.data.convert.sources import (
+    Archive,
+    Directory,
+    FilesByName,
+    Image,
+    ImageFiles,
+    Images,
+    SourceError,
+    Sources,
+    hold_out,
+)
 from dali_train.data.dataset.manifest import SplitName
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")

@@ -19,8 +19,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from dali_train.data.convert.archive import Archive, Directory
 from dali_train.data.convert.sources import (
+    Archive,
+    Directory,
     Image,
     ImageFiles,
     Images,

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from dali_train.data.convert.archive import FilesByName, open_container
-from dali_train.data.convert.sources import Images, PixelSource, SourceError, Sources
+from dali_train.data.convert.sources import FilesByName, Images, PixelSource, SourceError, Sources, open_container
 from dali_train.data.convert.trees import split_folders
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 

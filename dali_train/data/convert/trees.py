@@ -9,8 +9,17 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from dali_train.data.convert.archive import Container, open_container
-from dali_train.data.convert.sources import Image, ImageFiles, Images, SourceError, Sources, hold_out, printable
+from dali_train.data.convert.sources import (
+    Container,
+    Image,
+    ImageFiles,
+    Images,
+    SourceError,
+    Sources,
+    hold_out,
+    open_container,
+    printable,
+)
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.manifest import SPLITS, SplitName
 from dali_train.text import plural, shortened

@@ -287,7 +287,7 @@ class Augmentation:
         self.operators = [OPERATORS[name] for name in policy.names]
         self.num_steps = policy.num_steps
         self.shows_noise = data.random_erasing_fill == "noise"
-        self.erases = data.random_erasing > 0 and not self.shows_noise  # in a graph; noise comes later, see mixing.py
+        self.erases = data.random_erasing > 0 and not self.shows_noise  # in a graph; noise comes later (`show_noise`)
         self.fill = [round(value) for value in data.mean]
         self._side = data.train_size
 

@@ -17,8 +17,19 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.image_file import dali_reason
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import text_index_path
-from dali_train.data.loading.dali import INPUTS, Feed, graph_options, normalised, resized, run_graph, to_device
-from dali_train.data.loading.decoder import PixelFormat, decode_boxes, decoder_options, decodes_boxes
+from dali_train.data.loading.dali import (
+    INPUTS,
+    Feed,
+    PixelFormat,
+    decode_boxes,
+    decoder_options,
+    decodes_boxes,
+    graph_options,
+    normalised,
+    resized,
+    run_graph,
+    to_device,
+)
 from dali_train.data.loading.pipelines import Batch, TrainingPipeline, finished
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.data.sampling.rng import Purpose, philox_generator

@@ -17,8 +17,8 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import Storage, open_storage
 from dali_train.data.loading.cache import Node
+from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.dali_reader import DaliReaderPipeline
-from dali_train.data.loading.decoder import PixelFormat
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, TrainingPipeline
 from dali_train.data.loading.read_ahead import ReadAhead
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches

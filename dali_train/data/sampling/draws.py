@@ -142,7 +142,7 @@ def padded_crops(seed: int, images: Images, *, side: int, padding: int) -> tuple
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """The mixing of one micro-batch, applied by data/loading/mixing.py. One row per image."""
+    """The mixing of one micro-batch, applied by `mix` in data/loading/pipelines.py. One row per image."""
 
     partners: NDArray[np.int32]  # index of the partner within the micro-batch
     lambdas: NDArray[np.float32]  # weight of the image itself, 1 - lambda goes to the partner

@@ -1,0 +1,264 @@
+"""Settings on the command line: ``--section.field VALUE``, ``--config FILE --help``, and completion in shells.
+
+Values are only parsed here; the config checks whether they are valid. The help has every setting by section, drawn from
+the sections' own rules and docstrings. For completion, ``dali-train completion SHELL`` prints a script for the shell
+(bash, zsh, fish), which runs the program at each Tab with ``_ARGCOMPLETE`` in the environment; it then answers instead
+of running a command.
+"""
+
+import argparse
+import ast
+import contextlib
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from dali_train.config.check import allowed, alternatives, unknown_setting
+from dali_train.config.config import KWARGS, SETTINGS, Config, load_config, recipe_names
+from dali_train.errors import ConfigError
+
+
+def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
+    """Return the config of a file, changed by the options ``--section.field value`` of a `command`.
+
+    Raises:
+        ConfigError: there is no such file or setting, or a value is not valid.
+        SystemExit: --help, with status 0.
+    """
+    config = load_config(path)
+    if asked := {"-h", "--help"} & set(overrides):
+        rest = overrides[overrides.index(asked.pop()) + 1 :]
+        only = [word.removeprefix("--") for word in rest]
+        print(settings_help(config, f"{command} --config {path}", only), end="")
+        raise SystemExit(0)
+    return config.replace(read_overrides(overrides))
+
+
+def read_overrides(words: list[str]) -> dict[str, Any]:
+    """Return values by full name; a later one replaces an earlier one.
+
+    Raises:
+        ConfigError: an unknown setting, a setting without a value, or a value without a setting.
+    """
+    values: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in words:
+        if word.startswith("--"):
+            written, equals, value = word.removeprefix("--").partition("=")
+            current = values[_name(written)] = [value] if equals else []
+        elif current is not None:
+            current.append(word)
+        else:
+            name, equals, value = word.partition("=")
+            remedy = f"--{name} {value}" if equals else "--section.field VALUE"
+            raise ConfigError(f"{word!r} belongs to no setting: write {remedy}")
+    return {name: _value(name, words) for name, words in values.items()}
+
+
+def _name(written: str) -> str:
+    name = written.replace("-", "_")
+    for prefix in KWARGS:
+        if name.startswith(prefix) and name != prefix:
+            return prefix + written[len(prefix) :]  # kept as typed
+    if name not in SETTINGS:
+        raise ConfigError(unknown_setting(written, SETTINGS, prefix="--"))
+    return name
+
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def _value(name: str, words: list[str]) -> Any:
+    """Parse `words` by the setting's type hint; return them as text if that fails."""
+    hint = SETTINGS[name].hint if name in SETTINGS else Any
+    kinds = list(alternatives(hint))
+    if not words:
+        raise ConfigError(f"--{name} has no value: write --{name} {'true' if kinds == [bool] else 'VALUE'}")
+    text = " ".join(words)
+    if type(None) in kinds and text.lower() in ("none", "null"):
+        return None
+    if bool in kinds and text.lower() in _BOOLEANS:
+        return _BOOLEANS[text.lower()]
+    if hint is Any and text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if str in kinds:
+        if len(words) > 1:
+            raise ConfigError(f"--{name} takes one value, found {len(words)}: {text!r}; quote a value that has spaces")
+        return text
+    sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
+    if sequence is not None and _are_words(sequence):
+        return tuple(text.replace(",", " ").split())
+    value = _literal(words)
+    if sequence is not None and Ellipsis in get_args(sequence) and value != text:  # one element needs no brackets
+        is_nested = get_origin(get_args(sequence)[0]) is tuple
+        if not isinstance(value, tuple) or (is_nested and value and not isinstance(value[0], tuple)):
+            return (value,)
+    return value
+
+
+def _are_words(sequence: Any) -> bool:
+    """Return whether the elements of a tuple are text or names."""
+    return all(kind is str or get_origin(kind) is Literal for kind in alternatives(get_args(sequence)[0]))
+
+
+def _literal(words: list[str]) -> Any:
+    """Parse `words` as a Python value, such as 3, 0.9,0.98 or (0.9, 0.98), or several as a tuple.
+
+    Return the text if that fails.
+    """
+    text = " ".join(words)
+    # what literal_eval is documented to raise
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text)
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return tuple(map(ast.literal_eval, words)) if len(words) > 1 else text
+    return text
+
+
+_WIDEST = 110  # lines that are longer are hard to read
+
+
+def settings_help(config: Config, command: str, only: Sequence[str] = ()) -> str:
+    """Return the help of a command with the settings of its config: allowed values, value, default and explanation.
+
+    Args:
+        only: sections or settings; by default all.
+
+    Raises:
+        ConfigError: there is no such section or setting.
+    """
+    for name in only:
+        if not any(f"{known}.".startswith(f"{name}.") for known in SETTINGS):
+            raise ConfigError(unknown_setting(name, SETTINGS))
+    columns = min(_WIDEST, shutil.get_terminal_size().columns)
+    bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
+    lines = [
+        f"usage: {command} [--section.field VALUE ...]",
+        "",
+        *textwrap.wrap(
+            "Each setting with its value in this config, and its default where it is another one. Several values are "
+            "separated by commas or spaces, as in --optimizer.betas 0.9,0.98; none stands for None. `--help SECTION` "
+            "or `--help SECTION.FIELD` prints only these.",
+            columns,
+        ),
+    ]
+    for title, section, words in _sections(config):
+        shown_here = [
+            row
+            for row in _settings(title, section)
+            if not only or any(f"{row[0]}.".startswith(f"{name}.") for name in only)
+        ]
+        if not shown_here:
+            continue
+        lines += ["", f"{bold}{title}{plain}", *textwrap.wrap(words, columns)]
+        for name, value, text in shown_here:
+            setting = SETTINGS[name]
+            shown = f"  {bold}--{name}{plain} = {_written(value)}"
+            if setting.default is not MISSING and value != setting.default:
+                shown += f"  (default: {_written(setting.default)})"
+            lines += ["", shown]
+            if name + "." in KWARGS:
+                lines += [f"  {bold}--{name}.{each}{plain} = {_written(one)}" for each, one in value.items()]
+                lines.append(f"  {bold}--{name}.NAME{plain} VALUE")
+            words_allowed = allowed(setting.hint)
+            is_free = name + "." in KWARGS or words_allowed in ("text", "text, or None")
+            for paragraph in [text] if is_free else [f"Use {words_allowed}.", text]:
+                lines += textwrap.wrap(paragraph, columns, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def _sections(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """Yield the prefix of each section's settings, the section and what it is about."""
+    for one in fields(config):
+        section = getattr(config, one.name)
+        yield one.name, section, _description(type(section))
+        for inner in fields(section):
+            if is_dataclass(getattr(section, inner.name)):
+                nested = getattr(section, inner.name)
+                yield f"{one.name}.{inner.name}", nested, _description(type(nested))
+
+
+def _description(section: type) -> str:
+    return " ".join(inspect.getdoc(section).split())  # type: ignore[union-attr]  # every section has one
+
+
+def _settings(prefix: str, section: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, value and explanation of the settings in a section, without those of sections in it."""
+    texts = explanations(type(section))
+    for one in fields(section):
+        if not is_dataclass(getattr(section, one.name)):
+            yield f"{prefix}.{one.name}", getattr(section, one.name), texts[one.name]
+
+
+def explanations(section: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts, name = {}, ""
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name = statement.target.id
+        elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            texts[name], name = " ".join(str(statement.value.value).split()), ""
+    return texts
+
+
+def _written(value: Any) -> str:
+    """Return a value as the command line takes it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        inner = any(isinstance(one, tuple) for one in value)
+        return (" " if inner else ",").join(map(_written, value)) or "()"
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    return str(getattr(value, "__qualname__", value))
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def is_completing() -> bool:
+    """Return whether a shell runs this process to complete a line."""
+    return "_ARGCOMPLETE" in os.environ
+
+
+def print_completion_script(shell: str) -> None:
+    import argcomplete
+
+    print(argcomplete.shellcode(["dali-train"], shell=shell))
+
+
+def answer_completion(parser: argparse.ArgumentParser) -> None:
+    """Print how the shell's line may go on, and end the process."""
+    import argcomplete
+
+    argcomplete.autocomplete(parser, always_complete_options="long")
+
+
+def add_settings_to_complete(command: argparse.ArgumentParser, config: argparse.Action) -> None:
+    """Add the settings to the options of a command; `config` is its --config, which also takes the name of a recipe."""
+    from argcomplete.completers import FilesCompleter
+
+    files = FilesCompleter((".py", ".json"))
+
+    def complete(prefix: str, **details: Any) -> list[str]:
+        return [*recipe_names(), *files(prefix, **details)]
+
+    config.completer = complete  # type: ignore[attr-defined]  # where argcomplete looks for it
+    for name, setting in SETTINGS.items():
+        kinds = list(alternatives(setting.hint))
+        choices = [str(choice) for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        choices += ["true", "false"] if bool in kinds else []
+        choices += ["none"] if type(None) in kinds else []
+        is_closed = all(kind in (bool, type(None)) or get_origin(kind) is Literal for kind in kinds)
+        command.add_argument(f"--{name}", choices=choices if is_closed else None)
+    for prefix in KWARGS:
+        command.add_argument(f"--{prefix}")
