@@ -26,6 +26,7 @@ from dali_train.training.model import (
     repeated_blocks,
     resample_position_embedding,
 )
+from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import compute_in
 
 CPU = torch.device("cpu")
@@ -275,6 +276,21 @@ def test_memory_and_the_largest_micro_batch(tiny_config: Path) -> None:
     assert memory.largest_micro_batch(room, 8192) == 64 and memory.largest_micro_batch(room, 100) == 100
     assert memory.largest_micro_batch(room, 100, 4) == 25 and memory.largest_micro_batch(room, 100, 3) == 25
     assert memory.largest_micro_batch(room, 96, 8) == 12 and memory.largest_micro_batch(1e9, 8192) is None
+
+
+def test_the_state_of_an_optimizer_that_reads_numbers_of_tensors_is_foreseen(tiny_config: Path) -> None:
+    """Such as a count or a norm, which tensors without data do not have."""
+    config = load_config(tiny_config)
+    model = build_model(config, 5, CPU)
+    for name in ("adafactor", "adamp", "nadam", "nadamuon", "nmuon", "novograd", "sgdp"):
+        named = config.replace({"optimizer.name": name})
+        optimizer = make_optimizer(model, named.optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        num_bytes = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+        assert estimate_memory(named, 5).optimizer_bytes == num_bytes, name
 
 
 def test_a_plan_says_what_fits(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
