@@ -94,6 +94,17 @@ def test_warmup_stable_decay() -> None:
     assert learning_rate(square, 175, IMAGES) == pytest.approx(PEAK / 4)
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial"])
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_a_decay_that_ends_before_the_run(name: str, unit: str) -> None:
+    """As if the run ended there, then at the minimum."""
+    early = config(name=name, warmup_epochs=2, decay_epochs=8.0, min_lr=1e-4, step_every=unit)
+    ending = early.replace({"run.epochs": 10, "schedule.decay_epochs": None})
+    expected = [learning_rate(ending, step, IMAGES) for step in range(10 * STEPS)]
+    rates = [learning_rate(early, step, IMAGES) for step in range(EPOCHS * STEPS)]
+    assert rates == expected + [1e-4] * (10 * STEPS)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("unit", ["step", "epoch"])
 def test_every_schedule_starts_its_decay_at_the_peak_and_ends_above_its_minimum(name: str, unit: str) -> None:
@@ -124,7 +135,10 @@ def test_the_peak_follows_the_batch_if_asked_to(scale: str, factor: float) -> No
             {"name": "step", "decay_epochs": 2.0, "decay_rate": 1.5},
             "decay_rate is 1.5: use a factor over 0 and up to 1",
         ),
-        ({"name": "cosine", "decay_epochs": 2.0}, "decay_epochs is 2.0 with schedule.name cosine: .* leave it out"),
+        (
+            {"name": "cosine", "decay_epochs": 19.0, "warmup_epochs": 2},
+            "schedule.decay_epochs 19.0 after schedule.warmup_epochs 2 exceeds run.epochs 20: shorten",
+        ),
         (
             {"name": "warmup-stable-decay", "decay_epochs": 18.0, "warmup_epochs": 3},
             "schedule.decay_epochs 18.0 after schedule.warmup_epochs 3 exceeds run.epochs 20: shorten",

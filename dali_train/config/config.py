@@ -76,8 +76,9 @@ class Config:
         )
         decay_epochs = self.schedule.decay_epochs
         require(
-            self.schedule.name != "warmup-stable-decay"
-            or (decay_epochs or 0) + self.schedule.warmup_epochs <= self.run.epochs,
+            self.schedule.name not in ("linear", "cosine", "polynomial", "warmup-stable-decay")
+            or decay_epochs is None
+            or decay_epochs + self.schedule.warmup_epochs <= self.run.epochs,
             f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {self.schedule.warmup_epochs} "
             f"exceeds run.epochs {self.run.epochs}: shorten the decay or the warmup",
         )

@@ -344,7 +344,8 @@ class ScheduleConfig:
     power: Positive = 1.0
     """Exponent of polynomial, and of the decay of warmup-stable-decay."""
     decay_epochs: Positive | None = None
-    """step: epochs between two decays. warmup-stable-decay: length of the decay."""
+    """step: epochs between two decays. warmup-stable-decay: length of the decay. linear, cosine, polynomial: length of
+    the decay, after which the rate is min_lr; None: until run.epochs."""
     decay_rate: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] = 0.1
     """Factor of each decay of step."""
     step_every: Literal["step", "epoch"] = "step"
@@ -357,12 +358,6 @@ class ScheduleConfig:
         needs_length = self.name in ("step", "warmup-stable-decay")
         refuse(needs_length and length is None, self, ("name", "decay_epochs"), "set schedule.decay_epochs")
         remedy = "it has no effect there; leave it out, or use"
-        refuse(
-            self.name in ("linear", "cosine", "polynomial") and length is not None,
-            self,
-            ("decay_epochs", "name"),
-            f"{remedy} step or warmup-stable-decay",
-        )
         refuse(
             self.name in ("linear", "cosine", "step") and self.power != 1,
             self,

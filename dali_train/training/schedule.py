@@ -68,7 +68,8 @@ def learning_rate(config: Config, step: int, num_images: int) -> float:
     Let t be the step (or the epoch in which it begins, if the rate changes once per epoch) and W the length of the
     warmup. While t < W, the rate is (t + 1) / (W + 1) of the peak, or warmup_lr + (peak - warmup_lr) * t / W if
     schedule.warmup_lr is set. Then it follows one of `SCHEDULES`. The linear one, from W to the end T, is
-    (T - t) / (T - W) of the peak, as in ColossalAI's LinearWarmupLR, which its ViT example steps once per epoch.
+    (T - t) / (T - W) of the peak, as in ColossalAI's LinearWarmupLR, which its ViT example steps once per epoch. T is
+    the end of the run, or of a decay that schedule.decay_epochs makes shorter; from T on the rate is min_lr.
     """
     schedule = config.schedule
     peak = peak_learning_rate(config)
@@ -78,11 +79,13 @@ def learning_rate(config: Config, step: int, num_images: int) -> float:
             return peak * (now + 1) / (warmup + 1)
         return schedule.warmup_lr + now * ((peak - schedule.warmup_lr) / warmup)
     start = warmup if schedule.decay_from == "warmup-end" else 0.0
-    if now >= total and schedule.name != "step":
-        return schedule.min_lr
     decay = schedule.decay_epochs
     if decay is not None and schedule.step_every == "step":
         decay = float(config.steps(decay, num_images))
+    if decay is not None and schedule.name in ("linear", "cosine", "polynomial"):
+        total = min(total, start + decay)
+    if now >= total and schedule.name != "step":
+        return schedule.min_lr
     return schedule_of(schedule)(schedule, peak, Span(elapsed=now - start, total=total - start, decay=decay))
 
 
