@@ -2,10 +2,11 @@
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -28,7 +29,7 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
     names = "torch, timm, numpy, dali, gpu, decode on CPU, batch, model, data train, data validation, decode a batch"
     expected = {*names.split(", "), "run directory", "free space"}
     if torch.cuda.is_available():
-        expected |= {"decode on GPU", "matrix product", "memory"}
+        expected |= {"decode on GPU", "hw decoder", "matrix product", "memory"}
     assert set(lines) == expected, output
     assert {name for name, verdict in lines.items() if verdict != "pass"} <= {"gpu", "run directory"}, output
     assert "50 images in 5 classes, index fits its shards" in output
@@ -129,9 +130,17 @@ def test_old_versions_and_a_wrong_decoder(monkeypatch: pytest.MonkeyPatch) -> No
     verdicts = {finding.check: finding for finding in doctor.versions()}
     assert verdicts["timm"].verdict == "fail" and verdicts["timm"].remedy == "install timm>=99"
     assert verdicts["torch"].verdict == "pass"
-    monkeypatch.setattr(doctor, "decode", lambda encoded, device_id: np.zeros((240, 320, 3), dtype=np.uint8))
+    right = doctor.decode_repeatedly
+
+    def sometimes_wrong(*arguments: Any, rounds: int, **named: Any) -> Iterator[Any]:
+        for number, images in enumerate(right(*arguments, rounds=rounds, **named)):
+            yield [*images[:-1], images[-1] + 9 * (number > 1)]
+
+    monkeypatch.setattr(doctor, "decode_repeatedly", sometimes_wrong)
     (finding,) = doctor.decoding(torch.device("cpu"))
-    assert finding.verdict == "fail" and "grey levels from libjpeg" in finding.text
+    assert finding.verdict == "pass" and "grey levels from libjpeg" in finding.text
+    finding = doctor._decoder("hw decoder", [doctor._picture(1), doctor._picture(2)], None, rounds=3)
+    assert finding.verdict == "fail" and finding.text.endswith("libjpeg, 1 of them not the same 3 times")
 
 
 def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 from dali_train.config import Config, MixupConfig, load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
+from dali_train.data.loading.dali import decode_repeatedly
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
 
@@ -139,6 +140,22 @@ def test_float16_and_channels_last(config: Config) -> None:
         assert ours.images.dtype == torch.float16
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
         assert mean_difference(ours.images, theirs.images) < 0.1
+
+
+def test_the_hardware_decoder_decodes_the_same_images_again_and_again() -> None:
+    """Sizes from 32 to 600 pixels in one batch, while the GPU computes; without an error nvJPEG's hardware decoder has
+    returned wrong pixels of some of them on H100 (meta-pytorch/torchcodec#1634)."""
+    sizes = [(32 + 9 * number % 569, 600 - 9 * number) for number in range(64)]
+    files = [np.frombuffer(jpeg(smooth_image(number, *size)), np.uint8) for number, size in enumerate(sizes)]
+    (expected,) = decode_repeatedly(files, None, rounds=1)
+    first, busy = None, torch.randn(4096 if KIND == "cuda" else 8, 512, device=gpu())
+    rounds = 300 if KIND == "cuda" else 2
+    for images in decode_repeatedly(files, gpu().index, rounds=rounds, hw_decoder_load=1.0):
+        torch.mm(busy, busy.mT)
+        first = first or images
+        for image, on_cpu, before in zip(images, expected, first, strict=True):
+            assert np.abs(image.astype(float) - on_cpu).mean() < CLOSE
+            assert np.array_equal(image, before)
 
 
 def test_the_same_bits_again(config: Config) -> None:

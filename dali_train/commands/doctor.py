@@ -29,6 +29,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from PIL import Image
 
 from dali_train.checkpoint.format import CheckpointError, ranks_without_shared_disk
@@ -38,7 +39,7 @@ from dali_train.config import Config, HooksConfig, ParallelConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage, read_stored
-from dali_train.data.loading.dali import LOG_VARIABLE, decode, decoder_in_log
+from dali_train.data.loading.dali import LOG_VARIABLE, decode_repeatedly, decoder_in_log
 from dali_train.data.loading.loader import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
 from dali_train.parallel.layout import Layout
@@ -53,6 +54,7 @@ from dali_train.training.model import compare_with_timm, describe_parameters
 Verdict = Literal["pass", "warn", "fail"]
 SLOW_DISK_MB_S = 100.0  # ViT-B/16 with LAMB's moments is 1 GB: 10 s a checkpoint
 _DECODING_LIMIT_S = 180
+_NUM_PICTURES, _ROUNDS = 64, 100
 _WORST: dict[Verdict, int] = {"pass": 0, "warn": 1, "fail": 2}
 
 NEEDED = {"torch": (2, 11), "timm": (1, 0, 27), "numpy": (1, 26)}
@@ -178,32 +180,58 @@ def matrix_product(device: torch.device) -> Iterator[Finding]:
 
 
 def decoding(device: torch.device) -> Iterator[Finding]:
-    """Compare DALI with Pillow, which uses libjpeg-turbo, on a generated picture."""
-    ramp = np.linspace(0, 255, 320, dtype=np.float32)
-    rows = [np.tile(channel, (240, 1)) for channel in (ramp, ramp[::-1], np.full(320, 99.0))]
+    """Compare DALI with Pillow, which uses libjpeg-turbo, on generated pictures; nvJPEG's hardware decoder repeatedly.
+
+    Without an error it has returned wrong pixels of some images of some batches on H100, while other kernels ran
+    (meta-pytorch/torchcodec#1634).
+    """
+    pictures = [_picture(number) for number in range(_NUM_PICTURES)]
+    yield _decoder("decode on CPU", pictures, None, rounds=1)
+    if device.type == "cuda":
+        device_id = device.index or 0
+        yield _decoder("decode on GPU", pictures, device_id, rounds=1)
+        yield _decoder("hw decoder", pictures, device_id, rounds=_ROUNDS, hw_decoder_load=1.0)
+
+
+def _picture(number: int) -> NDArray[np.uint8]:
+    """Return a JPEG without detail on which decoders could differ; each has its own size and colors."""
+    height, width = 160 + 5 * number, 480 - 4 * number
+    across, down = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    pixels = np.stack([across, 255 - down, np.full_like(down, 4 * number)], axis=-1).astype(np.uint8)
     file = io.BytesIO()
-    Image.fromarray(np.stack(rows, axis=-1).astype(np.uint8)).save(file, "JPEG", quality=95)
-    encoded, expected = np.frombuffer(file.getvalue(), dtype=np.uint8), np.asarray(Image.open(file, formats=["JPEG"]))
-    for name, device_id in (("decode on CPU", None), ("decode on GPU", device.index or 0)):
-        if name == "decode on GPU" and device.type != "cuda":
-            continue
-        try:
-            off = float(np.abs(decode(encoded, device_id).astype(float) - expected).mean())
-        except RuntimeError as error:
-            yield Finding(
-                name,
-                "fail",
-                str(error).strip().splitlines()[-1],
-                "check DALI's version against the driver (nvidia-smi)",
+    Image.fromarray(np.roll(pixels, number, axis=-1)).save(file, "JPEG", quality=95)
+    return np.frombuffer(file.getvalue(), dtype=np.uint8)
+
+
+def _decoder(
+    check: str, pictures: list[NDArray[np.uint8]], device_id: int | None, *, rounds: int, hw_decoder_load: float = 0.0
+) -> Finding:
+    expected = [
+        np.asarray(Image.open(io.BytesIO(picture.tobytes()), formats=["JPEG"])).astype(float) for picture in pictures
+    ]
+    busy = None if device_id is None else torch.randn(4096, 4096, device=f"cuda:{device_id}")
+    worst, first, changed = 0.0, None, set[int]()
+    try:
+        for images in decode_repeatedly(pictures, device_id, rounds=rounds, hw_decoder_load=hw_decoder_load):
+            if busy is not None:
+                torch.mm(busy, busy)  # the GPU computes while the next batch is decoded
+            first = first or images
+            changed |= {number for number, image in enumerate(images) if not np.array_equal(image, first[number])}
+            worst = max(
+                worst, *(float(np.abs(image - right).mean()) for image, right in zip(images, expected, strict=True))
             )
-            continue
-        bad = off > 2
-        yield Finding(
-            name,
-            "fail" if bad else "pass",
-            f"{off:.2f} grey levels from libjpeg",
-            "reinstall DALI: its decoder is wrong" if bad else "",
+    except RuntimeError as error:
+        return Finding(
+            check, "fail", str(error).strip().splitlines()[-1], "check DALI's version against the driver (nvidia-smi)"
         )
+    text = f"{len(pictures)} pictures, at most {worst:.2f} grey levels from libjpeg"
+    if rounds > 1:
+        text += f", {'the same' if not changed else f'{len(changed)} of them not the same'} {rounds} times"
+    remedy = "reinstall DALI: its decoder is wrong"
+    if hw_decoder_load > 0:
+        remedy = "set data.hw_decoder_load 0, so that JPEGs are decoded by CUDA's cores, or install another driver"
+    wrong = worst > 2 or bool(changed)
+    return Finding(check, "fail" if wrong else "pass", text, remedy if wrong else "")
 
 
 def equal_ranks(launch: Launch, device: torch.device, config: Config) -> Iterator[Finding]:
