@@ -129,7 +129,7 @@ AUGMENTED = words(
     "--data.augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.3 --data.random_erasing 0.5 "
     "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 "
     "--loss.label_smoothing 0.1 --loss.class_weights balanced "
-    "--optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9"
+    "--optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9 --model.init portable"
 )
 REPEATED = words(
     "--data.shuffle balanced "

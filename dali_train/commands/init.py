@@ -185,6 +185,7 @@ config = Config(
     ),
     model=ModelConfig(
         {network}
+        init="portable",  # the same initial weights on every machine
         channels_last=True,
     ),
     # The usual learning rate of ResNets for a batch of 256 images; it is scaled to the batch below.

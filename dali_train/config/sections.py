@@ -242,6 +242,9 @@ class ModelConfig:
     directory or one of its checkpoints (the moving average of the weights, if there is one), or, if a hub can be
     reached, a timm name with its tag. If the number of classes differs, the classifier is initialised from scratch; if
     the resolution differs, position embeddings are resampled. None: random weights."""
+    init: Literal["torch", "portable"] = "torch"
+    """The generator of random initial weights. torch: torch's, whose weights depend on the processor's vector
+    instructions. portable: our own, whose weights are the same on every machine."""
     freeze: tuple[str, ...] = ()
     """Names of weights that are not trained, where * matches anything: patch_embed.* blocks.0.*; or all-but-head, which
     trains only the classifier (a linear probe). BatchNorms without trained weights keep their running statistics and

@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dali_train.config import Config, ModelConfig
-from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.training import extra_models
+from dali_train.training.initial_weights import initialising
 from dali_train.training.model_arguments import (
     argument_names,
     build_on_meta,
@@ -87,9 +87,9 @@ def build_model(
         check_host_memory(on_meta, name, config.model.kwargs)
     # On the meta device autocast cannot be queried for its dtype (torch 2.11 raises), and there is nothing to gain.
     fast_norm = config.model.fast_norm and device.type != "meta"
-    torch.manual_seed(torch_seed(config.data.seed, Purpose.INITIALISATION))
     # Drawn on the CPU: the same on every kind of GPU.
-    with torch.device("meta" if device.type == "meta" else "cpu"), _normalising(fast=fast_norm):
+    kind = "meta" if device.type == "meta" else "cpu"
+    with initialising(config.model, config.data.seed), torch.device(kind), _normalising(fast=fast_norm):
         if with_weights and config.model.weights is not None:
             model = create_pretrained(
                 name,

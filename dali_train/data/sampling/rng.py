@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     ERASE = 10
     CUTMIX = 11  # and whether anything is mixed
     NOISE = 12  # in erased boxes
+    WEIGHTS = 13  # initial ones, with model.init portable; counted by draw
 
 
 def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:
