@@ -117,12 +117,13 @@ def test_saving_waits_only_for_the_copy(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_failed_save_is_an_error_at_the_next(tmp_path: Path) -> None:
-    writer = make_writer(tmp_path)
-    (tmp_path / ".step-00000001.partial").write_text("in the way")
+    directory = tmp_path / "run" / "checkpoints"
+    writer = make_writer(directory)
+    (directory / ".step-00000001.partial").write_text("in the way")
     writer.save(1, state(1), {})
-    with pytest.raises(CheckpointError, match=r"could not save a checkpoint in .*\.partial"):
+    with pytest.raises(CheckpointError, match=r"could not save a checkpoint in .*\.partial") as error:
         writer.save(2, state(2), {})
-    assert load_newest(tmp_path) == (None, [])
+    assert "MB are free" not in str(error.value) and load_newest(directory) == (None, [])
 
 
 def test_what_a_kill_left_half_done_is_removed_and_the_abandoned_set_aside(tmp_path: Path) -> None:
@@ -230,7 +231,9 @@ def test_a_crafted_score_is_none(tmp_path: Path, score: str) -> None:
     assert CheckpointWriter(tmp_path, None, keep=2).prepare(1) is None
 
 
-def test_what_cannot_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """An error of the disk or Ctrl-C: the checkpoint is neither skipped, set aside nor removed."""
     writer = make_writer(tmp_path, keep=1)
     save(writer, 1, top1=0.9)
@@ -246,7 +249,8 @@ def test_what_cannot_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.
     score.rename(kept)
     score.symlink_to("/proc/self/mem")
     save(writer, 3)
-    assert {"step-00000001", "step-00000002", "step-00000003"} <= {*names(tmp_path)}, "the best one is not known"
+    assert {"step-00000001", "step-00000002", "step-00000003"} <= {*names(tmp_path)}
+    assert "no checkpoint is removed, since the best one is not known: " in caplog.text
     kept.rename(score)
 
     class Interrupted(dcp.HuggingFaceStorageReader):
