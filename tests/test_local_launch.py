@@ -45,6 +45,7 @@ def sleep(directory: Path) -> None:
     time.sleep(300)
 
 
+@pytest.mark.usefixtures("forked_launch")
 def test_results_come_by_rank_whatever_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
