@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils.flop_counter import FlopCounterMode
 
 from dali_train.cli import main
-from dali_train.config import ModelConfig, load_config
+from dali_train.config import ModelConfig, PrecisionConfig, load_config
 from dali_train.errors import ConfigError
 from dali_train.training.cost import ModelFlops, data_sheet_peak, estimate_memory, flops_per_image, model_flops
 from dali_train.training.model import (
@@ -27,7 +27,7 @@ from dali_train.training.model import (
     resample_position_embedding,
 )
 from dali_train.training.optim import make_optimizer
-from dali_train.training.precision import compute_in
+from dali_train.training.precision import Precision, choose_tf32, compute_in
 
 CPU = torch.device("cpu")
 
@@ -336,3 +336,40 @@ def test_pure_half_precision_has_no_exceptions(tiny_config: Path) -> None:
         with pytest.raises(RuntimeError):
             pure(torch.randn(4, 7, 32, 32))
         assert {parameter.dtype for parameter in pure.parameters()} == {torch.float32}, "also after an error"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "product", "pure"),
+    [
+        ("fp32", True, torch.float32, None),
+        ("bf16", True, torch.bfloat16, None),
+        ("fp16", True, torch.float16, None),
+        ("bf16", False, torch.float32, torch.bfloat16),
+    ],
+)
+def test_what_a_precision_computes_in(
+    dtype: str, autocast: bool, product: torch.dtype, pure: torch.dtype | None
+) -> None:
+    precision = Precision(PrecisionConfig(dtype=dtype, autocast=autocast), CPU)
+    layer = nn.Linear(3, 1)
+    with precision.autocast():
+        assert layer(torch.randn(2, 3)).dtype == product
+    assert precision.pure_dtype == pure
+    embedding = nn.Embedding(4, 3)
+    compute_in(embedding, torch.float16)
+    assert embedding(torch.arange(4)).dtype == torch.float32, "whole numbers stay what they are"
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    for clip, moved in ((None, 5.0), (2.0, 2.0), (7.0, 5.0)):
+        weight = nn.Parameter(torch.zeros(2))
+        weight.grad = torch.tensor([3.0, 4.0])
+        norm = Precision(PrecisionConfig(), CPU).step(torch.optim.SGD([weight], lr=1.0), clip)
+        assert norm == 5 and weight.detach().norm() == pytest.approx(moved, rel=1e-5)
+
+
+def test_tf32_is_a_choice(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(choose_tf32, torch.backends.cudnn.allow_tf32))
+    for allowed in (True, False):
+        choose_tf32(allowed)
+        assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == allowed
