@@ -13,7 +13,7 @@ from dali_train.config import ModelConfig, load_config
 from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.training.build import build_state
+from dali_train.training.build import build_trainer
 from dali_train.training.invariant import block_seed, choose_seeding, seed_each_block
 from dali_train.training.model import compile_blocks, repeated_blocks
 
@@ -146,4 +146,4 @@ def test_a_run_seeds_as_it_began() -> None:
 def test_a_pipeline_cannot_seed_per_micro_batch(tiny_config: Path) -> None:
     config = load_config(tiny_config).replace({"parallel.pipeline": 2})
     with pytest.raises(ConfigError, match=r"model.compile model or cuda-graphs.*: set parallel.pipeline 1,"):
-        build_state(config, Layout(rank=0, pipeline=2), 5, CPU, resumes=True, saved_seeding="micro-batch")
+        build_trainer(config, Layout(rank=0, pipeline=2), 5, CPU, resumes=True, saved_seeding="micro-batch")

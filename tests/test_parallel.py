@@ -19,7 +19,7 @@ from dali_train.data.sampling.rng import Purpose, torch_seed
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import in_blocks
 from dali_train.runtime.launch import Launch
-from dali_train.training.build import build_state
+from dali_train.training.build import build_trainer
 from dali_train.training.invariant import seed_micro_batch
 
 from .conftest import StartTraining, Train, finished_run
@@ -153,17 +153,17 @@ def gradients(rank: int, file: Path, changes: Mapping[str, Any]) -> tuple[nn.Mod
     or of one on both."""
     config = load_config(file).replace(changes)
     layout = Layout.from_config(Launch(rank=rank, world_size=2, port=1), config.parallel)
-    state = build_state(config, layout, 5, torch.device("cpu"))
-    parallel, k = state.parallel, layout.data_rank
+    trainer = build_trainer(config, layout, 5, torch.device("cpu"))
+    parallel, k = trainer.parallel, layout.data_rank
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(k))
     seed_micro_batch(torch_seed(1, Purpose.DROPOUT, step=0, k=k), images.device)
     with parallel.accumulating(last=True):
-        with state.precision.autocast():
+        with trainer.precision.autocast():
             loss = parallel.model(images).float().square().mean()
         loss.backward()
     parallel.finish_gradients()
-    found = [in_blocks(parameter.grad) for parameter in state.model.parameters() if parameter.grad is not None]
-    return state.model, [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+    found = [in_blocks(parameter.grad) for parameter in trainer.model.parameters() if parameter.grad is not None]
+    return trainer.model, [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
 
 
 def compare_compiled(rank: int, file: Path) -> None:

@@ -23,7 +23,7 @@ from dali_train.parallel.stages import (
     merge_stages,
 )
 from dali_train.runtime.launch import Launch
-from dali_train.training.build import build_state
+from dali_train.training.build import build_trainer
 from dali_train.training.cost import Memory
 from dali_train.training.model import build_model
 
@@ -93,15 +93,15 @@ def test_a_rank_holds_what_plan_says(ranks: int, parallel: dict[str, Any]) -> No
         place = layout(ranks, rank, **parallel)
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
         try:
-            state = build_state(one, place, 10, CPU, evaluates=False)
-            for parameter in state.model.parameters():
+            trainer = build_trainer(one, place, 10, CPU, evaluates=False)
+            for parameter in trainer.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            state.precision.step(state.optimizer, None, place)
+            trainer.precision.step(trainer.optimizer, None, place)
         finally:
             dist.destroy_process_group()
         memory = plans[place.pipeline_rank].memory
-        weights = sum(local(parameter).nbytes for parameter in state.model.parameters())
-        kept = [value for values in state.optimizer.state.values() for value in values.values()]
+        weights = sum(local(parameter).nbytes for parameter in trainer.model.parameters())
+        kept = [value for values in trainer.optimizer.state.values() for value in values.values()]
         assert weights == pytest.approx(memory.weight_bytes, rel=0.05)
         assert sum(local(value).nbytes for value in kept) == pytest.approx(memory.optimizer_bytes, rel=0.05)
 

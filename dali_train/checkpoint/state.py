@@ -29,7 +29,7 @@ from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import is_path
-from dali_train.training.trainer import Trainer, TrainState
+from dali_train.training.trainer import Trainer
 
 
 @dataclass(kw_only=True)
@@ -49,18 +49,17 @@ class Start:
         """The dropout seeding of the checkpoint's run; None without a checkpoint."""
         return self.checkpoint.value("dropout") if self.checkpoint is not None else None
 
-    def restore(self, state: TrainState) -> None:
-        """Restore weights, optimizer state and loss scale.
+    def restore(self, trainer: Trainer) -> None:
+        """Restore weights, optimizer state, loss scale and averages, if there is a checkpoint.
 
         Raises:
             ConfigError: the weights do not fit the model.
         """
-        if self.checkpoint is not None:
-            self.warnings += restore(self.checkpoint, state.model, state.optimizer, state.precision, state.parallel)
-
-    def restore_average(self, trainer: Trainer) -> None:
-        """Restore the moving average of the weights, if the checkpoint has one."""
-        if trainer.ema is not None and self.checkpoint is not None and "ema" in self.checkpoint.state:
+        if self.checkpoint is None:
+            return
+        self.warnings += restore(self.checkpoint, trainer.model, trainer.optimizer, trainer.precision, trainer.parallel)
+        trainer.begin_averages()
+        if trainer.ema is not None and "ema" in self.checkpoint.state:
             trainer.ema.load(self.checkpoint.state["ema"])
 
     def release(self) -> None:

@@ -48,7 +48,6 @@ from dali_train.training.build import (
     RunPlan,
     build_evaluator,
     build_loader,
-    build_state,
     build_trainer,
     fit_to_ranks,
     prepare,
@@ -363,20 +362,18 @@ def check_end(plan: RunPlan, step: int) -> None:
 
 def restored_trainer(plan: RunPlan, start: Start, *, evaluates: bool) -> Trainer:
     """Return the trainer with its initial weights, or with the state of the checkpoint."""
-    config, device, num_classes = plan.config, plan.device, plan.num_classes
-    state = build_state(
-        config,
+    trainer = build_trainer(
+        plan.config,
         plan.layout,
-        num_classes,
-        device,
+        plan.num_classes,
+        plan.device,
+        plan.class_counts,
         evaluates=evaluates,
         resumes=start.checkpoint is not None,
         weights=start.weights,
         saved_seeding=start.seeding,
     )
-    start.restore(state)
-    trainer = build_trainer(config, state, num_classes, device, plan.class_counts)
-    start.restore_average(trainer)
+    start.restore(trainer)
     return trainer
 
 

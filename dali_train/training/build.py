@@ -1,6 +1,6 @@
 """Preparing a run, and building its parts: data, model, parallelism, optimizer, and the trainer that uses them.
 
-The caller restores a checkpoint between `build_state` and `build_trainer`; this package knows nothing of checkpoints.
+The caller restores a checkpoint into the trainer; this package knows nothing of checkpoints.
 """
 
 import os
@@ -35,7 +35,7 @@ from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.pretrained import Tensors
 from dali_train.training.schedule import schedule_of
 from dali_train.training.timing import PhaseClock
-from dali_train.training.trainer import Trainer, TrainState
+from dali_train.training.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,20 +179,22 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
     )
 
 
-def build_state(
+def build_trainer(
     config: Config,
     layout: Layout,
     num_classes: int,
     device: torch.device,
+    class_counts: NDArray[np.int64] | None = None,
     *,
     evaluates: bool = True,
     resumes: bool = False,
     weights: Tensors | None = None,
     saved_seeding: str | None = None,
-) -> TrainState:
-    """Return the model with its initial weights, split over the ranks of `layout`, and its optimizer.
+) -> Trainer:
+    """Return the trainer of a model with its initial weights, split over the ranks of `layout`.
 
     Args:
+        class_counts: see `make_objective`.
         evaluates: the model must accept images of data.eval_size too.
         resumes: a checkpoint will replace the weights, so model.weights is not read.
         weights: the tensors of model.weights, if that is a run or a checkpoint, which this package cannot read.
@@ -227,26 +229,15 @@ def build_state(
     if layout.splits_model:
         model = parallel.model
     optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters
-    return TrainState(model=model, parallel=parallel, optimizer=optimizer, precision=precision, dropout=seeding)
-
-
-def build_trainer(
-    config: Config,
-    state: TrainState,
-    num_classes: int,
-    device: torch.device,
-    class_counts: NDArray[np.int64] | None = None,
-) -> Trainer:
-    """Return the trainer of `state`. Restore a checkpoint before: moving averages start from the current weights.
-
-    Args:
-        class_counts: see `make_objective`.
-    """
-    model, parallel, batch = state.model, state.parallel, config.batch
+    batch = config.batch
     # A sharded gradient, and a partial one of tensor parallelism, has no norm before it is reduced.
-    has_noise = batch.num_micro_batches > 1 and not parallel.layout.shards_weights
+    has_noise = batch.num_micro_batches > 1 and not layout.shards_weights
     arguments: dict[str, Any] = {
-        **vars(state),
+        "model": model,
+        "parallel": parallel,
+        "optimizer": optimizer,
+        "precision": precision,
+        "dropout": seeding,
         "objective": make_objective(config, model, num_classes, device, class_counts),
         "statistics": RunningStatistics(model),
         "metrics": TrainingMetrics(device),

@@ -123,9 +123,17 @@ class RunningStatistics:
             if layer.num_batches_tracked is not None:
                 self._counts.append(layer.num_batches_tracked)
             layer.momentum = 1.0  # a forward pass leaves the micro-batch's own statistics there
-        self._before = [t.clone() for t in self._running]
-        self._num_steps = [t.clone() for t in self._counts]  # what they count instead of micro-batches of one rank
+        self._before = [torch.empty_like(t) for t in self._running]
+        self._num_steps = [torch.empty_like(t) for t in self._counts]  # counted instead of micro-batches of one rank
         self._sums = [torch.zeros_like(t) for t in self._running]
+        self.begin()
+
+    def begin(self) -> None:
+        """Continue from the statistics that the model has."""
+        if self._running:
+            torch._foreach_copy_(self._before, self._running)
+        if self._counts:
+            torch._foreach_copy_(self._num_steps, self._counts)
 
     def add_micro_batch(self) -> None:
         """Record the statistics of a micro-batch, after its forward pass."""

@@ -292,6 +292,13 @@ class Ema:
         )
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Begin the average at the weights that the model has."""
+        for averages, live in ((self._floats, self._live_floats), (self._others, self._live_others)):
+            if live:
+                torch._foreach_copy_(averages, live)
+
+    @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average at the end of optimizer step number `step` (from 0), without making the host wait."""
         torch._foreach_lerp_(self._floats, self._live_floats, 1 - ema_decay(self._config, step))

@@ -25,20 +25,14 @@ StepImages = tuple[tuple[MicroBatch, ...], Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """What a checkpoint restores: weights, optimizer state and loss scale, updated in place."""
+class Trainer:
+    """The model, optimizer and everything else needed to compute steps; all are updated in place."""
 
     model: nn.Module  # not wrapped for parallelism; in a pipeline, this rank's stages
     parallel: Parallel
     optimizer: Optimizer
     precision: Precision
     dropout: DropoutSeeding  # recorded in checkpoints
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainer(TrainState):
-    """The model, optimizer and everything else needed to compute steps."""
-
     objective: Objective
     statistics: RunningStatistics
     metrics: TrainingMetrics
@@ -49,6 +43,12 @@ class Trainer(TrainState):
     keep_gradients: bool = False
     ema: Ema | None = None
     noise: NoiseScale | None = None
+
+    def begin_averages(self) -> None:
+        """Begin all moving averages at the model's weights and statistics, after a checkpoint has replaced them."""
+        self.statistics.begin()
+        if self.ema is not None:
+            self.ema.begin()
 
     def step(self, step: int, lr: float, loader: Loader) -> StepImages:
         """Compute optimizer step number `step` (from 0) at learning rate `lr`."""
