@@ -367,10 +367,11 @@ def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {(False, True), (True, True)}
 
 
-def test_padded_crops_are_torchvisions(config: Config) -> None:
-    """The stored image with a black border, cropped at the drawn place; of all images a square of 24 pixels fits."""
-    plain = replace(
-        config, mixup=MixupConfig(alpha=0), data=replace(config.data, crop_side=30, crop_padding=8, train_size=30)
+@pytest.mark.parametrize("mode", ["black", "reflect"])
+def test_padded_crops_are_torchvisions(config: Config, mode: str) -> None:
+    """The stored image with a border, cropped at the drawn position; of all images a square of 24 pixels fits."""
+    plain = config.replace(
+        mixup=dict(alpha=0), data=dict(crop_side=30, crop_padding=8, crop_padding_mode=mode, train_size=30)
     )
     split = Split(config.data.root, "train")
     outside = False
@@ -381,7 +382,8 @@ def test_padded_crops_are_torchvisions(config: Config) -> None:
             images, batch = made.images, made.micro_batch
             for number in range(4):
                 image = Image.open(io.BytesIO(MappedFiles(split).image(batch.images[number]).tobytes())).convert("RGB")
-                pixels = np.pad(np.asarray(image), ((8, 8), (8, 8), (0, 0)))
+                how: Any = {"black": "constant", "reflect": "reflect"}[mode]
+                pixels = np.pad(np.asarray(image), ((8, 8), (8, 8), (0, 0)), how)
                 top, left = batch.boxes[number, :2] - batch.offsets[number] + 8
                 outside |= bool(batch.offsets[number].any())
                 expected = pixels[top : top + 30, left : left + 30]

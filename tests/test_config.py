@@ -112,6 +112,7 @@ def test_accumulation_and_steps_are_derived() -> None:
         ("--data.normalise 120,110,100 60,59,58", ((120, 110, 100), (60, 59, 58))),
         ("--data.normalise '((120,110,100),(60,59,58))'", ((120, 110, 100), (60, 59, 58))),
         ("--model.freeze patch_embed.* blocks.0.*", ("patch_embed.*", "blocks.0.*")),
+        ("--optimizer.groups *.bias,2,0.5 head.weight,1,0", (("*.bias", 2, 0.5), ("head.weight", 1, 0))),
         ("--model.kwargs.drop_path_rate 0.1", 0.1),
         ("--optimizer.kwargs.trust_clip true", True),
         ("--model.kwargs.act_layer silu", "silu"),
@@ -152,7 +153,7 @@ def test_lists_and_paths_are_understood(tmp_path: Path) -> None:
 
 
 def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SETTINGS) <= 114
+    assert len(SETTINGS) <= 120
     values = json.loads(PLAIN.to_json())
     for name in SETTINGS:
         value = functools.reduce(operator.getitem, name.split("."), values)
@@ -172,7 +173,10 @@ def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.Captu
         assert line in printed
     with pytest.raises(SystemExit):
         main(["plan", "--config", str(DIGITS), "--help", "ema", "run.epochs"])
-    assert re.findall("  --([a-z._]+) = ", capsys.readouterr().out) == ["run.epochs", "ema.decay", "ema.warmup"]
+    assert re.findall("  --([a-z._]+) = ", capsys.readouterr().out) == [
+        "run.epochs",
+        *(f"ema.{name}" for name in ("decay", "warmup", "power", "every_steps", "lookahead")),
+    ]
     assert main(["plan", "--config", str(DIGITS), "--help", "run.epoch"]) == 2
     assert "run.epoch is not a setting: use run.epochs" in capsys.readouterr().err
     for cls in get_type_hints(Config).values():
@@ -184,7 +188,8 @@ def test_every_setting_explains_itself_and_its_default_fits(capsys: pytest.Captu
 
 def test_every_setting_is_in_a_document_or_a_recipe() -> None:
     documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
-    text = "".join(path.read_text() for path in (*documents, *(REPOSITORY / "configs").glob("*.py")))
+    recipes = (*(REPOSITORY / "configs").glob("*.py"), *(REPOSITORY / "examples").glob("*/*.py"))
+    text = "".join(path.read_text() for path in (*documents, *recipes))
     fields = {name: name.rpartition(".")[2] for name in SETTINGS}
     assert [name for name, field in fields.items() if name not in text and not re.search(rf"\b{field}=", text)] == []
 

@@ -1,7 +1,9 @@
 """Evaluation counts every image once, on any number of ranks."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,8 +30,8 @@ class FirstPixels(nn.Module):
         return images[:, 0, 3, 3:10]
 
 
-def evaluator(config_path: Path, micro_batch: int) -> Evaluator:
-    config = load_config(config_path)
+def evaluator(config_path: Path, micro_batch: int, **data: Any) -> Evaluator:
+    config = load_config(config_path).replace(data=data)
     object.__setattr__(config.batch, "micro_batch", micro_batch)  # of any size: the global batch does not matter here
     return Evaluator(Split(config.data.root, "validation"), config, CPU, Layout(rank=0), num_threads=1)
 
@@ -51,6 +53,23 @@ def test_result_is_that_of_one_pass_over_all_images(tiny_config: Path) -> None:
         by_class = [float((order[labels == number, 0] == number).double().mean()) for number in range(5)]
         assert result.balanced_top1 == pytest.approx(sum(by_class) / 5) and result.balanced_top1 != result.top1
         assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
+
+
+@pytest.mark.parametrize(("views", "shifts"), [("mirrored", [0]), ("mirrored-and-shifted", [0, 1, -1])])
+def test_the_logits_of_all_views_are_averaged(tiny_config: Path, views: str, shifts: list[int]) -> None:
+    """Half of the weight is that of the images and their mirror images, as in airbench; a shift reflects the border."""
+    config = load_config(tiny_config)
+    split = Split(config.data.root, "validation")
+    images, labels = EvaluationPipeline(split, [np.arange(13)], config.data, pixel_format(config, CPU, 1)).run()
+    bordered = np.pad(images.numpy(), ((0, 0), (0, 0), (1, 1), (1, 1)), "reflect")
+    size, logits = images.shape[-1], torch.zeros(13, 7, dtype=torch.float64)
+    for shift in shifts:
+        cut = slice(1 - shift, 1 - shift + size)
+        view = torch.from_numpy(bordered[:, :, cut, cut].copy())
+        weight = 1 / 2 if shifts == [0] else 1 / 4 if shift == 0 else 1 / 8
+        logits += weight * (FirstPixels()(view) + FirstPixels()(view.flip(-1))).double()
+    result = evaluator(tiny_config, 4, eval_views=views).run(FirstPixels(), Precision(config.precision, CPU).autocast())
+    assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
 
 
 def test_scores_that_are_not_numbers_are_wrong(tiny_config: Path) -> None:

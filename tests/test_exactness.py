@@ -52,6 +52,7 @@ def test_an_all_reduce_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp
 def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """Nor on whether the model is sharded, which any can be."""
     config, two_steps = extended(tiny_config, CONVOLUTIONAL), (*THREE_STEPS, "--run.max_steps", "2")
+    two_steps += words("--ema.decay 0.5 --ema.lookahead true")  # which averages the running statistics too
     train("one", *two_steps, config=config)
     train("three", *two_steps, ranks=3, config=config)
     train("sharded", *two_steps, "--parallel.shard", "full", ranks=3, config=config)
@@ -129,13 +130,16 @@ AUGMENTED = words(
     "--data.augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.3 --data.random_erasing 0.5 "
     "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 "
     "--loss.label_smoothing 0.1 --loss.class_weights balanced "
-    "--optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9 --model.init portable"
+    "--optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9 --model.init portable "
+    "--data.alternating_flip true --optimizer.groups *.bias,2,0.5 --data.eval_views mirrored-and-shifted"
 )
 REPEATED = words(
     "--data.shuffle balanced "
-    "--data.repeats 2 --data.crop_side 30 --data.crop_padding 4 --data.interpolation bicubic --mixup.alpha 0 "
+    "--data.repeats 2 --data.crop_side 30 --data.crop_padding 4 --data.crop_padding_mode reflect "
+    "--data.interpolation bicubic --mixup.alpha 0 "
     "--mixup.cutmix_alpha 1 --loss.name binary-cross-entropy --loss.target_threshold 0.2 "
-    "--optimizer.layer_decay 0.7 --schedule.name polynomial --schedule.power 2"
+    "--optimizer.layer_decay 0.7 --schedule.name polynomial --schedule.power 2 "
+    "--ema.decay 0.9 --ema.power 1 --ema.every_steps 2 --ema.lookahead true"
 )
 BLOCK_ORDER = words("--data.shuffle block --data.block_images 4 --data.window_blocks 2")
 IN_BLOCKS = (

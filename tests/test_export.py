@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import load_file
 
 import dali_train
@@ -251,6 +251,30 @@ def test_both_decoders_are_compared_on_the_validation_split(
     assert {"ema_loss", "ema_top5", "top1"} <= last.keys() and last["ema_loss"] != last["loss"]
     assert last["ema_balanced_top1"] == pytest.approx(np.mean(by_class), abs=1e-6)
     assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
+
+
+def test_predictions_are_the_mean_over_the_views_of_the_evaluation(
+    finished: Path, photographs: list[Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy, symlinks=True)
+    settings = json.loads((copy / "config.json").read_text())
+    settings["data"]["eval_views"] = "mirrored"
+    (copy / "config.json").write_text(json.dumps(settings))
+    plain = dali_train.predict(finished, photographs)
+    both = dali_train.predict(copy, photographs)
+    mirrored = []
+    for path in photographs:
+        with Image.open(path) as image:
+            mirrored.append(tmp_path / f"mirrored-{path.stem}.png")
+            ImageOps.mirror(image.convert("RGB")).save(mirrored[-1])
+    other = dali_train.predict(finished, mirrored)
+    for row in range(len(photographs)):
+        one, two, mean = (
+            np.log(found.probabilities[row][np.argsort(found.classes[row])]) for found in (plain, other, both)
+        )
+        expected = np.exp((one + two) / 2)
+        np.testing.assert_allclose(np.exp(mean), expected / expected.sum(), rtol=2e-2)  # a JPEG and its pixels differ
 
 
 def test_predict_goes_on_past_files_that_are_none(

@@ -22,7 +22,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process_group import process_group
-from dali_train.training.optim import check_shardwise, make_optimizer
+from dali_train.training.optim import check_groups, check_shardwise, make_optimizer
 from dali_train.training.precision import Precision
 
 from .helpers import in_ranks
@@ -212,3 +212,25 @@ def test_vectors_are_excluded_with_every_optimizer() -> None:
         optimizer = make_optimizer(nn.Linear(3, 2), OptimizerConfig(lr=0.1, weight_decay=0.1, name=name))
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
         assert name != "lamb" or not optimizer.param_groups[1]["always_adapt"]
+
+
+def test_groups_have_their_own_rate_and_decay() -> None:
+    """The first row that matches counts, also for vectors, which otherwise have no decay."""
+    config = OptimizerConfig(
+        lr=0.1, name="sgd", weight_decay=0.4, groups=(("0.bias", 8, 0.5), ("?.bias", 2, 0), ("3.weight", 0, 1))
+    )
+    optimizer = Training(config, "fp32").optimizer
+    found = {
+        name: (group["lr_scale"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert found == {
+        **dict.fromkeys(("0.weight", "empty"), (1, 0.4)),
+        **dict.fromkeys(("1.weight", "unused", "scalar"), (1, 0)),
+        "0.bias": (8, 0.2),
+        **dict.fromkeys(("1.bias", "3.bias"), (2, 0)),
+        "3.weight": (0, 0.4),
+    }
+    with pytest.raises(ConfigError, match=r"optimizer.groups: \*.gamma matches no weight of the model; names are like"):
+        check_groups(found, OptimizerConfig(lr=0.1, groups=(("*.gamma", 1, 1),)))

@@ -194,6 +194,13 @@ def test_draws_of_an_image_change_from_epoch_to_epoch() -> None:
     assert not flips(0, images_of(n), probability=0).any()
 
 
+def test_alternating_flips_show_both_sides_of_an_image_in_two_epochs() -> None:
+    n = 2000
+    drawn = [flips(0, images_of(n, epoch=epoch), probability=0.3, alternating=True) for epoch in range(4)]
+    assert np.array_equal(drawn[0], flips(0, images_of(n), probability=0.3)) and 0.25 < drawn[0].mean() < 0.35
+    assert np.array_equal(drawn[1], 1 - drawn[0]) and np.array_equal(drawn[2:], drawn[:2])
+
+
 def mixing(step: int = 0, k: int = 0, size: int = 64, side: int = 32, **settings: Any) -> Mixing:
     return draw_mixing(MixupConfig(**settings), 0, step=step, k=k, size=size, side=side)
 
@@ -262,6 +269,19 @@ def test_padded_crops_are_uniform() -> None:
     assert (np.bincount(starts[:, 0] + 4) > 0.9 * n / 9).all()
     assert (offsets + boxes[:, 2:] <= 32).all() and (boxes[:, 2:] >= 28).all()
     assert (boxes[:, :2] + boxes[:, 2:] <= (32, 40)).all()
+
+
+@pytest.mark.parametrize(("side", "padding"), [(32, 4), (36, 4), (10, 9), (40, 9), (49, 9)])
+def test_reflected_crops_have_the_same_squares_and_all_pixels_that_they_show(side: int, padding: int) -> None:
+    images = images_of(500, 32, 40)
+    black, at = padded_crops(0, images, side=side, padding=padding)
+    boxes, offsets = padded_crops(0, images, side=side, padding=padding, reflect=True)
+    assert np.array_equal(boxes[:, :2] - offsets, black[:, :2] - at)
+    for axis, length in enumerate((32, 40)):
+        shown = np.arange(side) + (boxes[:, axis] - offsets[:, axis])[:, None]  # (n, side), from outside of the image
+        shown = np.where(shown < 0, -shown, np.where(shown >= length, 2 * length - 2 - shown, shown))
+        assert np.array_equal(boxes[:, axis], shown.min(axis=1))
+        assert np.array_equal(boxes[:, axis] + boxes[:, 2 + axis], shown.max(axis=1) + 1)
 
 
 @pytest.mark.parametrize(("shuffle", "micro_batch"), [("full", 6), ("full", 4), ("none", 6), ("block", 6)])

@@ -148,7 +148,7 @@ def capture(
         {
             key: float(value) if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
-            if key not in optimizer.defaults and key != "params"
+            if key not in optimizer.defaults and key not in ("params", "param_names")
         }
         for group in optimizer.param_groups
     ]

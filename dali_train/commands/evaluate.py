@@ -157,7 +157,8 @@ def _print_classes(evaluator: Evaluator, split: Split) -> None:
 
 
 def _describe(result: EvaluationResult) -> str:
-    return f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
+    views = f"  mean of {result.num_views} views" if result.num_views > 1 else ""
+    return f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}{views}"
 
 
 # The evaluation size may differ from the run's; normalisation, model and classes may not.

@@ -37,7 +37,7 @@ from dali_train.errors import ConfigError
 from dali_train.files import read_limited
 from dali_train.hooks.predictions import write_table
 from dali_train.text import plural, printable
-from dali_train.training.metrics import ClassTables
+from dali_train.training.metrics import VIEWS, ClassTables, views_of, weighted_mean
 from dali_train.training.pretrained import image_settings
 
 _BATCH, _AT_ONCE = 32, 128  # images in a pass through the model, and in memory
@@ -118,10 +118,11 @@ class _Classifier:
             return _classify(
                 self.model,
                 _with_pil([partial(bytes, content) for content in contents.values()], names, self.data),
+                self.data,
                 keep,
             )
         with tempfile.TemporaryDirectory() as directory:
-            return _classify(self.model, _with_dali(_as_split(contents, Path(directory)), self.data), keep)
+            return _classify(self.model, _with_dali(_as_split(contents, Path(directory)), self.data), self.data, keep)
 
 
 def predict(
@@ -267,11 +268,11 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
             f"{data.root} holds raw pixels, so there are no decoders to compare: name image files to classify"
         )
     labels = split.rows["label"].astype(np.int64)
-    dali = _classify(trained.model, _with_dali(split, data), keep=_IN_TABLE)
+    dali = _classify(trained.model, _with_dali(split, data), data, keep=_IN_TABLE)
     numbers = np.arange(len(split))
     storage = open_storage(split, data)
     encoded = [lambda number=number: read_stored(storage, split, number[None])[0].tobytes() for number in numbers]
-    pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data), keep=1)
+    pil = _classify(trained.model, _with_pil(encoded, [f"image {number}" for number in numbers], data), data, keep=1)
     top1 = {name: float((classes[:, 0] == labels).mean()) for name, (classes, _) in (("dali", dali), ("pil", pil))}
     changed = int((dali[0][:, 0] != pil[0][:, 0]).sum())
     print(
@@ -298,12 +299,13 @@ def draw(picture: Path, predictions: ImagePredictions, names: Sequence[str], *, 
 
 
 @torch.inference_mode()
-def _classify(model: nn.Module, batches: Iterable[torch.Tensor], keep: int | None = None) -> Scores:
+def _classify(model: nn.Module, batches: Iterable[torch.Tensor], data: DataConfig, keep: int | None = None) -> Scores:
     """Return the classes, most likely first, and their probabilities, of `batches`, each (n, 3, size, size) float32 and
-    normalised; only the top `keep` classes."""
-    probabilities, classes = [], []
+    normalised, over the views of data.eval_views; only the top `keep` classes."""
+    probabilities, classes, weights = [], [], VIEWS[data.eval_views]
     for images in batches:
-        scores, numbers = model(images).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        logits = weighted_mean([model(view) for view in views_of(images, len(weights))], weights)
+        scores, numbers = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         probabilities.append(scores[:, :keep].clone())  # a view would hold the memory of all classes
         classes.append(numbers[:, :keep].clone())
     return torch.cat(classes).numpy(), torch.cat(probabilities).numpy()

@@ -274,6 +274,7 @@ _ELSEWHERE = {
     "data.eval_size": "img_size image_size input_size val_crop_size",
     "data.eval_resize_to": "crop_pct val_resize_size",
     "data.horizontal_flip": "hflip",
+    "data.eval_views": "tta lr_tta test_time_augmentation",
     "data.crop": "train_crop_mode",
     "data.crop_area": "scale",
     "data.crop_aspect": "ratio",

@@ -95,6 +95,9 @@ def _value(name: str, words: list[str]) -> Any:
     sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if sequence is not None and _are_words(sequence):
         return tuple(text.replace(",", " ").split())
+    if sequence is not None and get_args(get_args(sequence)[0])[:1] == (str,):  # rows that begin with a name
+        rows = (word.split(",") for word in words)
+        return tuple((name, *(_literal([number]) for number in numbers)) for name, *numbers in rows)
     value = _literal(words)
     if sequence is not None and Ellipsis in get_args(sequence) and value != text:  # one element needs no brackets
         is_nested = get_origin(get_args(sequence)[0]) is tuple

@@ -42,6 +42,7 @@ NEED_INDEX: dict[str, Any] = {
     "data.random_erasing": 0.0,
     "data.crop": "random-resized",
     "data.crop_side": None,
+    "data.alternating_flip": False,
     "data.repeats": 1,
     "data.progressive": (),
     "hooks.trace_samples": False,

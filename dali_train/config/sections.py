@@ -109,9 +109,15 @@ class DataConfig:
     """Crop a square of this many pixels anywhere in the stored image, as for CIFAR, and resize it to train_size. None:
     draw the area and aspect ratio from crop_area and crop_aspect."""
     crop_padding: Annotated[int, Rule("a number of pixels from 0 to 65,500", 0, 65_500)] = 0
-    """With crop_side: black pixels on each side of the stored image, which the crop may include."""
+    """With crop_side: pixels added on each side of the stored image, which the crop may include."""
+    crop_padding_mode: Literal["black", "reflect"] = "black"
+    """The pixels of crop_padding. reflect: the image mirrored at its border, without repeating the outermost pixels, as
+    reflect in torchvision's RandomCrop."""
     horizontal_flip: Probability = 0.5
     """Probability of mirroring a training image."""
+    alternating_flip: bool = False
+    """Mirror in the first epoch with the probability horizontal_flip, and in every later epoch exactly the images that
+    were not mirrored in the one before (Jordan, arXiv 2404.00498), so that two epochs show both sides of each image."""
     augment: str = "none"
     """Augmentation policy: none, rand (RandAugment, with timm's settings, as in rand-m9-mstd0.5-inc1), big-vision and
     colossalai (RandAugment as in these two, 2 operators at full strength), trivial (TrivialAugment), 3-augment (DeiT
@@ -147,6 +153,10 @@ class DataConfig:
     fraction."""
     eval_size: NotInRecipe[Pixels] = 224
     """Side of the square evaluation images, in pixels."""
+    eval_views: NotInRecipe[Literal["one", "mirrored", "mirrored-and-shifted"]] = "one"
+    """Views of each evaluation image whose logits are averaged (test-time augmentation). mirrored: the image and its
+    mirror image, as FFCV's lr_tta. mirrored-and-shifted: these two, and both shifted by one pixel up and left and down
+    and right, six passes; the shifted ones share half of the weight, as in airbench."""
 
     @property
     def train_sizes(self) -> list[int]:
@@ -223,6 +233,10 @@ class DataConfig:
         refuse(padding > 0 and side is None, self, ("crop_padding", "crop_side"), remedy)
         remedy = "use less than data.crop_side, or a crop could miss the image"
         refuse(side is not None and padding >= side, self, ("crop_padding", "crop_side"), remedy)
+        reflects, remedy = self.crop_padding_mode == "reflect", "set data.crop_padding, such as 4"
+        refuse(reflects and padding == 0, self, ("crop_padding_mode", "crop_padding"), remedy)
+        alternates, remedy = self.alternating_flip, "set data.horizontal_flip, such as 0.5"
+        refuse(alternates and self.horizontal_flip == 0, self, ("alternating_flip", "horizontal_flip"), remedy)
         filled, remedy = self.random_erasing_fill != "mean", "set data.random_erasing, such as 0.25"
         refuse(filled and self.random_erasing == 0, self, ("random_erasing_fill", "random_erasing"), remedy)
 
@@ -321,8 +335,19 @@ class OptimizerConfig:
     """Layer-wise decay of the learning rate, for fine-tuning: each layer has this times the rate of the next one, and
     the classifier the full rate. With exclude_vectors, parameters that the model declares as free of weight decay, such
     as position embeddings, have none either. None: one rate for all."""
+    groups: Annotated[
+        tuple[tuple[str, NotNegative, NotNegative], ...],
+        Rule("names of weights with factors of lr and of weight_decay, such as *.norm*.bias,64,0.015625"),
+    ] = ()
+    """Weights with another learning rate or weight decay: each row is a name, where * matches anything, a factor of lr
+    and a factor of weight_decay. The first row that matches counts; a factor of weight_decay also applies to weights
+    that exclude_vectors would exempt."""
     clip_grad_norm: Annotated[float, Rule("a norm over 0", OVER_0)] | None = 1.0
     """Largest global 2-norm of the gradient; None: no clipping."""
+
+    def __post_init__(self) -> None:
+        by_layer, remedy = self.layer_decay is not None, "each sets the factors of lr, leave one of them out"
+        refuse(by_layer and bool(self.groups), self, ("layer_decay", "groups"), remedy)
 
 
 @section("schedule")
@@ -480,9 +505,25 @@ class EmaConfig:
     the number of steps, not epochs: 300 epochs of ImageNet are 11,730 steps in batches of 32,768. None: no average."""
     warmup: bool = False
     """Let the decay rise to its value: 1 - (1 + step) ** (-2 / 3)."""
+    power: NotNegative = 0.0
+    """Let the decay rise to its value at the end of the run: decay x (step / steps) ** power. 0: a constant decay."""
+    every_steps: Count = 1
+    """Optimizer steps between two updates of the average."""
+    lookahead: bool = False
+    """Continue training from the average after each update of it (Zhang et al., arXiv 1907.08610), whose alpha and k
+    are 1 - decay and every_steps."""
 
     def __post_init__(self) -> None:
-        refuse(self.warmup and self.decay is None, self, ("warmup", "decay"), "set ema.decay, such as 0.999")
+        remedy = "set ema.decay, such as 0.999"
+        for name, value, off in (
+            ("warmup", self.warmup, False),
+            ("power", self.power, 0.0),
+            ("every_steps", self.every_steps, 1),
+            ("lookahead", self.lookahead, False),
+        ):
+            refuse(self.decay is None and value != off, self, (name, "decay"), remedy)
+        remedy = "each is a way for the decay to rise, so leave one of them out"
+        refuse(self.warmup and self.power > 0, self, ("warmup", "power"), remedy)
 
 
 @section("mixup")

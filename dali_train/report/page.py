@@ -283,10 +283,12 @@ def _best(run: ReportedRun) -> str:
         (" of the EMA of the weights", f" (without EMA {best['top1']:.2%})") if "ema_top1" in best else ("", "")
     )
     balanced = decisive(best, "balanced_top1") if "balanced_top1" in best else decisive(best, "top1")
+    num_views = best.get("num_views", 1)
+    views = f", the mean of {num_views} views of each" if num_views > 1 else ""
     mean = f", mean over classes {balanced:.2%}" if abs(balanced - decisive(best, "top1")) > 5e-5 else ""
     return (
         f"{decisive(best, 'top1'):.2%}{which} (top-5 {decisive(best, 'top5'):.2%}{mean}) at epoch "
-        f"{best['epoch']:.2f}{raw}, {plural(best['num_images'], 'image')}"
+        f"{best['epoch']:.2f}{raw}, {plural(best['num_images'], 'image')}{views}"
         f"{f'; published {published:.2%}' if published is not None else ''}"
     )
 

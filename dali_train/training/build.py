@@ -29,7 +29,7 @@ from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import Evaluator, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.noise_scale import NoiseScale
-from dali_train.training.optim import Ema, check_shardwise, make_optimizer
+from dali_train.training.optim import Ema, check_groups, check_shardwise, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.pretrained import Tensors
@@ -194,7 +194,7 @@ def build_trainer(
     """Return the trainer of a model with its initial weights, split over the ranks of `layout`.
 
     Args:
-        class_counts: see `make_objective`.
+        class_counts: training images of each class, (num_classes,), for loss.class_weights and ema.power.
         evaluates: the model must accept images of data.eval_size too.
         resumes: a checkpoint will replace the weights, so model.weights is not read.
         weights: the tensors of model.weights, if that is a run or a checkpoint, which this package cannot read.
@@ -218,6 +218,7 @@ def build_trainer(
     # The evaluation size is checked now, not after an epoch, and always with a pipeline, whose stages agree at the
     # start on the shapes of their activations.
     check_sizes(model, config, evaluates=evaluates or layout.pipeline > 1)
+    check_groups(dict(model.named_parameters()), config.optimizer)
     check_shardwise(model, config.optimizer, layout)
     precision = Precision(config.precision, device)
     activations = StageActivations.from_model(model, config) if layout.pipeline > 1 else None
@@ -230,6 +231,8 @@ def build_trainer(
         model = parallel.model
     optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters
     batch = config.batch
+    # Of the schedule; without the number of images only ema.power would need it.
+    num_steps = 0 if class_counts is None else config.steps(config.run.epochs, int(class_counts.sum()))
     # A sharded gradient, and a partial one of tensor parallelism, has no norm before it is reduced.
     has_noise = batch.num_micro_batches > 1 and not layout.shards_weights
     arguments: dict[str, Any] = {
@@ -242,7 +245,7 @@ def build_trainer(
         "statistics": RunningStatistics(model),
         "metrics": TrainingMetrics(device),
         "clock": PhaseClock(device),
-        "ema": Ema(model, config.ema) if config.ema.decay is not None else None,
+        "ema": Ema(model, config.ema, num_steps) if config.ema.decay is not None else None,
         "noise": NoiseScale(parallel, batch.num_micro_batches, batch.micro_batch, device) if has_noise else None,
         "num_micro_batches": batch.num_micro_batches,
         "clip_grad_norm": config.optimizer.clip_grad_norm,

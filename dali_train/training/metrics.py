@@ -184,6 +184,8 @@ def class_accuracies(correct: NDArray[np.int64], counts: NDArray[np.int64]) -> N
     return np.where(counts > 0, correct / np.maximum(counts, 1), np.nan)
 
 
+VIEWS = {"one": [1.0], "mirrored": [0.5] * 2, "mirrored-and-shifted": [0.25] * 2 + [0.125] * 4}
+"""The weights of the views of data.eval_views, in the order of `views_of`."""
 MAX_SCORES = 20
 """With more classes than this, prediction tables hold only the scores of the predicted and the true class."""
 
@@ -197,6 +199,7 @@ class EvaluationResult:
     top5: float
     balanced_top1: float  # mean over classes of the class's top-1, so that rare classes count as much as others
     num_images: int
+    num_views: int  # whose logits were averaged, of each image
     seconds: float
 
 
@@ -209,6 +212,26 @@ class EvaluationDetails:
     shown: NDArray[np.int64]  # indices of a few images, spread evenly over the split, the same at every evaluation
     # Probabilities (shown, classes); with over MAX_SCORES classes (shown, 2), of the prediction and of the true class.
     scores: NDArray[np.float32]
+
+
+def views_of(images: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return the first `count` views of `images`, (n, 3, h, w): the images, mirrored, both shifted by one pixel up and
+    left, and both down and right; what a shift uncovers is reflected."""
+    views = [images]
+    if count > 2 and images.numel():  # later stages of a pipeline have no pixels
+        bordered = F.pad(images, (1, 1, 1, 1), "reflect")
+        views += [bordered[..., :-2, :-2], bordered[..., 2:, 2:]]
+    else:
+        views *= max(1, count // 2)
+    return [one for view in views for one in ((view, view.flip(-1)) if count > 1 else (view,))]
+
+
+def weighted_mean(outputs: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the mean of the logits of all views with these `weights`, at least in float32."""
+    wide = [logits if logits.dtype == torch.float64 else logits.float() for logits in outputs]
+    if len(wide) == 1:
+        return wide[0]
+    return torch.stack([logits * weight for logits, weight in zip(wide, weights, strict=True)]).sum(dim=0)
 
 
 class Evaluator:
@@ -241,6 +264,7 @@ class Evaluator:
         self._class_counts = np.bincount(self._labels, minlength=split.num_classes)
         self._shown = np.unique(np.linspace(0, len(split) - 1, min(num_shown, len(split))).round().astype(np.int64))
         self.details: EvaluationDetails | None = None
+        self._views = VIEWS[config.data.eval_views]
         self._device = device
         self._dtype = torch.float64 if config.precision.dtype == "fp64" else None
         self._pipeline = (
@@ -272,10 +296,10 @@ class Evaluator:
                 labels.to(self._device, non_blocking=True),
             )
             with autocast:
-                logits = model(images)
+                outputs = [model(view) for view in views_of(images, len(self._views))]
             if not self._counts:
                 continue
-            logits = logits if logits.dtype == torch.float64 else logits.float()
+            logits = weighted_mean(outputs, self._views)
             if len(self._shown):  # the numbers of a batch are ascending and without gaps
                 rows_of_batch = slice(int(numbers[0]), int(numbers[-1]) + 1)
                 predictions[rows_of_batch] = predicted = logits.argmax(dim=-1)
@@ -298,7 +322,8 @@ class Evaluator:
             )
         for _ in range(self._num_blank):
             with autocast:
-                model(torch.zeros(self._blank, device=self._device, dtype=self._dtype))
+                for _ in self._views:
+                    model(torch.zeros(self._blank, device=self._device, dtype=self._dtype))
         if dist.is_initialized():
             for total in (sums, correct, *((predictions, scores) if len(self._shown) else ())):
                 dist.all_reduce(total)
@@ -318,6 +343,7 @@ class Evaluator:
             top5=top5 / count,
             balanced_top1=float(np.nanmean(class_accuracies(correct.cpu().numpy(), self._class_counts))),
             num_images=int(count),
+            num_views=len(self._views),
             seconds=time.perf_counter() - start,
         )
 

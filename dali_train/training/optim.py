@@ -2,9 +2,12 @@
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from dali_train.config import EmaConfig, OptimizerConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise, laid_out_like, local
+from dali_train.training.pretrained import matching_names
 
 _newton_schulz = muon.zeropower_via_newtonschulz
 
@@ -54,7 +58,8 @@ def register_optimizer(
 
     Args:
         optimizer_class: takes parameter groups and lr, and weight_decay, betas and eps if its constructor has them.
-            A step may change only parameters, and tensors or numbers in ``state`` and in the groups. On weights that
+            A step may change only parameters, and tensors or numbers in ``state`` and in the groups, whose
+            ``param_names`` are the names of their parameters. On weights that
             are sharded over ranks it may only use the operations of `Shardwise`.
         num_betas: the number of `betas` it takes; optimizer.betas has two.
         defaults: more arguments of the constructor, which optimizer.kwargs override.
@@ -116,6 +121,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
             f"optimizer.name is {config.name}, which keeps {min(more)}, and checkpoints cannot store that: choose "
             "another"
         )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        group["param_names"] = [names[parameter] for parameter in group["params"]]
     return optimizer
 
 
@@ -147,7 +155,7 @@ def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -
     small = nn.ParameterList(shards)
     for parameter, gradient in zip(small, shards, strict=True):
         parameter.grad = gradient
-    optimizer = make_optimizer(small, replace(config, layer_decay=None))
+    optimizer = make_optimizer(small, replace(config, layer_decay=None, groups=()))
     try:
         with Shardwise():
             optimizer.step()
@@ -159,18 +167,35 @@ def check_shardwise(model: nn.Module, config: OptimizerConfig, layout: Layout) -
         ) from error
 
 
+def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
+    """Check that each row of optimizer.groups matches one of the `names` of all parameters of the model.
+
+    Raises:
+        ConfigError: a row matches none.
+    """
+    known = list(names)
+    for pattern, _, _ in config.groups:
+        matching_names(known, pattern, "optimizer.groups")
+
+
 def _groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return groups of parameters with the same factor of the learning rate, which the trainer multiplies by their
+    lr_scale, and the same weight decay."""
     tokens = _without_decay(model) if config.exclude_vectors == "and-tokens" else frozenset[str]()
-    decayed: list[nn.Parameter] = []
-    excluded: list[nn.Parameter] = []
+    decayed, excluded = (1.0, config.weight_decay), (1.0, 0.0)
+    members: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list, {decayed: []})
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_excluded = (config.exclude_vectors and parameter.ndim <= 1) or name in tokens
-            (excluded if is_excluded else decayed).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": decayed}]
-    if excluded:
-        groups.append({"params": excluded, "weight_decay": 0.0})
-    return groups
+            kind = excluded if is_excluded else decayed
+            rows = (row for row in config.groups if fnmatchcase(name, row[0]))
+            for _, lr_factor, decay_factor in islice(rows, 1):
+                kind = lr_factor, config.weight_decay * decay_factor
+            members[kind].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "lr_scale": scale}
+        for (scale, decay), parameters in members.items()
+    ]
 
 
 def _without_decay(model: nn.Module) -> frozenset[str]:
@@ -256,12 +281,14 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
     return {name: value for name, value in defaults.items() if name in accepted} | config.kwargs
 
 
-def ema_decay(config: EmaConfig, step: int) -> float:
-    """Return the decay applied at the end of optimizer step number `step` (from 0)."""
+def ema_decay(config: EmaConfig, step: int, total_steps: int) -> float:
+    """Return the decay applied at the end of optimizer step number `step` (from 0) of `total_steps`."""
     assert config.decay is not None
     if step == 0:
         return 0.0
-    return min(1 - (1 + step) ** (-2 / 3), config.decay) if config.warmup else config.decay
+    if config.warmup:
+        return min(1 - (1 + step) ** (-2 / 3), config.decay)
+    return config.decay if config.power == 0 else config.decay * ((1 + step) / total_steps) ** config.power
 
 
 class Ema:
@@ -273,10 +300,11 @@ class Ema:
 
     Args:
         model: not wrapped, on its device, with the weights that the run starts or resumes from.
+        total_steps: of the run's schedule, for ema.power.
     """
 
-    def __init__(self, model: nn.Module, config: EmaConfig) -> None:
-        self._config = config
+    def __init__(self, model: nn.Module, config: EmaConfig, total_steps: int) -> None:
+        self._config, self._total_steps = config, total_steps
         live = model.state_dict()  # the model's own tensors, which are only ever written in place
         self._averages = _copies(live)
         floats = [name for name, tensor in live.items() if tensor.is_floating_point()]
@@ -299,11 +327,20 @@ class Ema:
                 torch._foreach_copy_(averages, live)
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the average at the end of optimizer step number `step` (from 0), without making the host wait."""
-        torch._foreach_lerp_(self._floats, self._live_floats, 1 - ema_decay(self._config, step))
+    def update(self, step: int) -> bool:
+        """Update the average at the end of optimizer step number `step` (from 0), without making the host wait.
+
+        Returns:
+            Whether weights and buffers were replaced by their average.
+        """
+        if (step + 1) % self._config.every_steps:
+            return False
+        torch._foreach_lerp_(self._floats, self._live_floats, 1 - ema_decay(self._config, step, self._total_steps))
         if self._others:
             torch._foreach_copy_(self._others, self._live_others)
+        if self._config.lookahead:
+            torch._foreach_copy_(self._live_floats, self._floats)
+        return self._config.lookahead
 
     @contextmanager
     def weights_in(self, model: nn.Module) -> Iterator[None]:

@@ -5,7 +5,7 @@ import fnmatch
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -258,13 +258,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
                     "freeze by name"
                 )
         else:
-            matches = fnmatch.filter(parameters, pattern)
-        if not matches:
-            close = difflib.get_close_matches(pattern, parameters, n=3, cutoff=0.3)
-            raise ConfigError(
-                f"model.freeze: {pattern} matches no weight of the model; names are like "
-                f"{', '.join(close or parameters)}"
-            )
+            matches = matching_names(parameters, pattern, "model.freeze")
         for name in matches:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
@@ -273,6 +267,20 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
         if isinstance(layer, _BatchNorm) and is_frozen(layer):
             layer.eval()
             layer.train = lambda mode=True, layer=layer: layer  # type: ignore[method-assign, misc]
+
+
+def matching_names(names: Collection[str], pattern: str, setting: str) -> list[str]:
+    """Return the `names` of weights that `pattern` matches, where ``*`` matches anything.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if matches := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
+        return matches
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+    raise ConfigError(
+        f"{setting}: {pattern} matches no weight of the model; names are like {', '.join(close or list(names)[:3])}"
+    )
 
 
 def is_frozen(layer: nn.Module) -> bool:

@@ -70,7 +70,8 @@ class Trainer:
         self.statistics.finish_step(self.num_micro_batches)
         if self.ema is not None:
             self.clock.enter("optimizer")
-            self.ema.update(step)
+            if self.ema.update(step):
+                self.statistics.begin()
         self.clock.enter("logging")
         self.clock.finish_step()
         return micro_batches, batch

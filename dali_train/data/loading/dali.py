@@ -289,9 +289,12 @@ def training_graph(
         options = decoder_options(data, pixels, split)
         images = decode_boxes(stored, anchor, shape, boxes=decodes_boxes(pixels), **options)
     if data.crop_side is not None:
+        start = nodes["start"]
+        if data.crop_padding_mode == "reflect":
+            images, start = reflected_on_all_sides(images, data.crop_padding), start + data.crop_padding
         images = fn.slice(
             images,
-            start=nodes["start"],
+            start=start,
             shape=[data.crop_side] * 2,
             axis_names="HW",
             out_of_bounds_policy="pad",
@@ -341,6 +344,14 @@ def evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixe
         antialias=data.antialias,
     )
     return normalised(images, None, data, pixels), to_device(labels, pixels)
+
+
+def reflected_on_all_sides(images: Any, padding: int) -> Any:
+    """Return the node of images, (height, width, 3), with `padding` pixels of their reflection on each side."""
+    above, below = images[1 : padding + 1], images[-padding - 1 : -1]
+    rows = fn.cat(*(fn.flip(above, horizontal=0, vertical=1), images, fn.flip(below, horizontal=0, vertical=1)), axis=0)
+    left, right = rows[:, 1 : padding + 1], rows[:, -padding - 1 : -1]
+    return fn.cat(*(fn.flip(left, horizontal=1), rows, fn.flip(right, horizontal=1)), axis=1)
 
 
 def resized(images: Any, data: DataConfig) -> Any:

@@ -162,7 +162,8 @@ class CpuPipeline(IndexedPipeline):
         crops, batch = self._cut() if self._pipe is None else self._decode(self._pipe)
         side = self._data.crop_side
         if side is not None:
-            crops = [padded(crop, offset, side) for crop, offset in zip(crops, batch.offsets, strict=True)]
+            pad = reflected if self._data.crop_padding_mode == "reflect" else padded
+            crops = [pad(crop, offset, side) for crop, offset in zip(crops, batch.offsets, strict=True)]
         images = self._transform(
             crops,
             batch.flips,
@@ -264,6 +265,18 @@ def padded(crop: NDArray[np.uint8], offset: NDArray[np.int32], side: int) -> NDA
     square = np.zeros((side, side, 3), dtype=np.uint8)
     square[offset[0] : offset[0] + height, offset[1] : offset[1] + width] = crop
     return square
+
+
+def reflected(crop: NDArray[np.uint8], offset: NDArray[np.int32], side: int) -> NDArray[np.uint8]:
+    """Return a square of `crop`, (height, width, 3), at `offset` from the top and left, and of its reflection beyond
+    its borders: (side, side, 3)."""
+    if crop.shape[:2] == (side, side) and not offset.any():
+        return crop
+    rows, columns = (
+        length - 1 - np.abs(length - 1 - np.abs(np.arange(side) - start))
+        for length, start in zip(crop.shape[:2], offset.tolist(), strict=True)
+    )
+    return crop[rows[:, None], columns]
 
 
 def central_regions(

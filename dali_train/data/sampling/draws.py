@@ -114,28 +114,42 @@ def _first_that_fits(
     return boxes.astype(np.int32)
 
 
-def flips(seed: int, images: Images, *, probability: float) -> NDArray[np.int32]:
-    """Return 1 where the image is mirrored, else 0, shape (n,)."""
-    draws = uniform(seed, Purpose.FLIP, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
-    return (draws[:, 0] < probability).astype(np.int32)
+def flips(seed: int, images: Images, *, probability: float, alternating: bool = False) -> NDArray[np.int32]:
+    """Return 1 where the image is mirrored, else 0, shape (n,).
+
+    With `alternating`, that is drawn for epoch 0 and inverted in every odd epoch.
+    """
+    epochs = np.zeros_like(images.epochs) if alternating else images.epochs
+    draws = uniform(seed, Purpose.FLIP, np.ones_like(images.numbers), low=images.numbers, high=epochs)
+    mirrored = draws[:, 0] < probability
+    return (mirrored ^ (images.epochs % 2 == 1) if alternating else mirrored).astype(np.int32)
 
 
-def padded_crops(seed: int, images: Images, *, side: int, padding: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Draw squares of `side` pixels from images with `padding` black pixels on each side, as torchvision's RandomCrop.
+def padded_crops(
+    seed: int, images: Images, *, side: int, padding: int, reflect: bool = False
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Draw squares of `side` pixels from images with `padding` pixels on each side, as torchvision's RandomCrop.
 
     The square must be larger than the padding, and not larger than the padded images.
 
     Returns:
-        boxes, (n, 4): the part of the square inside the image: top, left, height, width in pixels of the stored image.
-        offsets, (n, 2): where that part begins in the square, from the top and from the left.
+        boxes, (n, 4): top, left, height, width in pixels of the stored image: the part of the square inside the image,
+            and with `reflect` also the pixels that the padding in the square repeats.
+        offsets, (n, 2): where the box begins in the square, from the top and from the left; with `reflect` it may begin
+            before the square, at a negative offset.
     """
     draws = uniform(seed, Purpose.CROP, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
     starts, lengths, offsets = [], [], []
     for axis, length in enumerate((images.heights, images.widths)):
         start = np.floor(draws[:, axis] * (length + 2 * padding - side + 1)).astype(np.int64) - padding
-        first = np.maximum(start, 0)
+        first, end = np.maximum(start, 0), np.minimum(start + side, length)
+        if reflect:  # pixel -i is a copy of i, and pixel length - 1 + i one of length - 1 - i
+            first, end = (
+                np.minimum(first, np.maximum(2 * length - 1 - (start + side), 0)),
+                np.maximum(end, np.minimum(1 - start, length)),
+            )
         starts.append(first)
-        lengths.append(np.minimum(start + side, length) - first)
+        lengths.append(end - first)
         offsets.append(first - start)
     return np.stack([*starts, *lengths], axis=-1).astype(np.int32), np.stack(offsets, axis=-1).astype(np.int32)
 

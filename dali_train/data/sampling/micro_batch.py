@@ -27,7 +27,7 @@ class MicroBatch:
     images: NDArray[np.int64]  # rows of the split's index; -1 with data.reader dali, where only DALI knows them
     labels: NDArray[np.int64]  # from 0; -1 with data.reader dali
     boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
-    offsets: NDArray[np.int32]  # (n, 2): where the box begins in the square of data.crop_side; else 0
+    offsets: NDArray[np.int32]  # (n, 2): where the box begins, relative to the square of data.crop_side; else 0
     flips: NDArray[np.int32]  # 1: mirrored
     operators: NDArray[np.int32]  # (n, steps): indices into the policy's names, applied one after the other
     levels: NDArray[np.float32]  # (n, steps): signed strength of each operator
@@ -77,6 +77,11 @@ class MicroBatches:
                 f"data.crop_side is {side}, but the dataset has an image with a side of {smallest} pixels: use at most "
                 f"{smallest + 2 * padding}, or data.crop_padding {-(-(side - smallest) // 2)}",
             )
+            require(
+                config.data.crop_padding_mode == "black" or padding < smallest,
+                f"data.crop_padding is {padding}, but the dataset has an image with a side of {smallest} pixels, which "
+                f"has only {smallest - 1} to reflect: use at most {smallest - 1}, or data.crop_padding_mode black",
+            )
 
     def positions(self, step: int, k: int) -> NDArray[np.int64]:
         """Return the positions of micro-batch `k` of `step` in the training sequence, (n,)."""
@@ -96,7 +101,8 @@ class MicroBatches:
             offsets = np.zeros((len(images), 2), dtype=np.int32)
             boxes = BOXES[data.crop](seed, looks, area=data.crop_area, aspect=data.crop_aspect)
         else:
-            boxes, offsets = padded_crops(seed, looks, side=data.crop_side, padding=data.crop_padding)
+            reflect = data.crop_padding_mode == "reflect"
+            boxes, offsets = padded_crops(seed, looks, side=data.crop_side, padding=data.crop_padding, reflect=reflect)
         operators, levels = draw_operators(seed, self._policy, looks)
         mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
         return MicroBatch(
@@ -107,7 +113,7 @@ class MicroBatches:
             labels=rows["label"].astype(np.int64),
             boxes=boxes,
             offsets=offsets,
-            flips=flips(seed, looks, probability=data.horizontal_flip),
+            flips=flips(seed, looks, probability=data.horizontal_flip, alternating=data.alternating_flip),
             operators=operators,
             levels=levels,
             erased=erased_boxes(seed, looks, probability=data.random_erasing, size=data.train_size),
