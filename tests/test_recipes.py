@@ -220,6 +220,75 @@ def test_the_vit_of_big_vision() -> None:
         assert model(torch.randn(1, 3, 224, 224)).abs().max() < 60, "tanh bounds what the classifier sees"
 
 
+def test_muon_steps_as_archiboxs_and_on_the_controls_samples() -> None:
+    """One step in float64: a matrix moves along the orthogonal factor of its gradient, found by the singular value
+    decomposition, times sqrt(rows / columns); a vector as NAdam moves it."""
+    config, control = recipe("vit-s16-90ep-muon"), recipe("vit-s16-90ep")
+    for section in ("data", "model", "batch", "mixup", "precision"):
+        assert getattr(config, section) == getattr(control, section)
+    rates = [learning_rate(config, round(epoch * IMAGENET / 1024), IMAGENET) for epoch in (0, 69.9, 80, 85)]
+    assert rates == pytest.approx([0.03, 0.03, 0.015, 0.0075], rel=1e-4)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 32, dtype=torch.float64)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    make_optimizer(model, config.optimizer).step()
+    moved = {
+        name: (before[name] * (1 - rate * 0.01) - parameter.detach()) / rate
+        for (name, parameter), rate in zip(model.named_parameters(), (0.03, 0.001), strict=True)
+    }
+    left, _, right = torch.linalg.svd(gradients["weight"], full_matrices=False)
+    singular = left.mT @ moved["weight"] @ right.mT
+    assert torch.linalg.norm(singular - singular.diag().diag()) < 1e-9
+    assert singular.diag() == pytest.approx(torch.full((8,), 2.0), rel=0.15)  # five iterations leave as much
+    assert moved["bias"] == pytest.approx(1.9 * gradients["bias"].sign(), rel=1e-6)  # (0.9 * 0.1 + 0.1) / 0.1
+
+
+def test_the_runs_that_set_algoperfs_targets() -> None:
+    """139,999 steps, three quarters of 186,666, and 6,999 of warmup; rates by the formulas of optax."""
+    vit, resnet = recipe("algoperf-vit-s16"), recipe("algoperf-resnet50")
+    total, warmup = 139_999, 6_999
+    end = warmup + int((total - warmup) * 0.9007765761611038)
+    for config in (vit, resnet):
+        assert config.steps(config.run.epochs, IMAGENET) == total
+    for step in (0, 1, 3_500, warmup - 1, warmup, warmup + 1, 73_499, end - 1, end, end + 1, total - 1):
+        rising, progress = min(1, step / warmup), max(0, step - warmup) / (total - warmup)
+        assert learning_rate(vit, step, IMAGENET) == pytest.approx(
+            8.445074561975979e-4 * rising * 0.5 * (1 + np.cos(np.pi * progress)), rel=1e-9
+        )
+        left = 1 - min(1, max(0, step - warmup) / (end - warmup))
+        assert learning_rate(resnet, step, IMAGENET) == pytest.approx(
+            4.131896390902391 * rising * (0.001 + 0.999 * left), rel=1e-9
+        )
+
+
+@pytest.mark.parametrize("name", ["algoperf-vit-s16", "algoperf-resnet50"])
+def test_algoperfs_optimizers_by_hand(name: str) -> None:
+    """In float64. NAdamW is that of arXiv 1910.05446, table 1; all parameters have weight decay."""
+    torch.manual_seed(0)
+    model, config = torch.nn.Linear(5, 3, dtype=torch.float64), recipe(name).optimizer
+    optimizer = make_optimizer(model, config)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    (b1, b2), lr, decay = (0.8895758153482813, 0.9978504782314613), config.lr, config.weight_decay
+    for step in range(1, 5):
+        for parameter, weight, m, v in zip(model.parameters(), weights, first, second, strict=True):
+            gradient = parameter.grad = torch.randn_like(weight)
+            if name == "algoperf-resnet50":
+                m.mul_(0.9274758113254791).add_(gradient + decay * weight)
+                weight.sub_(lr * m)
+                continue
+            m.mul_(b1).add_((1 - b1) * gradient)
+            v.mul_(b2).add_((1 - b2) * gradient**2)
+            ahead = (b1 * m + (1 - b1) * gradient) / (1 - b1**step)
+            weight.sub_(lr * (ahead / ((v / (1 - b2**step)).sqrt() + 1e-8) + decay * weight))
+        optimizer.step()
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            torch.testing.assert_close(parameter.detach(), weight, rtol=1e-9, atol=1e-12)
+
+
 def test_lars_is_mlperfs() -> None:
     """By hand, in float64: each matrix by eta |w| / (|g| + decay |w|), vectors as plain momentum without decay, at a
     constant rate.
