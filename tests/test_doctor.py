@@ -89,9 +89,9 @@ def test_stored_bytes_are_looked_at(tiny_config: Path, tmp_path: Path) -> None:
     write_shard(shard, [(encoded(photograph(1, 40, 40), "TIFF"), 1)])
     build_index(tmp_path)
     config = load_config(tiny_config).replace({"data.root": str(tmp_path)})
-    assert next(doctor.splits(config)).verdict == "pass"
+    assert next(doctor.splits(config.data)).verdict == "pass"
     shard.write_bytes(shard.read_bytes().replace(b"II*\0", b"hello"[:4]))
-    finding = next(doctor.splits(config))
+    finding = next(doctor.splits(config.data))
     assert finding.verdict == "fail" and "is not an image in a known format" in finding.text
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import termios
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -582,4 +583,4 @@ def test_what_is_no_hook_is_named(config: Config) -> None:
         (Broken, ZeroDivisionError, "inside the hook"),
     ):
         with pytest.raises(error, match=message):
-            make_hooks(config.replace(hooks={"user": (make,)}), layout)
+            make_hooks(replace(config.hooks, user=(make,)), layout)

@@ -494,7 +494,7 @@ def mirrored(config: Config, launch: Launch, stop: StopRequests | None = None) -
     if config.run.mirror is None:
         yield None
         return
-    group, mirrors = host_group(launch, config, timeout=_NO_LIMIT), list[Mirror]()
+    group, mirrors = host_group(launch, config.parallel, timeout=_NO_LIMIT), list[Mirror]()
 
     def begin() -> None:
         try:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from dali_train.checkpoint.format import Checkpoint, CheckpointError, Tensors, find_checkpoint, load_checkpoint
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
-from dali_train.config import Config
+from dali_train.config import Config, ModelConfig
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
@@ -79,7 +79,7 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
     current = recipe(config, split.manifest)
     checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
     if checkpoint is None:
-        return Start(recipe=current, checkpoint=None, warnings=warnings, weights=first_weights(config))
+        return Start(recipe=current, checkpoint=None, warnings=warnings, weights=first_weights(config.model))
     warnings += check_recipe(
         saved_recipe(checkpoint.values, checkpoint.path),
         current,
@@ -103,14 +103,14 @@ def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict
     return state, values | {"dropout": trainer.dropout}
 
 
-def first_weights(config: Config) -> Tensors | None:
+def first_weights(model: ModelConfig) -> Tensors | None:
     """Return the weights, or their moving average, if model.weights is a run or a checkpoint; None for anything else,
     which `create_pretrained` reads.
 
     Raises:
         ConfigError, CheckpointError: model.weights is another kind of directory, or is damaged.
     """
-    weights = config.model.weights
+    weights = model.weights
     if weights is None or not is_path(weights) or not Path(weights).is_dir():
         return None
     state = load_checkpoint(named_checkpoint(Path(weights), "model.weights")).state

@@ -12,7 +12,7 @@ from torch import nn
 from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_checkpoint
 from dali_train.checkpoint.run_directory import RunDirectory, resolve_checkpoint
 from dali_train.checkpoint.state import first_weights, restore_weights
-from dali_train.config import Config
+from dali_train.config import Config, ModelConfig
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.files import write_atomically
@@ -70,7 +70,7 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
             run's config file registers.
     """
     config = RunDirectory(run_dir).config
-    check_registered(config, run_dir)
+    check_registered(config.model, run_dir)
     loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
     used: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
@@ -88,15 +88,15 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     )
 
 
-def check_registered(config: Config, run_dir: Path) -> None:
+def check_registered(model: ModelConfig, run_dir: Path) -> None:
     """Check that timm knows the model of a run. Code in a run directory is not executed unless the user asks for it.
 
     Raises:
         ConfigError: timm does not know it; the message names the file that may register it.
     """
-    if not timm.is_model(config.model.name) and (file := RunDirectory(run_dir).environment.get("config_file")):
+    if not timm.is_model(model.name) and (file := RunDirectory(run_dir).environment.get("config_file")):
         raise ConfigError(
-            f"model.name is {config.model.name!r}, which timm does not know: if the run's config file registers it, "
+            f"model.name is {model.name!r}, which timm does not know: if the run's config file registers it, "
             f"add --config {run_dir / str(file)}, or in Python call dali_train.load_config with that file first"
         )
 
@@ -134,16 +134,15 @@ def model_from(
     return model
 
 
-def check_weights(config: Config, num_classes: int) -> None:
+def check_weights(model: ModelConfig, num_classes: int) -> None:
     """Check that model.weights can be read and fit the model; nothing is fetched.
 
     Raises:
         ConfigError, CheckpointError: they do not.
     """
-    model = config.model
     if model.weights is not None:
         weights_that_fit(
-            model.name, model.weights, num_classes, model.kwargs, field="model.weights", tensors=first_weights(config)
+            model.name, model.weights, num_classes, model.kwargs, field="model.weights", tensors=first_weights(model)
         )
 
 

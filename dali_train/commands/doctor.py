@@ -35,7 +35,7 @@ from PIL import Image
 from dali_train.checkpoint.format import CheckpointError, ranks_without_shared_disk
 from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
-from dali_train.config import Config, HooksConfig, ParallelConfig, RunConfig
+from dali_train.config import Config, DataConfig, HooksConfig, ParallelConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage, read_stored
@@ -84,7 +84,7 @@ def examine(launch: Launch, device: torch.device, config: Config | None) -> bool
     ]
     if checked is not None:
         of_model, memory = model_and_batch(checked, launch, device)
-        findings += [*of_model, *splits(checked), *decoding_a_batch(checked, launch, device)]
+        findings += [*of_model, *splits(checked.data), *decoding_a_batch(checked, launch, device)]
         findings += run_directory(checked.run, launch, memory.checkpoint_bytes if memory is not None else 0)
     gathered: list[tuple[str, list[Finding]]] = [(f"rank {launch.rank} on {platform.node()}", findings)]
     if launch.world_size > 1:
@@ -237,7 +237,7 @@ def _decoder(
 def equal_ranks(launch: Launch, device: torch.device, config: Config) -> Iterator[Finding]:
     """Check that all ranks have the same config, dataset, weight files and code, as `train` does."""
     try:
-        require_equal_ranks(config, device, host_group(launch, config))
+        require_equal_ranks(config, device, host_group(launch, config.parallel))
     except ConfigError as error:
         yield Finding("equal ranks", "fail", str(error), "see the message; what depends on the config was not checked")
     except (UserError, OSError):
@@ -332,15 +332,15 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
     if device.type == "cuda" and layout is not None and config.batch.num_micro_batches >= layout.data_size:
         device_bytes = torch.cuda.get_device_properties(device).total_memory
         mine = ranks[layout.pipeline_rank].memory
-        fits, words = describe_largest_micro_batch(config, mine, device_bytes, layout.data_size)
+        fits, words = describe_largest_micro_batch(config.batch, mine, device_bytes, layout.data_size)
         remedy = "" if fits else "a smaller batch.micro_batch, or model.activation_checkpointing true"
         findings.append(Finding("memory", "pass" if fits else "warn", words, remedy))
     return findings, memory
 
 
-def _bucket(split: Split, config: Config) -> Finding:
+def _bucket(split: Split, data: DataConfig) -> Finding:
     """Measure the object store's latency and bandwidth for one process: one image at a time, and all at once."""
-    storage = open_storage(split, config.data)
+    storage = open_storage(split, data)
     images = np.random.default_rng(1).permutation(len(split))[:256]
     seconds = []
     try:
@@ -360,10 +360,10 @@ def _bucket(split: Split, config: Config) -> Finding:
     return Finding(f"bucket {split.name}", "pass", text)
 
 
-def splits(config: Config) -> Iterator[Finding]:
+def splits(data: DataConfig) -> Iterator[Finding]:
     for name in ("train", "validation"):
         try:
-            split = Split(config.data.root, name)  # compares index, manifest and shards' sizes
+            split = Split(data.root, name)  # compares index, manifest and shards' sizes
         except (DatasetError, OSError) as error:
             optional = name == "validation" and "has no validation split" in str(error)
             yield Finding(
@@ -373,7 +373,7 @@ def splits(config: Config) -> Iterator[Finding]:
         images = np.random.default_rng(0).integers(0, len(split), size=64)
         if split.manifest.encoding == "image":
             strange = []
-            stored = read_stored(open_storage(split, config.data), split, images)
+            stored = read_stored(open_storage(split, data), split, images)
             for image, content in zip(images.tolist(), stored, strict=True):
                 try:
                     image_size(content.data)
@@ -384,7 +384,7 @@ def splits(config: Config) -> Iterator[Finding]:
                 yield Finding(f"data {name}", "fail", strange[0], remedy)
                 continue
         if split.url is not None:
-            yield _bucket(split, config)
+            yield _bucket(split, data)
         yield Finding(
             f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, index fits its shards"
         )

@@ -49,9 +49,9 @@ def evaluate_checkpoint(
                 "--model.weights FILE_OR_NAME"
             )
         if run_dir is not None:
-            check_registered(config, run_dir)
+            check_registered(config.model, run_dir)
         path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
-        require_equal_ranks(config, device, host_group(launch, config), path)
+        require_equal_ranks(config, device, host_group(launch, config.parallel), path)
         plan = prepare(config, launch, device, trains=False)
         loaded = load_checkpoint(path)
         warnings = differences_from_run(loaded, config, plan.split)
@@ -91,9 +91,9 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
     if from_timm:
         config = _with_architecture(config, weights, chosen)
     with _joined(options, config, Path(config.run.dir)) as (launch, device):
-        require_equal_ranks(config, device, host_group(launch, config))
+        require_equal_ranks(config, device, host_group(launch, config.parallel))
         plan = prepare(config, launch, device, trains=False)
-        tensors = first_weights(config)
+        tensors = first_weights(config.model)
         model = build_model(config, plan.num_classes, device, with_weights=True, tensors=tensors, keep_classifier=True)
         if from_timm:
             settings = image_settings(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dali_train.checkpoint.trained_model import check_weights
-from dali_train.config import Config
+from dali_train.config import BatchConfig, Config, DataConfig
 from dali_train.config.config import SETTINGS
 from dali_train.data.dataset.manifest import Manifest, metadata_directory
 from dali_train.errors import ConfigError
@@ -64,7 +64,7 @@ def print_plan(
         ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
             accept images of the config's sizes.
     """
-    num_images, num_classes, source, image_bytes = _images(config, num_images)
+    num_images, num_classes, source, image_bytes = _images(config.data, num_images)
     batch = config.batch
     launch = Launch(world_size=world_size or config.parallel.smallest_world_size, port=1, launcher="plan")
     layout = fit_to_ranks(config, launch)
@@ -101,9 +101,8 @@ def print_plan(
         print(f"time           {time_per_epoch}")
     print(f"rank's memory  {describe_memory(fullest)}")
     if gpu_memory_gb is not None:
-        print(
-            f"micro-batch    {describe_largest_micro_batch(config, fullest, gpu_memory_gb * 1e9, layout.data_size)[1]}"
-        )
+        _, largest = describe_largest_micro_batch(batch, fullest, gpu_memory_gb * 1e9, layout.data_size)
+        print(f"micro-batch    {largest}")
     print(f"checkpoint     {memory.checkpoint_bytes / 1e9:.2f} GB, weights and optimizer")
     print(f"learning rate  changes every {config.schedule.step_every}; {describe_peak(config)}")
     for quarter in range(5):
@@ -130,7 +129,7 @@ def forecast(
     model = build_model(config, num_classes, torch.device("meta"))
     check_sizes(model, config)
     if checks_weights:
-        check_weights(config, num_classes)
+        check_weights(config.model, num_classes)
     memory = estimate_memory(config, num_classes)
     return model, memory, describe_ranks(model, config, layout, memory) if layout is not None else []
 
@@ -257,27 +256,27 @@ def describe_memory(memory: Memory) -> str:
     return f"{memory.state_bytes / 1e9:.2f} GB {kinds}{gathered}, {activations}"
 
 
-def _images(config: Config, num_images: int | None) -> tuple[int, int, str, float]:
+def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, float]:
     """Return (training images, classes, the source of these numbers, mean bytes per image)."""
     if num_images is not None:
         if num_images < 1:
             raise ConfigError(f"--num-images is {num_images}: use a positive number of training images")
         return num_images, IMAGENET_CLASSES, "--num-images", IMAGENET_IMAGE_BYTES
-    if (metadata_directory(config.data.root) / "dataset.json").exists():
-        manifest = Manifest.read(config.data.root)
+    if (metadata_directory(data.root) / "dataset.json").exists():
+        manifest = Manifest.read(data.root)
         split = manifest.splits["train"]
         image_bytes = sum(shard.num_bytes for shard in split.shards) / split.num_records
-        return split.num_records, manifest.num_classes, config.data.root, image_bytes
-    source = f"ImageNet-1k's: {config.data.root} has no dataset.json"
+        return split.num_records, manifest.num_classes, data.root, image_bytes
+    source = f"ImageNet-1k's: {data.root} has no dataset.json"
     return IMAGENET_IMAGES, IMAGENET_CLASSES, source, IMAGENET_IMAGE_BYTES
 
 
 def describe_largest_micro_batch(
-    config: Config, memory: Memory, device_bytes: float, data_size: int
+    batch: BatchConfig, memory: Memory, device_bytes: float, data_size: int
 ) -> tuple[bool, str]:
     """Return whether batch.micro_batch is estimated to fit into a device, and a sentence on the largest that does."""
-    micro_batch, gigabytes = config.batch.micro_batch, device_bytes / 1e9
-    largest = memory.largest_micro_batch(device_bytes, config.batch.global_batch, data_size)
+    micro_batch, gigabytes = batch.micro_batch, device_bytes / 1e9
+    largest = memory.largest_micro_batch(device_bytes, batch.global_batch, data_size)
     if largest is None:
         return (
             False,

@@ -256,7 +256,7 @@ def train(
     config: Config, launch: Launch, device: torch.device, command: Sequence[str], stop_requests: StopRequests
 ) -> RunResult:
     """Train on all ranks together, inside the process group."""
-    directory, group = Path(config.run.dir), host_group(launch, config)
+    directory, group = Path(config.run.dir), host_group(launch, config.parallel)
     with Watchdog(launch, directory, config.parallel.timeout_s) as watchdog:
         require_equal_ranks(config, device, group)
         with locked(directory, group) as holder, mirrored(config, launch, stop_requests) as mirror:
@@ -304,10 +304,10 @@ def build(
         lock_holder: the holder of the run's lock, for status.json.
     """
     begin = time.perf_counter()
-    writer_group = host_group(launch, config)
+    writer_group = host_group(launch, config.parallel)
     plan = prepare(config, launch, device)
     evaluator = build_evaluator(plan)
-    hooks = make_hooks(config, plan.layout)
+    hooks = make_hooks(config.hooks, plan.layout)
     hooks.announce(plan)
     start = find_start(config, plan.split, group)
     check_end(plan, start.step)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dali_train.config import Config
+from dali_train.config import HooksConfig
 from dali_train.errors import ConfigError
 from dali_train.files import NO_SPACE
 from dali_train.hooks import Hook, HookUnavailableError
@@ -121,13 +121,13 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"measure() returns {name} = {shown}: return one number for each name") from None
 
 
-def make_hooks(config: Config, layout: Layout) -> HookList:
+def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
     """Return the hooks of this rank: logs first, so that every other hook can log, and the user's own last.
 
     Raises:
         ConfigError: hooks.trackers has an unknown name, or hooks.user something that is no hook; on every rank.
     """
-    settings, trackers = config.hooks, make_trackers(config.hooks.trackers)
+    trackers = make_trackers(config.trackers)
     hooks: list[Hook] = [RunLogs(), Console()]
     if layout.rank == 0:
         hooks += [MetricsFile(), SystemFacts(), Health()]
@@ -136,14 +136,14 @@ def make_hooks(config: Config, layout: Layout) -> HookList:
         hooks.append(LambView(layout))
     if layout.rank == 0:
         hooks.append(SampleImages())
-        if settings.predictions:
+        if config.predictions:
             hooks.append(PredictionFiles())
-        if settings.profile is not None:
-            hooks.append(Profile(*settings.profile))
+        if config.profile is not None:
+            hooks.append(Profile(*config.profile))
         hooks += trackers
-    if settings.trace_samples:
+    if config.trace_samples:
         hooks.append(SampleTrace(writes=layout.pipeline_rank == 0 and layout.tensor_rank == 0))  # once per micro-batch
-    return HookList([*hooks, *map(_make_user_hook, settings.user)])
+    return HookList([*hooks, *map(_make_user_hook, config.user)])
 
 
 def _make_user_hook(make: Callable[[], Any]) -> Hook:

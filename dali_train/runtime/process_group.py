@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dali_train.config import Config
+from dali_train.config import Config, ParallelConfig
 from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.lock import Holder, RunLock
@@ -173,16 +173,14 @@ def _rendezvous(launch: Launch) -> tuple[dist.Store, int]:
         time.sleep(0.2)
 
 
-def host_group(launch: Launch, config: Config, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+def host_group(launch: Launch, parallel: ParallelConfig, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """Return a new group of all ranks for communication in host memory; None for a single process.
 
     Its collectives give up after `timeout`, by default when the watchdog would have ended this rank.
     """
     if launch.world_size == 1:
         return None
-    group = dist.new_group(
-        backend="gloo", timeout=timeout or timedelta(seconds=config.parallel.timeout_s) + _AFTER_WATCHDOG
-    )
+    group = dist.new_group(backend="gloo", timeout=timeout or timedelta(seconds=parallel.timeout_s) + _AFTER_WATCHDOG)
     assert isinstance(group, dist.ProcessGroup)  # it is a number on ranks outside the group
     return group
 

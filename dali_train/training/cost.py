@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from dali_train.config import Config
+from dali_train.config import Config, OptimizerConfig
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import KEPT_RESULTS, build_model
 from dali_train.training.optim import make_optimizer
@@ -270,7 +270,7 @@ def estimate_memory(config: Config, num_classes: int) -> Memory:
         for parameter in model.parameters():
             kept.pop(parameter.untyped_storage()._cdata, None)
         activation_bytes = sum(storage.nbytes() for storage in kept.values())
-        optimizer_bytes = _optimizer_bytes(model, config)
+        optimizer_bytes = _optimizer_bytes(model, config.optimizer)
     return Memory(
         num_parameters=sum(p.numel() for p in weights),
         weight_bytes=_num_bytes(weights),
@@ -308,12 +308,12 @@ class _Halves(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _optimizer_bytes(model: nn.Module, config: Config) -> int:
+def _optimizer_bytes(model: nn.Module, config: OptimizerConfig) -> int:
     """Return the size of the optimizer's state after a first step with fake tensors, which computes nothing.
 
     Parameters of the same group and shape have states of the same size, so one of each takes the step.
     """
-    optimizer = make_optimizer(model, config.optimizer)
+    optimizer = make_optimizer(model, config)
     alike: dict[tuple[int, torch.Size], list[nn.Parameter]] = defaultdict(list)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

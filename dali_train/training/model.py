@@ -351,14 +351,14 @@ def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evalua
     """
     any_size = "choose a model that takes images of any size; a ViT does with --model.kwargs.dynamic_img_size true"
     if trains:
-        _check_size(model, config, config.data.train_size, "data.train_size")
+        _check_size(model, config.model, config.data.train_size, "data.train_size")
         for _, size in config.data.progressive:
-            _check_size(model, config, size, "a size in data.progressive", any_size)
+            _check_size(model, config.model, size, "a size in data.progressive", any_size)
     if evaluates and not (trains and config.data.eval_size == config.data.train_size):
-        _check_size(model, config, config.data.eval_size, "data.eval_size")
+        _check_size(model, config.model, config.data.eval_size, "data.eval_size")
 
 
-def _check_size(model: nn.Module, config: Config, size: int, setting: str, remedy: str | None = None) -> None:
+def _check_size(model: nn.Module, config: ModelConfig, size: int, setting: str, remedy: str | None = None) -> None:
     try:
         output = _logits_of_a_blank_image(model, size)
     except Exception as error:
@@ -370,17 +370,17 @@ def _check_size(model: nn.Module, config: Config, size: int, setting: str, remed
             if "img_size" in argument_names(type(model)):
                 advice += f", or build the model for {size} pixels with --model.kwargs.img_size {size}"
         else:
-            kwargs = config.model.kwargs
+            kwargs = config.kwargs
             problem = f"{f'with model.kwargs {kwargs} ' if kwargs else ''}does not take such images"
             advice = f"choose another size{', or other values in model.kwargs' if kwargs else ''}"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"{setting} is {size}, but model.name {config.model.name} {problem} ({reason}): {remedy or advice}"
+            f"{setting} is {size}, but model.name {config.name} {problem} ({reason}): {remedy or advice}"
         ) from error
     num_classes = getattr(model, "num_classes", None)
     if is_timms(model) and getattr(output, "shape", None) != (1, num_classes):
         raise ConfigError(
-            f"model.name {config.model.name} with model.kwargs {config.model.kwargs} returns no logits, one for each "
+            f"model.name {config.name} with model.kwargs {config.kwargs} returns no logits, one for each "
             "class: leave out what changes its output, such as features_only or global_pool"
         )
 

@@ -286,7 +286,7 @@ def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
     data = config.data
     if data.cache is None:
         return None
-    group = host_group(launch, config)
+    group = host_group(launch, config.parallel)
     reads = layout.pipeline_rank == 0
     mine = (platform.node(), launch.rank, layout.data_rank if reads else None)
     everybody = [mine] * launch.world_size

@@ -66,7 +66,7 @@ def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
     storage_of(config.data)  # report an unknown scheme before looking for its directory
     if config.data.local_copy is None:
         return DatasetRoot(config.data.root, None)
-    group = host_group(launch, config, timeout=_NO_LIMIT)
+    group = host_group(launch, config.parallel, timeout=_NO_LIMIT)
     copy, failure = None, ""
     try:
         copy = make_copy(Path(config.data.root), Path(config.data.local_copy), verbose=launch.local_rank == 0)
