@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torchvision
 
 from dali_train.cli import main
 from dali_train.commands.plan import print_plan
@@ -287,6 +288,46 @@ def test_algoperfs_optimizers_by_hand(name: str) -> None:
         optimizer.step()
         for parameter, weight in zip(model.parameters(), weights, strict=True):
             torch.testing.assert_close(parameter.detach(), weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("epochs", "first", "last"), [(16, 11, 13), (88, 65, 76)])
+def test_ffcvs_image_sizes_and_rates(epochs: int, first: int, last: int) -> None:
+    """Sizes by the script's interpolation between the epochs in its config; rates are those that its run of 16 epochs
+    logged at the end of an epoch (assets/agg.csv at 4dd291a)."""
+    config = recipe(f"ffcv-resnet50-{epochs}ep")
+    for epoch in range(epochs):
+        expected = round(float(np.interp(epoch, [first, last], [160, 192])) / 32) * 32
+        assert next((size for until, size in config.data.progressive if epoch < until), 192) == expected
+    logged = {0: 0.8473609134615381, 1: 1.697275913461538, 2: 1.578960622710622, 11: 0.486103479853479, 15: 0.00038919}
+    for epoch, rate in logged.items() if epochs == 16 else ():
+        step = round((epoch + 311 / 312) * IMAGENET / 4096)  # the script drops the last images of an epoch
+        assert learning_rate(config, step, IMAGENET) == pytest.approx(rate, abs=0.85 / 312)
+
+
+def test_ffcvs_blurred_network() -> None:
+    """torchvision's ResNet-50 with the inputs of six convolutions blurred, and its weight decay: on all but what it
+    calls bn."""
+    torch.manual_seed(0)
+    config = recipe("ffcv-resnet50-16ep").replace({"model.channels_last": False})
+    model = build_model(config, 1000, torch.device("cpu")).eval()
+    reference = torchvision.models.resnet50().eval()
+    reference.load_state_dict(model.state_dict())
+    row = torch.tensor([0.25, 0.5, 0.25])
+    for name, layer in reference.named_modules():
+        if re.fullmatch(r"layer[234]\.0\.(conv2|downsample\.0)", name):
+            blur = torch.nn.Conv2d(layer.in_channels, layer.in_channels, 3, 1, 1, 1, layer.in_channels, bias=False)
+            blur.weight.data[:] = torch.outer(row, row)
+            layer.register_forward_pre_hook(lambda _, inputs, blur=blur: blur(inputs[0]))
+    images = torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), reference(images), rtol=1e-4, atol=1e-4)
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in make_optimizer(model, config.optimizer).param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        assert decays[id(parameter)] == (0 if "bn" in name else 1e-4), name
 
 
 def test_lars_is_mlperfs() -> None:

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention, DropPath, RmsNorm, apply_rot_embed_cat, lecun_normal_, trunc_normal_
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.resnet import BasicBlock, ResNet
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import nn
 
 __all__ = [  # timm lists these
     "dali_lenet",
     "dali_resnet34_cifar",
+    "dali_resnet50_blur",
     "dali_vit5_base_patch16",
     "dali_vit5_large_patch16",
     "dali_vit5_small_patch16",
@@ -51,6 +52,14 @@ default_cfgs = generate_default_cfgs(
             "crop_pct": 1.0,
             "mean": (0.4914, 0.4822, 0.4465),
             "std": (0.2023, 0.1994, 0.2010),
+            "first_conv": "conv1",
+            "classifier": "fc",
+        },
+        "dali_resnet50_blur.untrained": {
+            "input_size": (3, 224, 224),
+            "crop_pct": 0.875,
+            "mean": (0.485, 0.456, 0.406),
+            "std": (0.229, 0.224, 0.225),
             "first_conv": "conv1",
             "classifier": "fc",
         },
@@ -117,6 +126,45 @@ class CifarResNet(ResNet):
 def dali_resnet34_cifar(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
     settings = {"block": BasicBlock, "layers": (3, 4, 6, 3), **kwargs}
     model: CifarResNet = build_model_with_cfg(CifarResNet, "dali_resnet34_cifar", pretrained, **settings)
+    return model
+
+
+class BlurredConv2d(nn.Conv2d):
+    """A convolution of its input blurred by the 3 x 3 binomial filter, against aliasing where it has a stride.
+
+    timm's `aa_layer` blurs the output of a convolution without stride instead, which costs four times as much.
+    """
+
+    blur: torch.Tensor
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        size: Any = {name: getattr(conv, name) for name in ("kernel_size", "stride", "padding")}
+        super().__init__(conv.in_channels, conv.out_channels, **size, bias=False, device="meta")
+        self.weight = conv.weight
+        row = torch.tensor([1.0, 2.0, 1.0]) / 4
+        self.register_buffer("blur", (row[:, None] * row).expand(conv.in_channels, 1, 3, 3).clone(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (n, out, h', w') of `x`, (n, in, h, w)."""
+        return super().forward(F.conv2d(x, self.blur, padding=1, groups=self.in_channels))
+
+
+class BlurredResNet(ResNet):
+    """timm's ResNet with `BlurredConv2d` for every convolution with a stride but the first, as in FFCV's training
+    script (libffcv/ffcv-imagenet, train_imagenet.py at 4dd291a). Weights have timm's and torchvision's names."""
+
+    def __init__(self, *arguments: Any, **kwargs: Any) -> None:
+        super().__init__(*arguments, **kwargs)
+        for module in list(self.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Conv2d) and child.stride != (1, 1) and child is not self.conv1:
+                    setattr(module, name, BlurredConv2d(child))
+
+
+@register_model
+def dali_resnet50_blur(pretrained: bool = False, **kwargs: Any) -> BlurredResNet:
+    settings = {"block": Bottleneck, "layers": (3, 4, 6, 3), **kwargs}
+    model: BlurredResNet = build_model_with_cfg(BlurredResNet, "dali_resnet50_blur", pretrained, **settings)
     return model
 
 
