@@ -14,6 +14,7 @@ an error that TARGETS declares. Anything else is printed with the case that show
 
 import argparse
 import functools
+import gc
 import json
 import math
 import mmap
@@ -492,6 +493,7 @@ def main() -> int:
         samples, work = Path(directory) / "samples", Path(directory) / "work"
         samples.mkdir()
         make_samples(samples, names)
+        gc.freeze()  # what was imported: the children's collections need not look at it, nor copy its pages
         if options.case is not None:
             print(Samples(names[0], samples, work).run(options.seed, options.case))
             return 0
