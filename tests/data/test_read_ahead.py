@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from dali_train.config import Config
 from dali_train.data.dataset.index import INDEX_DTYPE, Split
 from dali_train.data.dataset.storage import GAP_BYTES, RUN_BYTES, MappedFiles, adjacent
 from dali_train.data.loading.loader import Segment, read
+from dali_train.data.loading.read_ahead import ReadAhead
+from dali_train.data.sampling.micro_batch import MicroBatches
 
 from ..conftest import REPOSITORY
 from ..helpers import words
@@ -43,9 +47,9 @@ def bytes_read() -> int:
     return int(fields["rchar"])
 
 
-def wait_until(done: Callable[[], bool]) -> None:
+def wait_until(done: Callable[..., bool], *arguments: Any) -> None:
     end = time.monotonic() + 30
-    while not done():
+    while not done(*arguments):
         assert time.monotonic() < end
         time.sleep(0.1)  # short of 300 times `bytes_read`, which itself reads some 115 bytes, of an expected 77,000
 
@@ -77,6 +81,45 @@ def test_same_micro_batches_and_their_bytes_are_read(dataset: Path, shuffle: str
     wait_until(lambda: not threads())
 
 
+class Recorded(MappedFiles):
+    """Files, and which images were prefetched."""
+
+    def __init__(self, split: Split) -> None:
+        super().__init__(split)
+        self.prefetched: list[int] = []
+
+    def prefetch(self, images: NDArray[np.int64]) -> None:
+        super().prefetch(images)
+        self.prefetched += images.tolist()
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_what_is_ahead_is_read_once(dataset: Path, shuffle: str) -> None:
+    """The images of the next two micro-batches, or of their windows. A thread that waits for its turn ends, too."""
+    split, config = Split(dataset, "train"), config_of(dataset, shuffle, 256)
+    files, micro_batches = Recorded(split), MicroBatches(split.rows, config)
+    order, places = micro_batches.order, list(itertools.product(range(3), range(4)))
+    wanted: list[list[int]] = []
+    read_windows: set[tuple[int, int]] = set()
+    for place in places:
+        positions = micro_batches.positions(*place)
+        new = [window for window in order.windows_at(positions) or () if window not in read_windows]
+        read_windows |= {*new}
+        parts = [order.images_in(*window) for window in new] if shuffle == "block" else [order.images_at(positions)[0]]
+        wanted.append([image for part in parts for image in part.tolist()])
+    chosen, schedule = itertools.starmap(micro_batches, places), itertools.cycle(places)
+    ahead = ReadAhead(split, files, micro_batches, chosen, schedule, num_ahead=2)
+    for taken in range(len(places) - 1):
+        expected = sorted(itertools.chain(*wanted[: taken + 2]))
+        wait_until(lambda count: len(files.prefetched) >= count, len(expected))
+        assert sorted(files.prefetched) == expected, taken
+        if taken < len(places) - 2:
+            next(ahead)
+    del ahead
+    gc.collect()
+    wait_until(lambda: not threads())
+
+
 @pytest.mark.slow
 def test_no_thread_meets_the_end_of_the_interpreter(tiny_config: Path) -> None:
     """Which would end the process with SIGABRT, now and then."""
@@ -87,6 +130,8 @@ atexit.register(lambda: print([thread.name for thread in threading.enumerate()])
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import Segment, read
+from dali_train.data.loading.read_ahead import ReadAhead
+from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.dataset.storage import MappedFiles
 config = load_config({str(tiny_config)!r})
 split = Split(config.data.root, "train")
