@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from dali_train.config import ModelConfig
-from dali_train.data.sampling.weights import logarithm, normal_quantile, normal_weights, uniform_weights
+from dali_train.data.sampling.rng import logarithm, normal_quantile, normal_weights, uniform_weights
 from dali_train.errors import ConfigError
 from dali_train.training.extra_models import ViT5
-from dali_train.training.initial_weights import initialising
+from dali_train.training.model import initialising
 
 # Small models with the initialisers of all recipes: (truncated) normal, uniform, Xavier's, Kaiming's, and sine tables.
 _VIT = {"img_size": 32, "embed_dim": 64, "depth": 1, "num_heads": 2}

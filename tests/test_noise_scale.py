@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import Parallel
-from dali_train.training.noise_scale import EVERY_STEPS, NoiseScale
+from dali_train.training.metrics import NOISE_EVERY_STEPS, NoiseScale
 
 from .conftest import Train
 from .helpers import events, words
@@ -46,7 +46,7 @@ def test_the_estimate_is_within_a_tenth_of_a_direct_one() -> None:
     estimates = []
     for measurement in range(1, 401):
         chosen = torch.randint(2000, (num_micro_batches * micro_batch,))
-        noise.begin_step(measurement * EVERY_STEPS, scale)
+        noise.begin_step(measurement * NOISE_EVERY_STEPS, scale)
         for name, parameter in model.named_parameters():
             parameter.grad = by_name[name][chosen[:micro_batch]].mean(0) * scale / num_micro_batches
         noise.add_first_micro_batch(model)
@@ -62,7 +62,7 @@ def test_an_overflow_is_not_averaged() -> None:
     model = nn.Linear(2, 1, bias=False)
     noise = NoiseScale(Parallel(model, Layout(rank=0), 0), 2, 4, CPU)
     for step, (small, large) in enumerate([(3.0, 2.0), (float("inf"), float("nan")), (3.0, 2.0)]):
-        noise.begin_step(step * EVERY_STEPS, torch.ones(()))
+        noise.begin_step(step * NOISE_EVERY_STEPS, torch.ones(()))
         model.weight.grad = torch.tensor([[small**0.5, 0.0]]) / 2
         noise.add_first_micro_batch(model)
         noise.finish_step(torch.tensor(large).sqrt())

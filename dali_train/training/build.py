@@ -26,9 +26,8 @@ from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
 from dali_train.training.loss import loss_of, make_objective
-from dali_train.training.metrics import Evaluator, TrainingMetrics
+from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
-from dali_train.training.noise_scale import NoiseScale
 from dali_train.training.optim import Ema, check_groups, check_shardwise, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, choose_tf32, compute_in

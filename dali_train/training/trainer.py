@@ -14,8 +14,7 @@ from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.training.invariant import DropoutSeeding, RunningStatistics, seed_micro_batch
 from dali_train.training.loss import Objective, first_target_correct
-from dali_train.training.metrics import TrainingMetrics, all_finite
-from dali_train.training.noise_scale import NoiseScale
+from dali_train.training.metrics import NoiseScale, TrainingMetrics, all_finite
 from dali_train.training.optim import Ema
 from dali_train.training.precision import Precision
 from dali_train.training.timing import PhaseClock

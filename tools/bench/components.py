@@ -27,7 +27,7 @@ from dali_train.data.loading.augment import OPERATORS
 from dali_train.data.sampling.draws import BOXES, Images, draw_mixing
 from dali_train.data.sampling.policy import draw_operators, policy_of
 from dali_train.training.extra_models import SinCosVisionTransformer
-from dali_train.training.initial_weights import initialising
+from dali_train.training.model import initialising
 
 Array = NDArray[Any]
 Row = tuple[Any, ...]
