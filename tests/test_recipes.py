@@ -21,6 +21,7 @@ from dali_train.config.augment_spec import parse_augment
 from dali_train.config.config import recipe_names, recipe_table
 from dali_train.data.loading.augment import OPERATORS
 from dali_train.errors import ConfigError
+from dali_train.training.cost import flops_per_image
 from dali_train.training.model import build_model, check_sizes
 from dali_train.training.optim import make_optimizer
 from dali_train.training.schedule import learning_rate
@@ -302,6 +303,12 @@ def test_ffcvs_image_sizes_and_rates(epochs: int, first: int, last: int) -> None
     for epoch, rate in logged.items() if epochs == 16 else ():
         step = round((epoch + 311 / 312) * IMAGENET / 4096)  # the script drops the last images of an epoch
         assert learning_rate(config, step, IMAGENET) == pytest.approx(rate, abs=0.85 / 312)
+
+
+@pytest.mark.parametrize(("name", "multiply_adds"), [("convnext-t", 4.5e9), ("rsb-a2", 4.1e9), ("vit-s16-90ep", 4.6e9)])
+def test_flops_are_three_times_those_of_the_published_forward_pass(name: str, multiply_adds: float) -> None:
+    """ConvNeXt-T has depthwise convolutions."""
+    assert flops_per_image(recipe(name), 1000) == pytest.approx(3 * 2 * multiply_adds, rel=0.02)
 
 
 def test_ffcvs_blurred_network() -> None:
