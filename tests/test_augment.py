@@ -199,14 +199,14 @@ def test_policies_draw_from_rows_of_the_table() -> None:
 
 
 def test_big_visions_magnitudes() -> None:
-    """randaug(2, 10) as its source computes them: degrees, bits, a threshold that is never reached, factors, pixels of
+    """randaug(2, 10) as its source computes them: degrees, bits, a threshold that overflows to 0, factors, pixels of
     224."""
     level = np.array([1], dtype=np.float32)
     strengths = {name: abs(float(OPERATORS[name].argument(level, 224)[0])) for name in policy_of(BIG_VISION).names}
     expected = {
         "Rotate": 30,
         "Posterize": 256 - 2**4,
-        "Solarize": 256,
+        "SolarizeIncreasing": 0,
         "SolarizeAdd": 110,
         "Color": 1.9,
         "Contrast": 1.9,

@@ -23,14 +23,15 @@ from dali_train.data.sampling.rng import Purpose, philox_generator, uniform
 
 IDENTITY = "Identity"
 
-# big_vision's randaug(2, 10), two layers at full strength: translations in pixels, and behind these Cutout.
+# big_vision's randaug(2, 10), two layers at full strength: translations in pixels, and behind these Cutout. There the
+# threshold of Solarize is 256 in 8 bits, so 0, and every pixel is inverted (google-research/big_vision#110).
 _BIG_VISION = (
     "AutoContrast",
     "Equalize",
     "Invert",
     "Rotate",
     "Posterize",
-    "Solarize",
+    "SolarizeIncreasing",
     "Color",
     "Contrast",
     "Brightness",
@@ -44,7 +45,7 @@ _BIG_VISION = (
 # ColossalAI's (examples/vit_b16_imagenet_data_parallel/dataloader/rand_augment.py): the same with shorter translations,
 # another threshold, and shears that are given as 0.3 degrees, which moves no pixel by more than one.
 _IN_COLOSSALAI = {
-    "Solarize": "Solarize200",
+    "SolarizeIncreasing": "Solarize200",
     "ShearX": IDENTITY,
     "ShearY": IDENTITY,
     "TranslateX100": "TranslateX40",
