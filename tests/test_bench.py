@@ -238,3 +238,41 @@ def test_a_mistake_is_one_line(tiny_config: Path, tmp_path: Path) -> None:
     arguments, log = ["--config", str(tiny_config), "--data.root", str(tmp_path)], tmp_path / "log"
     assert POOL.run(1, bench_step, arguments, log=log) == [1]
     assert "bench_step.py: " in log.read_text() and "Traceback" not in log.read_text()
+
+
+def test_optimizers_are_compared_with_rates_from_held_out_images(
+    tiny_config: Path,
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = tmp_path / "runs"
+    options = ["--tuning", dataset, "--final", dataset, "--config", tiny_config, "--batches", 16, "--micro-batch", 8]
+    options += ["--optimizers", "lamb", "muon", "--factors", 0.1, 1, "--seeds", 1, "--epochs", 0.5]
+    monkeypatch.setattr(sys, "argv", ["compare_optimizers.py", str(runs), *map(str, options)])
+    tool("compare_optimizers").main()
+    lines = capsys.readouterr().out.splitlines()
+    names = sorted(path.name for path in runs.iterdir() if path.is_dir())
+    assert len(names) == 6 and sum(name.endswith("tuning") for name in names) == 4
+    rows = [line for line in lines if line.startswith("| 16 |")]
+    assert [row.endswith("| 1 |") for row in rows] == [True, True]
+    assert Image.open(runs / "optimizers.png").width > 100
+    tool("compare_optimizers").main()
+    again = capsys.readouterr().out.splitlines()
+    assert not any(line.endswith("trains") for line in again) and [row in again for row in rows] == [True, True]
+
+
+def test_components_are_compared_with_their_publications(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = words(f"--out {tmp_path} --draws 200000 --images 150 --batches 300 --only crops randaugment mixing")
+    monkeypatch.setattr(sys, "argv", ["components.py", *small])
+    importlib.import_module("tools.bench.components").main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    values = {cells[0]: cells[1:] for cells in rows}
+    failures = values["random-resized: central crops after ten failures, per million"]
+    assert abs(float(failures[2])) < 5, "standard errors"
+    differences = values["pixels to change for big_vision's"]
+    assert float(differences[3]) < 0.1 < 0.3 < float(differences[0])
+    assert len(list(tmp_path.glob("*.png"))) == 3

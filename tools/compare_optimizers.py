@@ -1,0 +1,210 @@
+"""Compare optimizers at several batch sizes, with the same budget of tuning for each.
+
+    dali-train data convert folder --train cifar/train --validation-fraction 0.1 --format raw --out data/cifar-tuning
+    dali-train data convert folder --train cifar/train --validation cifar/test --format raw --out data/cifar
+    python -m tools.compare_optimizers runs/optimizers --tuning data/cifar-tuning --final data/cifar
+
+For each optimizer and batch, every one of --factors times the optimizer's usual rate is tried with seed 0, on the
+dataset --tuning, whose validation images are a part of the training images. The rate with the best top-1 there trains
+--seeds seeds on the dataset --final, whose test images choose nothing. Rates grow with the root of the batch; all else
+is that of --config, and all optimizers see the same images, crops and flips. Start the same command again to continue:
+finished runs are read, and one that was interrupted resumes. Prints and draws what there is.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+import dali_train
+from dali_train.config import Config, load_config
+from dali_train.runtime.status import METRICS, Event, decisive, read_events, read_status
+
+# The usual peak rate at a batch of 512, and what else an optimizer needs; the same betas where it has two.
+OPTIMIZERS: dict[str, dict[str, object]] = {
+    "lamb": {"lr": 4e-3, "betas": (0.9, 0.95), "eps": 1e-6},
+    "lars": {"lr": 2.0, "kwargs": {"momentum": 0.9, "nesterov": False}},
+    "adamw": {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8},
+    "muon": {"lr": 5e-3},
+}
+BASE_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run."""
+
+    optimizer: str
+    batch: int
+    factor: float  # of the usual rate
+    seed: int
+    tunes: bool
+
+    @property
+    def rate(self) -> float:
+        usual = OPTIMIZERS[self.optimizer]["lr"]
+        assert isinstance(usual, float)
+        return float(f"{usual * self.factor * (self.batch / BASE_BATCH) ** 0.5:.3g}")
+
+    @property
+    def name(self) -> str:
+        kind = "tuning" if self.tunes else f"seed-{self.seed}"
+        return f"{self.optimizer}-{self.batch}-{self.rate:g}-{kind}"
+
+
+class Comparison:
+    """The runs of a grid in one directory."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._base = load_config(options.config)
+
+    def directory(self, point: Point) -> Path:
+        directory: Path = self._options.directory / point.name
+        return directory
+
+    def config(self, point: Point) -> Config:
+        options = self._options
+        settings = {"name": point.optimizer, **OPTIMIZERS[point.optimizer], "lr": point.rate}
+        defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "kwargs": {}}  # not those of --config's optimizer
+        return self._base.replace(
+            data={"root": str(options.tuning if point.tunes else options.final), "seed": point.seed},
+            optimizer={**defaults, **settings},
+            batch={"global_batch": point.batch, "micro_batch": min(options.micro_batch, point.batch)},
+            model={"init": "portable"},
+            run={
+                "dir": str(self.directory(point)),
+                "epochs": options.tuning_epochs if point.tunes else options.epochs,
+                "eval_every_epochs": None if point.tunes else options.epochs / 10,
+                "keep_checkpoints": 1,
+            },
+            schedule={"warmup_epochs": options.epochs * 0.1},
+            hooks={"predictions": 0, "log_every_steps": 4},
+        )
+
+    def is_finished(self, point: Point) -> bool:
+        status = read_status(self.directory(point))
+        return status is not None and status.state == "finished"
+
+    def train(self, point: Point) -> None:
+        """Train to the end unless that was done before."""
+        if not self.is_finished(point):
+            print(f"{point.name}: trains", flush=True)
+            dali_train.run(self.config(point))
+
+    def events(self, point: Point, kind: str) -> list[Event]:
+        return [event for event in read_events(self.directory(point) / METRICS) if event["event"] == kind]
+
+    def top1(self, point: Point) -> float | None:
+        """Return the accuracy at the end, a fraction; None: it has not been reached."""
+        if not self.is_finished(point):
+            return None
+        return float(decisive(self.events(point, "eval")[-1], "top1"))
+
+    def tuning(self, optimizer: str, batch: int) -> list[Point]:
+        return [Point(optimizer, batch, factor, 0, tunes=True) for factor in sorted(self._options.factors)]
+
+    def final(self, optimizer: str, batch: int) -> list[Point]:
+        """Return the runs at the best rate; none until all rates have been tried."""
+        tried = [(self.top1(point), point) for point in self.tuning(optimizer, batch)]
+        known = [(top1, point) for top1, point in tried if top1 is not None]
+        if len(known) < len(tried):
+            return []
+        factor = max(known, key=lambda pair: pair[0])[1].factor
+        return [Point(optimizer, batch, factor, seed, tunes=False) for seed in range(self._options.seeds)]
+
+    def cells(self) -> Iterator[tuple[str, int]]:
+        for batch in self._options.batches:
+            for optimizer in self._options.optimizers:
+                yield optimizer, batch
+
+    def run(self) -> None:
+        """Train all points: first the rates, then a seed of each cell, so that an early end leaves complete rows."""
+        for cell in self.cells():
+            for point in self.tuning(*cell):
+                self.train(point)
+        for seed in range(self._options.seeds):
+            for cell in self.cells():
+                self.train(self.final(*cell)[seed])
+
+    # -------------------------------------------------------------------------------------------- results
+
+    def table(self) -> list[str]:
+        """Return the lines of a table: the tuned rates with their accuracies, and the final accuracy."""
+        lines = [
+            "| batch | optimizer | rates: top-1 of the held-out images | rate | test top-1 | standard error | n |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for optimizer, batch in self.cells():
+            tried = ", ".join(
+                f"{point.rate:g}: {top1:.2%}" if (top1 := self.top1(point)) is not None else f"{point.rate:g}: -"
+                for point in self.tuning(optimizer, batch)
+            )
+            points = self.final(optimizer, batch)
+            values = [top1 for point in points if (top1 := self.top1(point)) is not None]
+            rate = f"{points[0].rate:g}" if points else "-"
+            factors = sorted(self._options.factors)
+            if points and len(factors) > 1 and points[0].factor in (factors[0], factors[-1]):
+                rate += " (at the edge)"
+            mean = f"{statistics.mean(values):.2%}" if values else "-"
+            error = f"{statistics.stdev(values) / len(values) ** 0.5:.2%}" if len(values) > 1 else "-"
+            lines.append(f"| {batch} | {optimizer} | {tried} | {rate} | {mean} | {error} | {len(values)} |")
+        return lines
+
+    def draw(self, path: Path) -> None:
+        """Draw test accuracy over images seen, a panel for each batch, and the gradient noise scale below it."""
+        batches: Sequence[int] = self._options.batches
+        figure = Figure(figsize=(4 * len(batches), 6), layout="constrained")
+        panels = figure.subplots(2, len(batches), sharey="row", squeeze=False)
+        for column, batch in enumerate(batches):
+            above, below = panels[:, column]
+            for number, optimizer in enumerate(self._options.optimizers):
+                points = [point for point in self.final(optimizer, batch) if self.is_finished(point)]
+                for point in points:
+                    label = optimizer if point is points[0] else None
+                    curves = ((above, "eval", "top1", 100.0), (below, "train", "noise_scale", 1.0))
+                    for axes, kind, field, factor in curves:
+                        events = [event for event in self.events(point, kind) if field in event]
+                        seen = [event["step"] * batch for event in events]
+                        values = [factor * event[field] for event in events]
+                        axes.plot(seen, values, color=f"C{number}", label=label, linewidth=1, alpha=0.8)
+            above.set(title=f"batch {batch:,}")
+            below.axhline(batch, color="black", linestyle="--", linewidth=0.8, label="the batch")
+            below.set(xlabel="images seen", yscale="log")
+        panels[0, 0].set(ylabel="top-1 of the test images, %")
+        panels[1, 0].set(ylabel="gradient noise scale, images")
+        panels[1, 0].legend(fontsize=8)
+        figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="of the runs")
+    parser.add_argument("--tuning", type=Path, required=True, metavar="DATASET", help="with held-out training images")
+    parser.add_argument("--final", type=Path, required=True, metavar="DATASET", help="with the test images")
+    parser.add_argument("--config", default="configs/small-vit-cifar10-adamw.py", metavar="FILE", help="of all else")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), metavar="NAME")
+    parser.add_argument("--batches", type=int, nargs="+", default=[512, 2048, 8192], metavar="N")
+    parser.add_argument("--factors", type=float, nargs="+", default=[1 / 3, 1, 3], metavar="F", help="of the rate")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of each final point")
+    parser.add_argument("--epochs", type=float, default=100, metavar="N", help="of a final run")
+    parser.add_argument("--tuning-epochs", type=float, metavar="N", help="of a rate's run (default: --epochs)")
+    parser.add_argument(
+        "--micro-batch", type=int, default=256, metavar="N", help="of all runs: the noise scale needs 2"
+    )
+    parser.add_argument("--only-report", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    options.tuning_epochs = options.tuning_epochs or options.epochs
+    comparison = Comparison(options)
+    if not options.only_report:
+        comparison.run()
+    print("\n".join(comparison.table()))
+    comparison.draw(options.directory / "optimizers.png")
+    print(f"drawn: {options.directory / 'optimizers.png'}")
+
+
+if __name__ == "__main__":
+    main()
