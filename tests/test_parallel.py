@@ -28,7 +28,11 @@ from .helpers import FLOAT64_BOUND, events, in_ranks, kill_after_step_4, losses,
 FP64 = ("--precision.dtype", "fp64")
 DEEP = ("--model.kwargs.depth", "4")
 FIVE = words("--batch.global_batch 20 --batch.micro_batch 4")  # micro-batches, which several coordinates do not divide
-WORDS = (*FP64, *DEEP, *words("--ema.decay 0.9 --run.max_steps 5 --run.checkpoint_every_steps 2"), *FIVE)
+WORDS = (
+    *(*FP64, *DEEP, *FIVE),
+    *words("--ema.decay 0.9 --ema.every_steps 2 --ema.lookahead true --run.max_steps 5 --run.checkpoint_every_steps 2"),
+    *words("--optimizer.groups *.bias,2,0.5 --data.eval_views mirrored-and-shifted"),
+)
 SHARDED = ("--parallel.shard", "full")
 PIPELINE = ("--parallel.pipeline", "2")
 INTERLEAVED = (*PIPELINE, "--parallel.num_chunks", "2")
