@@ -337,7 +337,8 @@ class FedNumpy:
 def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fed with the same draws; timm's partner is always the image at the same place from the other end."""
     images, labels, side, size = torch.randn(8, 3, 31, 31), torch.arange(8) % 5, 31, 8
-    settings, theirs = MixupConfig(alpha=0.8, cutmix_alpha=1.0), Mixup(0.8, 1.0, label_smoothing=0, num_classes=5)
+    settings = MixupConfig(alpha=0.8, cutmix_alpha=1.0, switch_probability=0.4)
+    theirs = Mixup(0.8, 1.0, switch_prob=0.4, label_smoothing=0, num_classes=5)
     seen = set()
     for step in range(20):
         drawn = draw_mixing(settings, 3, step=step, k=0, size=size, side=side)
@@ -349,7 +350,7 @@ def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch) -> None:
         cutmix = more.beta(1.0, 1.0)
         fed = FedNumpy(
             rand=[0.0, switch],  # the first: whether to mix at all
-            beta=[cutmix if switch < 0.5 else mixup],
+            beta=[cutmix if switch < 0.4 else mixup],
             randint=[int(y * side), int(x * side)],
         )
         monkeypatch.setattr("timm.data.mixup.np", fed)

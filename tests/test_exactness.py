@@ -129,7 +129,7 @@ def test_the_options_for_speed_resume_with_the_same_bits_and_do_not_depend_on_ra
 AUGMENTED = words(
     "--data.augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.3 --data.random_erasing 0.5 "
     "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 "
-    "--loss.label_smoothing 0.1 --loss.class_weights balanced "
+    "--mixup.probability 0.8 --mixup.until_epoch 1 --loss.label_smoothing 0.1 --loss.class_weights balanced "
     "--optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9 --model.init portable "
     "--data.alternating_flip true --optimizer.groups *.bias,2,0.5 --data.eval_views mirrored-and-shifted"
 )

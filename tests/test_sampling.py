@@ -216,6 +216,27 @@ def test_mixup_draws() -> None:
     assert off.partners.tolist() == [0, 1, 2] and off.lambdas.tolist() == [1, 1, 1] and not off.cuts.any()
 
 
+def test_some_micro_batches_are_mixed() -> None:
+    plain = [mixing(step=step, size=2, side=64, alpha=0.8, cutmix_alpha=1.0) for step in range(1000)]
+    some = [
+        mixing(step=step, size=2, side=64, alpha=0.8, cutmix_alpha=1.0, probability=0.7, switch_probability=0.2)
+        for step in range(1000)
+    ]
+    mixed = np.array([one.lambdas[0] < 1 for one in some])
+    cut = np.array([one.cuts.any() for one in some])
+    assert 0.65 < mixed.mean() < 0.75 and 0.15 < cut[mixed].mean() < 0.25
+    assert all(one.partners.tolist() == [0, 1] for one in np.array(some)[~mixed])
+    same = [index for index in np.flatnonzero(mixed) if cut[index] == plain[index].cuts.any()]
+    assert len(same) > 400 and all(np.array_equal(some[i].lambdas, plain[i].lambdas) for i in same)
+
+
+def test_mixing_ends_with_an_epoch() -> None:
+    """At the first step that begins in it, whatever the rank."""
+    config = config_of(24, 6).replace({"mixup.alpha": 0.8, "mixup.until_epoch": 2, "run.epochs": 9})
+    micro_batches = MicroBatches(rows_of(97), config)
+    assert [step for step in range(12) if micro_batches(step, 0).is_mixed] == list(range(9))  # 2 x 97 images are 8.08
+
+
 def test_mixup_draws_are_those_of_earlier_versions() -> None:
     """Literal values: a run that began with an earlier version continues with the same mixtures."""
     drawn = mixing(step=7, k=2, size=4, alpha=0.2)

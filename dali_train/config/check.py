@@ -321,9 +321,10 @@ _ELSEWHERE = {
     "loss.label_smoothing": "smoothing",
     "mixup.alpha": "mixup mixup_alpha",
     "mixup.cutmix_alpha": "cutmix",
-    "mixup.alpha (0 for none: every micro-batch is mixed, and with both alphas by one of the two)": (
-        "prob mixup_prob mixup_switch_prob switch_prob mixup_mode"
-    ),
+    "mixup.probability": "prob mixup_prob",
+    "mixup.switch_probability": "mixup_switch_prob switch_prob",
+    "mixup.until_epoch": "mixup_off_epoch",
+    "mixup.alpha (a micro-batch has one lambda)": "mixup_mode",
     "ema.decay": "ema model_ema model_ema_decay ema_decay",
     "ema.warmup": "model_ema_warmup",
     "precision.dtype": "amp amp_dtype fp16 bf16 precision",

@@ -537,10 +537,23 @@ class MixupConfig:
     cutmix_alpha: NotNegative = 0.0
     """CutMix: a box of the partner covers a fraction 1 - lambda of the image, with lambda from Beta(cutmix_alpha,
     cutmix_alpha). 0 turns CutMix off. Only with data.reader index."""
+    probability: Probability = 1.0
+    """Probability that a micro-batch is mixed at all."""
+    switch_probability: Probability = 0.5
+    """If both are on: probability that a mixed micro-batch uses CutMix."""
+    until_epoch: Positive | None = None
+    """Mix nothing from this epoch on. A step belongs to the epoch in which it begins. None: mix until the end."""
 
     @property
     def enabled(self) -> bool:
         return self.alpha > 0 or self.cutmix_alpha > 0
+
+    def __post_init__(self) -> None:
+        remedy = "nothing is mixed; set mixup.alpha, such as 0.2, or leave it out"
+        for name, value, off in (("probability", self.probability, 1.0), ("until_epoch", self.until_epoch, None)):
+            refuse(not self.enabled and value != off, self, (name, "alpha", "cutmix_alpha"), remedy)
+        one, remedy = self.alpha == 0 or self.cutmix_alpha == 0, "it needs both; set both, or leave it out"
+        refuse(one and self.switch_probability != 0.5, self, ("switch_probability", "alpha", "cutmix_alpha"), remedy)
 
 
 @section("precision")

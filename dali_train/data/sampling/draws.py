@@ -172,7 +172,8 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
     mixed.
     """
     cuts = np.zeros((size, 4), dtype=np.int32)
-    if not config.enabled:
+    whether = np.random.Generator(philox_generator(seed, Purpose.MIXED, low=k, high=step))
+    if not config.enabled or (config.probability < 1 and whether.random() >= config.probability):
         return Mixing(partners=np.arange(size, dtype=np.int32), lambdas=np.ones(size, dtype=np.float32), cuts=cuts)
     generator = philox_generator(seed, Purpose.MIXUP, low=k, high=step)
     partners = shuffled(generator, size).astype(np.int32)
@@ -182,7 +183,7 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
     if config.cutmix_alpha > 0:
         more = np.random.Generator(philox_generator(seed, Purpose.CUTMIX, low=k, high=step))
         switch, y, x = more.random(3)
-        if config.alpha == 0 or switch < 0.5:
+        if config.alpha == 0 or switch < config.switch_probability:
             box = _cut_box(more.beta(config.cutmix_alpha, config.cutmix_alpha), y, x, side)
             share = 1 - box[2] * box[3] / side**2
             cuts[:] = box

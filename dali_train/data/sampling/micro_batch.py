@@ -4,12 +4,13 @@ The world size is not an argument. Every rank would compute the same micro-batch
 of ranks, stopped, and resumed on another number.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.config import Config
+from dali_train.config import Config, MixupConfig
 from dali_train.config.check import require
 from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
@@ -67,6 +68,8 @@ class MicroBatches:
         self._rows = rows
         self._config = config
         self._config_at = config.by_step(len(rows))
+        until = config.mixup.until_epoch
+        self._mixing_ends = math.inf if until is None else config.steps(until, len(rows))
         self._policy = policy_of(config.data)
         self.order = SampleOrder.of(config, rows["label"])
         side, padding = config.data.crop_side, config.data.crop_padding
@@ -104,7 +107,8 @@ class MicroBatches:
             reflect = data.crop_padding_mode == "reflect"
             boxes, offsets = padded_crops(seed, looks, side=data.crop_side, padding=data.crop_padding, reflect=reflect)
         operators, levels = draw_operators(seed, self._policy, looks)
-        mixing = draw_mixing(config.mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
+        mixup = config.mixup if step < self._mixing_ends else MixupConfig()
+        mixing = draw_mixing(mixup, seed, step=step, k=k, size=len(images), side=data.train_size)
         return MicroBatch(
             step=step,
             k=k,

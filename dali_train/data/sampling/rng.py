@@ -36,9 +36,10 @@ class Purpose(IntEnum):
     READER = 8  # the seeds of DALI's own reader and crops
     AUGMENT = 9
     ERASE = 10
-    CUTMIX = 11  # and whether anything is mixed
+    CUTMIX = 11  # and whether it is used instead of Mixup
     NOISE = 12  # in erased boxes
     WEIGHTS = 13  # initial ones, with model.init portable; counted by draw
+    MIXED = 14  # whether a micro-batch is mixed
 
 
 def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:
