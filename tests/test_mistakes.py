@@ -58,6 +58,8 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"data.alternating_flip": True, "data.horizontal_flip": 0}, "data.alternating_flip is true ... such as 0.5"),
     ({"data.alternating_flip": True, "data.reader": "dali"}, "data.reader is ... data.alternating_flip"),
     ({"data.augment": "rand-q3"}, "data.augment is ... has no setting 'q3'"),
+    ({"schedule.name": "multistep"}, "schedule.name is ... set schedule.milestones, such as 30,60,80"),
+    ({"schedule.milestones": (2,)}, "schedule.milestones is ... use multistep"),
     ({"optimizer.groups": (("*.bias", -1, 1),)}, "optimizer.groups is ... factors of lr and of weight_decay"),
     ({"optimizer.groups": (("*", 1, 1),), "optimizer.layer_decay": 0.7}, "optimizer.layer_decay is ... leave one of"),
     ({"ema.lookahead": True}, "ema.lookahead is true ... set ema.decay, such as 0.999"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler, PolyLRScheduler, StepLRScheduler
 from timm.scheduler.scheduler import Scheduler
 
 from dali_train.config import Config, ConfigError
@@ -48,6 +48,11 @@ def of_timm(kind: type[Scheduler], unit: str, **arguments: Any) -> list[float]:
         (PolyLRScheduler, {"name": "polynomial", "min_lr": 1e-5, "power": 2.0}, {"lr_min": 1e-5, "power": 2.0}),
         (PolyLRScheduler, {"name": "linear"}, {"power": 1.0}),
         (StepLRScheduler, {"name": "step", "decay_epochs": 4.0, "decay_rate": 0.3}, {"decay_t": 4, "decay_rate": 0.3}),
+        (
+            MultiStepLRScheduler,
+            {"name": "multistep", "milestones": (4, 9, 11.0), "decay_rate": 0.3, "min_lr": 0.0},
+            {"decay_t": [4, 9, 11], "decay_rate": 0.3},
+        ),
     ],
     ids=lambda value: value.get("name") if isinstance(value, dict) else None,
 )
@@ -56,7 +61,9 @@ def test_rates_are_those_of_timm(
 ) -> None:
     scale = 1 if unit == "epoch" else STEPS
     arguments = dict(theirs, warmup_t=warmup * scale, warmup_lr_init=1e-6, warmup_prefix=prefix)
-    if "decay_t" in theirs:
+    if kind is MultiStepLRScheduler:  # which decays one of its units early
+        arguments["decay_t"] = [time * scale + 1 for time in theirs["decay_t"]]
+    elif "decay_t" in theirs:
         arguments["decay_t"] = theirs["decay_t"] * scale
     else:  # timm's cycle begins after a warmup that is a prefix, so it is the rest of the run
         arguments["t_initial"] = (EPOCHS - (warmup if prefix else 0)) * scale
@@ -108,7 +115,8 @@ def test_a_decay_that_ends_before_the_run(name: str, unit: str) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("unit", ["step", "epoch"])
 def test_every_schedule_starts_its_decay_at_the_peak_and_ends_above_its_minimum(name: str, unit: str) -> None:
-    more = {"decay_epochs": 4.0} if name in ("step", "warmup-stable-decay") else {}
+    needed: dict[str, dict[str, Any]] = {name: {"decay_epochs": 4.0} for name in ("step", "warmup-stable-decay")}
+    more = (needed | {"multistep": {"milestones": (3, 9)}}).get(name, {})
     settings = config(name=name, warmup_epochs=2, min_lr=1e-5, step_every=unit, **more)
     rates = [learning_rate(settings, step, IMAGES) for step in range(EPOCHS * STEPS + 5)]
     assert rates[20] == pytest.approx(PEAK)

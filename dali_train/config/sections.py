@@ -357,8 +357,8 @@ class ScheduleConfig:
 
     name: str = "linear"
     """How the rate decays until run.epochs: linear, cosine, polynomial, step (times decay_rate every decay_epochs),
-    warmup-stable-decay (constant until decay_epochs before the end), or a row that the config file adds to
-    dali_train.training.schedule.SCHEDULES."""
+    multistep (times decay_rate at each of milestones), warmup-stable-decay (constant until decay_epochs before the
+    end), or a row that the config file adds to dali_train.training.schedule.SCHEDULES."""
     warmup_epochs: NotNegative = 0.0
     """Passes over the training split during which the rate rises."""
     warmup_lr: NotNegative | None = None
@@ -375,7 +375,10 @@ class ScheduleConfig:
     """step: epochs between two decays. warmup-stable-decay: length of the decay. linear, cosine, polynomial: length of
     the decay, after which the rate is min_lr; None: until run.epochs."""
     decay_rate: Annotated[float, Rule("a factor over 0 and up to 1", OVER_0, 1)] = 0.1
-    """Factor of each decay of step."""
+    """Factor of each decay of step and multistep."""
+    milestones: tuple[Positive, ...] = ()
+    """multistep: the epochs from which on the rate is multiplied by decay_rate once more, as torch's MultiStepLR counts
+    them; from the end of the warmup on with decay_from warmup-end. timm's decays an epoch earlier."""
     step_every: Literal["step", "epoch"] = "step"
     """Whether the rate changes at every optimizer step or only at the start of an epoch."""
 
@@ -385,9 +388,12 @@ class ScheduleConfig:
         refuse(by_epoch and self.warmup_epochs % 1 != 0, self, ("warmup_epochs", "step_every"), whole)
         needs_length = self.name in ("step", "warmup-stable-decay")
         refuse(needs_length and length is None, self, ("name", "decay_epochs"), "set schedule.decay_epochs")
+        remedy = "set schedule.milestones, such as 30,60,80"
+        refuse(self.name == "multistep" and not self.milestones, self, ("name", "milestones"), remedy)
         remedy = "it has no effect there; leave it out, or use"
+        refuse(bool(self.milestones) and self.name != "multistep", self, ("milestones", "name"), f"{remedy} multistep")
         refuse(
-            self.name in ("linear", "cosine", "step") and self.power != 1,
+            self.name in ("linear", "cosine", "step", "multistep") and self.power != 1,
             self,
             ("power", "name"),
             f"{remedy} polynomial or warmup-stable-decay",

@@ -17,6 +17,7 @@ class Span:
     elapsed: float  # since the start of the decay; less than `total`
     total: float
     decay: float | None  # schedule.decay_epochs
+    milestones: tuple[float, ...]  # schedule.milestones, since the start of the decay
 
 
 def _linear(settings: ScheduleConfig, peak: float, span: Span) -> float:
@@ -36,6 +37,10 @@ def _step(settings: ScheduleConfig, peak: float, span: Span) -> float:
     return max(settings.min_lr, peak * settings.decay_rate ** (span.elapsed // span.decay))
 
 
+def _multistep(settings: ScheduleConfig, peak: float, span: Span) -> float:
+    return max(settings.min_lr, peak * settings.decay_rate ** sum(time <= span.elapsed for time in span.milestones))
+
+
 def _warmup_stable_decay(settings: ScheduleConfig, peak: float, span: Span) -> float:
     assert span.decay is not None
     left = min(1.0, (span.total - span.elapsed) / span.decay)
@@ -48,6 +53,7 @@ SCHEDULES: dict[str, Schedule] = {
     "cosine": _cosine,
     "polynomial": _polynomial,
     "step": _step,
+    "multistep": _multistep,
     "warmup-stable-decay": _warmup_stable_decay,
 }
 """Each takes the settings, the peak rate and the position in the decay, and returns the rate after the warmup."""
@@ -79,14 +85,16 @@ def learning_rate(config: Config, step: int, num_images: int) -> float:
             return peak * (now + 1) / (warmup + 1)
         return schedule.warmup_lr + now * ((peak - schedule.warmup_lr) / warmup)
     start = warmup if schedule.decay_from == "warmup-end" else 0.0
-    decay = schedule.decay_epochs
-    if decay is not None and schedule.step_every == "step":
-        decay = float(config.steps(decay, num_images))
+    decay, milestones = schedule.decay_epochs, schedule.milestones
+    if schedule.step_every == "step":
+        decay = decay if decay is None else float(config.steps(decay, num_images))
+        milestones = tuple(float(config.steps(epoch, num_images)) for epoch in milestones)
     if decay is not None and schedule.name in ("linear", "cosine", "polynomial"):
         total = min(total, start + decay)
-    if now >= total and schedule.name != "step":
+    if now >= total and schedule.name not in ("step", "multistep"):
         return schedule.min_lr
-    return schedule_of(schedule)(schedule, peak, Span(elapsed=now - start, total=total - start, decay=decay))
+    span = Span(elapsed=now - start, total=total - start, decay=decay, milestones=milestones)
+    return schedule_of(schedule)(schedule, peak, span)
 
 
 def peak_learning_rate(config: Config) -> float:
