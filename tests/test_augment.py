@@ -332,7 +332,7 @@ class FedNumpy:
 
 @pytest.mark.skipif(
     tuple(int(n) for n in timm.__version__.split(".")[:3]) < (1, 0, 31),
-    reason="timm 1.0.26 cuts boxes a pixel differently",
+    reason="timm before 1.0.31 cuts boxes a pixel differently",
 )
 def test_mixup_and_cutmix_are_timms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fed with the same draws; timm's partner is always the image at the same place from the other end."""
