@@ -78,6 +78,8 @@ def test_run_directory_describes_itself(plain_run: Path) -> None:
     assert config["run"]["epochs"] == 4 and config["batch"]["global_batch"] == 32
     environment = json.loads((plain_run / "environment.json").read_text())
     assert environment["torch"] == torch.__version__ and "--run.dir" in environment["command"]
+    assert environment["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert environment["compute_threads"] > 0 and environment["deterministic"] is False
     arguments = environment["optimizer"]  # those that are in no config, too
     assert arguments["trust_clip"] is False and arguments["betas"] == [0.9, 0.999]
     log = (plain_run / "logs" / "rank0.log").read_text()

@@ -554,6 +554,10 @@ def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) ->
         "device": device_name(device),
         "host": platform.node(),
         "host_cores": len(os.sched_getaffinity(0)),
+        # With the versions above, these decide the last bits of a step (docs/exactness.md).
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "compute_threads": torch.get_num_threads(),
+        "deterministic": config.run.deterministic,
         "optimizer": resolved_arguments(optimizer),
         "decoding_threads": plan.num_threads,
         "decoder": describe_decoder(config.data, pixel_format(config, device, plan.num_threads)),
