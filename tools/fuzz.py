@@ -31,7 +31,7 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,13 +109,17 @@ class Target:
     is_cheap: bool = False  # takes milliseconds, and needs no training
 
 
-def read_split(directory: Path) -> None:
-    for name in ("train", "validation"):
+def read_splits(directory: Path, names: Sequence[str] = ("train", "validation")) -> None:
+    for name in names:
         split = Split(directory, name)
         images = MappedFiles(split)
         for image in range(min(len(split), 4)):
             bytes(images.image(image))
             split.describe(image)
+
+
+def read_index(path: Path) -> None:
+    read_splits(path.parent.parent, [path.name.partition(".")[0]])
 
 
 def read_archive(path: Path) -> None:
@@ -205,7 +209,7 @@ def drawn_kwargs(arguments: bytes, rng: random.Random) -> bytes:
 
 TARGETS = {
     "dataset.json": Target("dataset/dataset.json", lambda path: Manifest.read(path.parent), is_cheap=True),
-    "index": Target("old-dataset/index/*.npy", lambda path: read_split(path.parent.parent), is_cheap=True),
+    "index": Target("old-dataset/index/*.npy", read_index, is_cheap=True),
     "manifest.json": Target("run/manifest.json", lambda p: parse_manifest(p.read_bytes(), str(p)), is_cheap=True),
     "status": Target("run/status.json", read_status_files, is_cheap=True),
     "mirror.json": Target("run/mirror.json", lambda p: parse_claim(p.read_bytes(), "s3://bucket"), is_cheap=True),
@@ -215,8 +219,8 @@ TARGETS = {
     "environment.json": Target("run/environment.json", lambda p: RunDirectory(p.parent).environment, is_cheap=True),
     "evaluation.json": Target("run/evaluation.json", lambda path: saved_top1(path.parent), is_cheap=True),
     "model.kwargs": Target("kwargs/*", build_with_kwargs, damage=drawn_kwargs, is_cheap=True),
-    "dataset": Target("dataset/dataset.json", lambda path: read_split(path.parent)),
-    "shard": Target("dataset/train/train-*", lambda path: read_split(path.parent.parent)),
+    "dataset": Target("dataset/dataset.json", lambda path: read_splits(path.parent)),
+    "shard": Target("dataset/train/train-*", lambda path: read_splits(path.parent.parent)),
     "tfrecord": Target("dataset/train/train-*", lambda path: index_shard(path, check_crc=False), (TFRecordError,)),
     "tar": Target("tar/images.tar", read_archive, (SourceError,)),
     "jpeg": Target("images/*.jpg", lambda path: parse_jpeg_header(path.read_bytes()), (BadImageError,)),
