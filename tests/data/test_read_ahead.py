@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import logging
 import subprocess
 import sys
 import threading
@@ -143,22 +142,28 @@ assert threading.active_count() == 1 + 4
     assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr
 
 
-def test_fault_is_told_once_and_changes_nothing(dataset: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Failing(MappedFiles):
+    """Files whose first `left` requests to prefetch fail."""
+
+    left = itertools.repeat(True)
+
+    def prefetch(self, images: NDArray[np.int64]) -> None:
+        if next(self.left, False):
+            raise OSError("the disk does not answer")
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_fault_is_told_once_and_changes_nothing(
+    dataset: Path, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Failing, "left", itertools.repeat(True, times))
     split = Split(dataset, "train")
-    split.paths = [dataset / "nowhere" for _ in split.paths]
-    with caplog.at_level(logging.WARNING):
-        ahead = read(
-            split,
-            Segment(config=config_of(dataset, "full", 256), start_step=0, dp_rank=0, dp_size=1),
-            MappedFiles(split),
-        )
-        wait_until(lambda: not threads())
-    assert [
-        record.getMessage().startswith("reading ahead stops, images are read when") for record in caplog.records
-    ] == [True]
-    plain = read(
-        split, Segment(config=config_of(dataset, "full", 0), start_step=0, dp_rank=0, dp_size=1), MappedFiles(split)
+    plain, ahead = (
+        read(split, Segment(config=config_of(dataset, "full", mb), start_step=0, dp_rank=0, dp_size=1), Failing(split))
+        for mb in (0, 256)
     )
+    wait_until(lambda: not threads())
+    assert caplog.messages == ["reading ahead stops, images are read when they are decoded: the disk does not answer"]
     for a, b in itertools.islice(zip(plain, ahead, strict=True), 20):
         np.testing.assert_array_equal(a.images, b.images)
 
