@@ -89,6 +89,9 @@ _SLOW_FILES = {
 }
 
 
+# Tests that take a minute or more each, beside which all others run.
+_LONG_FILES = {"test_slurm.py", "test_fuzz.py"}
+
 # Many processes each, which leave nothing of two cores; and the file that judges by seconds of silence. One after the
 # other.
 _CROWDED_FILES = {"test_parallel.py", "test_tensor_parallel.py", "test_hang.py"}
@@ -130,7 +133,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow.add(item.path)
     items.sort(
         key=lambda item: (
-            item.path.name != "test_slurm.py",
+            item.path.name not in _LONG_FILES,
             item.path.name not in _CROWDED_FILES,
             item.path not in slow,
         )
