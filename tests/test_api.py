@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import dali_train
 from dali_train.checkpoint.format import CheckpointError, load_newest
@@ -76,12 +75,6 @@ def test_timm_prepares_images_for_a_loaded_model(finished: Path, tmp_path: Path)
     with torch.inference_mode():
         expected = model(images).softmax(dim=-1).sort(descending=True).values
     np.testing.assert_allclose(dali_train.predict(model, photographs, decoder="pil").probabilities, expected, atol=1e-2)
-
-
-def test_final_weights_are_a_file_of_their_own(finished: Path) -> None:
-    weights = load_file(finished / "model.safetensors")
-    for name, tensor in dali_train.load_model(finished, "newest").state_dict().items():
-        assert torch.equal(tensor, weights[name])
 
 
 def test_accuracies_are_complete_and_weights_written_after_a_resume(finished: Path, tmp_path: Path) -> None:

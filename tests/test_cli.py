@@ -29,13 +29,10 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "accumulation"), [("vit-b16", 4, 32), ("vit-b32", 1, 128), ("vit-l32", 128, 1)]
-)
-def test_plan(name: str, ranks: int, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", str(REPOSITORY / "configs" / f"{name}.py"), "--world-size", str(ranks)]) == 0
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", B16, "--world-size", "4"]) == 0
     printed = capsys.readouterr().out
-    assert f"accumulation   {accumulation} micro-batches of 256 per rank: 32,768 images per step" in printed
+    assert "accumulation   32 micro-batches of 256 per rank: 32,768 images per step" in printed
     assert "steps          11,730 in 300 epochs" in printed
     assert re.search(
         r"rank's memory +\d+\.\d\d GB weights, gradients and optimizer, about \d+\.\d\d GB activations", printed
