@@ -70,7 +70,7 @@ from dali_train.data.convert.sources import Archive, SourceError  # noqa: E402
 from dali_train.data.dataset.build_index import index_shard  # noqa: E402
 from dali_train.data.dataset.image_file import BadImageError, parse_jpeg_header  # noqa: E402
 from dali_train.data.dataset.index import Split  # noqa: E402
-from dali_train.data.dataset.manifest import Manifest  # noqa: E402
+from dali_train.data.dataset.manifest import Manifest, SplitName  # noqa: E402
 from dali_train.data.dataset.storage import MappedFiles  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
 from dali_train.errors import ConfigError, UserError  # noqa: E402
@@ -109,7 +109,7 @@ class Target:
     is_cheap: bool = False  # takes milliseconds, and needs no training
 
 
-def read_splits(directory: Path, names: Sequence[str] = ("train", "validation")) -> None:
+def read_splits(directory: Path, names: Sequence[SplitName] = ("train", "validation")) -> None:
     for name in names:
         split = Split(directory, name)
         images = MappedFiles(split)
@@ -119,7 +119,7 @@ def read_splits(directory: Path, names: Sequence[str] = ("train", "validation"))
 
 
 def read_index(path: Path) -> None:
-    read_splits(path.parent.parent, [path.name.partition(".")[0]])
+    read_splits(path.parent.parent, ["train" if path.name.startswith("train") else "validation"])
 
 
 def read_archive(path: Path) -> None:
