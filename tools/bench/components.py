@@ -80,12 +80,12 @@ def crops(options: argparse.Namespace) -> tuple[list[Row], Figure]:
         ),
         ("inception: whole images after failures", 0, int(counted["inception"][HEIGHT, WIDTH]), ""),
         (
-            "random-resized against torchvision's draws, by cells of 8 x 8",
-            sample.sum(),
+            f"random-resized against {int(sample.sum()):,} draws of torchvision here, by cells of 8 x 8",
+            "",
             options.draws,
             same_cells(counted["random-resized"], sample),
         ),
-        ("inception against torchvision's draws, likewise", "", "", same_cells(counted["inception"], sample)),
+        ("inception against the same, which must differ", "", options.draws, same_cells(counted["inception"], sample)),
     ]
     figure = Figure(figsize=(6.5, 6.2), layout="constrained")
     for axes, (kind, counts) in zip(figure.subplots(2, 1), counted.items(), strict=True):
