@@ -207,7 +207,10 @@ def test_missing_files_and_nothing_complete(tmp_path: Path) -> None:
         ({"values": {"scaler": [1]}}, "values.scaler is not"),
         ({"values": {"recipe": None}}, "values.recipe is not"),
         ({"values": {"dropout": "layer"}}, "values.dropout is not"),
-        *((text, r"manifest\.json is not the manifest") for text in (b"[]", b"null", b"[" * 100_000, b"\xff", b"{}")),
+        *(
+            (text, r"manifest\.json cannot be read as the manifest")
+            for text in (b"[]", b"null", b"[" * 100_000, b"\xff", b"{}")
+        ),
     ],
 )
 def test_a_crafted_manifest_is_one_sentence(tmp_path: Path, fields: dict[str, Any] | bytes, message: str) -> None:

@@ -231,7 +231,7 @@ def test_other_runs_are_refused(url: str, finished: Path, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=f"run.resume is never, but run.mirror {url} has checkpoints"):
         restore(run(tmp_path, url, resume="never"))
     empty = tmp_path / "empty"
-    refused = rf"not the one of run.mirror {url}: data.seed 0 -> 7. Set it back, choose another prefix as run.mirror"
+    refused = rf"differs from that of run.mirror {url}: data.seed 0 -> 7. Undo the change, choose another prefix as"
     with pytest.raises(ConfigError, match=refused):
         restore(run(empty, url), **{"data.seed": 7})
     assert not list(empty.glob("*/*")), "nothing is downloaded before"
@@ -289,7 +289,7 @@ def test_one_of_several_takes_over_and_a_frozen_writer_completes_nothing(
     assert len(taken) == 1 and len(refused) == 3 and all("is in use" in text for text in refused)
     before = Bucket(url).read_all("mirror.json")
     assert not frozen.renew({}) and Bucket(url).read_all("mirror.json") == before
-    assert f"{url}/mirror.json is now that of pid" in caplog.text
+    assert f"{url}/mirror.json was taken over by pid" in caplog.text
     frozen.release()
     assert Bucket(url).read_all("mirror.json") == before
     assert taken[0].renew()

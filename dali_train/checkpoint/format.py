@@ -63,8 +63,8 @@ class CheckpointError(RunError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is missing, or is not what was written: an older checkpoint is used instead. Anything else
-    that goes wrong while it is read, such as an error of the disk, says nothing about the checkpoint."""
+    """A file of a checkpoint is missing, or is not what was written: an older checkpoint is used instead. Another
+    failure to read it, such as a disk error, is no evidence of damage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,20 +143,20 @@ def parse_manifest(content: bytes, name: str) -> CheckpointManifest:
             if re.fullmatch("[0-9a-f]{64}", json_field(files, file, str)) is None:
                 raise ForeignFileError(f"files.{file} is not a SHA-256")
     except ForeignFileError as error:
-        raise CheckpointError(f"{name} is not the manifest of a checkpoint that can be read: {error}") from None
+        raise CheckpointError(f"{name} cannot be read as the manifest of a checkpoint: {error}") from None
     return CheckpointManifest(step=step, values=values, files=files)
 
 
 def saved_value(values: dict[str, Any], name: str, source: object) -> Any:
     """Return one of the `values` that every run writes. Raises CheckpointError: the manifest of `source` lacks it."""
     if name not in values:
-        raise CheckpointError(f"{source}: values.{name} is missing in {MANIFEST}, so this is no checkpoint of a run")
+        raise CheckpointError(f"{source}: values.{name} is missing in {MANIFEST}, so this is not a run's checkpoint")
     return values[name]
 
 
 @contextmanager
 def missing_is_damage() -> Iterator[None]:
-    """Turn an OSError into DamagedError if the file is missing, or something that is no file is in its place."""
+    """Turn an OSError into DamagedError if the file is missing, or if its name belongs to something else."""
     try:
         yield
     except OSError as error:
@@ -291,8 +291,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if isinstance(cause, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise CheckpointError(
-            f"{path} cannot be read ({type(cause).__name__}: {cause}), which does not mean that it is damaged: start "
-            "again when that is mended, or move it away to resume from an older one"
+            f"{path} cannot be read ({type(cause).__name__}: {cause}), which does not mean that it is damaged: fix "
+            "the cause and start again, or move it away to resume from an older one"
         ) from error
 
 

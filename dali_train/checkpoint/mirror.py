@@ -5,9 +5,9 @@ checkpoint is complete once ``mirror.json`` names it. That file also lists the f
 or has removed from its directory: only files in these are deleted.
 
 ``mirror.json`` names the process that writes to the mirror, too, so that only one run writes there at a time. It is
-replaced by compare-and-swap on its version. So one of several contenders gets it, and a process that was suspended and
-lost it can complete nothing more. A writer sends a heartbeat every `BEAT_S`. If its process cannot be looked up, it
-counts as dead when the object has not changed for `STALE_S` by the observer's clock.
+replaced by compare-and-swap on its version. So exactly one of several contenders gets it, and a process that lost it
+while suspended cannot complete anything any more. A writer sends a heartbeat every `BEAT_S`. An observer that cannot
+look up the writer's process counts it as dead once the object has not changed for `STALE_S` by the observer's clock.
 """
 
 import hashlib
@@ -531,7 +531,7 @@ def mirrored(config: Config, launch: Launch, stop: StopRequests | None = None) -
 
 
 class Claim:
-    """Held from construction to `release`, or until another process takes it over.
+    """The right to write to a mirror: held from construction to `release`, or until another process takes it over.
 
     Args:
         say: called with the reason if construction has to wait.
@@ -561,17 +561,15 @@ class Claim:
                 self.is_lost = True
                 current = self._current()
                 if current is None:
-                    successor = "gone"
+                    change = "was deleted"
                 else:
                     holder = parse_claim(current[0], self._bucket.url)[0]
-                    successor = f"that of {holder.describe() if holder is not None else 'nobody'}"
-                logger.warning(
-                    "run.mirror: %s/%s is now %s: nothing more is uploaded", self._bucket.url, FILE, successor
-                )
+                    change = f"was taken over by {holder.describe()}" if holder is not None else "was released"
+                logger.warning("run.mirror: %s/%s %s: nothing more is uploaded", self._bucket.url, FILE, change)
             return not self.is_lost
 
     def removed(self, folders: Collection[str]) -> None:
-        """Forget unfinished `folders` that have been removed."""
+        """Forget unfinished `folders`, which have been removed."""
         with self._changing:
             self.unfinished -= {*folders}
 
@@ -600,7 +598,7 @@ class Claim:
             gone = holder is None or holder.is_gone(self._holder)
             if holder is not None and (gone is False or current != first):
                 raise ConfigError(
-                    f"run.mirror {self._bucket.url} is in use: {holder.describe()} writes there. Wait for it, end it, "
+                    f"run.mirror {self._bucket.url} is in use: {holder.describe()} writes there. Wait for it, stop it, "
                     "or choose another prefix"
                 )
             if holder is None or gone or time.monotonic() - began >= STALE_S:
@@ -633,7 +631,7 @@ class Claim:
             self._version = self._bucket.write(FILE, content, new=new, replaced=self._version)
         except ChangedObjectError:
             current = self._current()
-            if current is None or current[0] != content:  # equal: it was done, and the answer did not come through
+            if current is None or current[0] != content:  # equal: it was written, but the response was lost
                 return False
             self._version = current[1]
         self.checkpoints = checkpoints
@@ -666,7 +664,7 @@ def parse_claim(content: bytes, url: str) -> tuple[Holder | None, dict[str, floa
         if json_field(values, "format", int) != _FORMAT:
             raise ForeignFileError(f"its format is not {_FORMAT}")
         if not all(isinstance(name, str) and FOLDER.fullmatch(name) for name in (*checkpoints, *unfinished)):
-            raise ForeignFileError("checkpoints or unfinished has names that no run gives")
+            raise ForeignFileError("checkpoints or unfinished has names that no run writes")
         for name, top1 in checkpoints.items():
             if top1 is not None and not 0 <= json_field(checkpoints, name, float) <= 1:
                 raise ForeignFileError(f"{name} is {top1} instead of a fraction")

@@ -29,8 +29,8 @@ _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalis
 def recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
     """Return everything that decides what is computed, as plain JSON values by field name.
 
-    The dataset is included by the checksums in ``dataset.json``; those of the index cover labels, sizes and places. For
-    a shard that was indexed without reading all of it, only these and its size are known.
+    The dataset is included by the checksums in ``dataset.json``; those of the index cover labels, sizes and
+    positions. For a shard that was indexed without reading all of it, only these and its size are known.
     """
     dataset = {"dataset": dataset_content(manifest), _NAMES: names_content(manifest.class_names)}
     return {**recipe_settings(config), **dataset}
@@ -88,11 +88,11 @@ def check_recipe(
     changes = changes_between(saved, current)
     if not changes:
         return []
-    difference = f"the recipe is not the one of {source}: " + "; ".join(changes)
+    difference = f"the recipe differs from that of {source}: " + "; ".join(changes)
     if not accept:
         raise ConfigError(
-            f"{difference}. Set it back, {remedy} to start at step 0, or set run.accept_changed_recipe true to resume "
-            "with the change"
+            f"{difference}. Undo the change, {remedy} to start at step 0, or set run.accept_changed_recipe true to "
+            "resume with the change"
         )
     return [f"{difference}; resuming with the change because run.accept_changed_recipe is set"]
 

@@ -128,8 +128,8 @@ def checkpoint_paths(directory: Path) -> list[Path]:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return whether a name is that of a checkpoint that is being written, fetched or removed, or was when a run was
-    killed."""
+    """Return whether a name is that of a checkpoint that is being written, fetched or removed, or that a killed run
+    left in this state."""
     return re.fullmatch(r"\.step-\d{8,18}\.(partial|removed|copy)", path.name) is not None
 
 
@@ -147,10 +147,10 @@ def step_of(path: Path) -> int:
 def saved_top1(path: Path) -> float | None:
     """Return the accuracy of a checkpoint, a fraction, if it was evaluated.
 
-    It is in a file beside the manifest, since it comes later. What no run writes there counts as no accuracy.
+    It is in a file beside the manifest, since it comes later. A file with anything else counts as no accuracy.
 
     Raises:
-        OSError: the file cannot be read, so that nobody knows.
+        OSError: the file cannot be read, so the accuracy is unknown.
     """
     try:
         return json_field(read_json(path / SCORE, 1000), "top1", float)
@@ -176,9 +176,9 @@ def wrong_path(path: Path) -> str:
         if path.is_dir():
             return ""
         if path.exists():
-            return f"{path} is not a directory, as a checkpoint is: name one, such as RUN/checkpoints/newest"
+            return f"{path} is not a directory: name that of a checkpoint, such as RUN/checkpoints/newest"
     except OSError as error:
-        return f"{path} cannot be read ({error.strerror}): use a path that can"
+        return f"{path} cannot be read ({error.strerror}): use a readable path"
     return (
         f"{path}: no such directory; a checkpoint is named like RUN/checkpoints/newest or RUN/checkpoints/step-00001000"
     )

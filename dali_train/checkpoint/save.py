@@ -184,7 +184,7 @@ class CheckpointWriter:
             on_rank_0(lambda: self._commit(partial, final, step, values, files), self._group)
         except BaseException as fault:  # raised in the main thread, by wait()
             self._error = fault
-        if self._error is not None and self._rank == 0:  # so that the room is free again
+        if self._error is not None and self._rank == 0:  # to free its space
             shutil.rmtree(partial, ignore_errors=True)
 
     def _commit(self, partial: Path, final: Path, step: int, values: dict[str, Any], files: dict[str, str]) -> None:
@@ -249,5 +249,5 @@ def _remove(path: Path) -> None:
         logger.warning("%s has %s, which no run wrote: it is kept under another name", path, foreign[0])
         return
     doomed = path.with_name(f".{path.name}.removed")
-    path.rename(doomed)  # at once, so that a kill leaves no half checkpoint
+    path.rename(doomed)  # atomic: a run killed here leaves no partial checkpoint
     shutil.rmtree(doomed)

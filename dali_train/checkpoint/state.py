@@ -216,7 +216,8 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
     if saved["class"] != type(optimizer).__name__:
         return [f"{checkpoint.path} holds the state of {saved['class']}: {type(optimizer).__name__} starts without one"]
     groups = optimizer.state_dict()["param_groups"]
-    # Another grouping of the parameters, as with optimizer.exclude_vectors changed: the counts of all groups are equal.
+    # If the parameters are grouped in another way, as when optimizer.exclude_vectors has changed, any group's counts
+    # serve: those of all groups are equal.
     counters = saved["groups"] if len(saved["groups"]) == len(groups) else saved["groups"][:1] * len(groups)
     for group, counter in zip(groups, counters, strict=False):
         group.update({key: value for key, value in counter.items() if key not in group})

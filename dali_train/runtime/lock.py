@@ -130,7 +130,7 @@ class RunLock:
             )
             if decision == "refuse":
                 raise ConfigError(
-                    f"run.dir {self._path.parent} is in use: {described} trains there. Wait for it, end it, or choose "
+                    f"run.dir {self._path.parent} is in use: {described} trains there. Wait for it, stop it, or choose "
                     "another run.dir"
                 )
             if decision == "wait":

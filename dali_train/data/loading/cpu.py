@@ -55,7 +55,7 @@ class CpuTransform:
         Args:
             crops: n arrays of (height, width, 3): contiguous, or read-only views of mapped pixels.
             flips: (n,), 1: mirrored.
-            mixing: (partners, lambdas, cuts), (n,), (n,) and (n, 4), as for `mixing.mix`; None: no mixing.
+            mixing: (partners, lambdas, cuts), (n,), (n,) and (n, 4), as for `mix` in pipelines.py; None: no mixing.
             operations: n functions, applied to the mirrored images, (3, size, size) uint8.
         """
         batch = self._batches.take()
@@ -112,8 +112,9 @@ class CpuTransform:
     def _normalise(
         self, out: torch.Tensor, image: torch.Tensor, weight: float = 1.0, partner: torch.Tensor | None = None
     ) -> None:
-        # `mixing.mix` of normalised images, w * (x * scale + shift) + (1 - w) * (partner * scale + shift), multiplied
-        # out: two passes over an image that is in the core's cache.
+        # `mix` (pipelines.py) of normalised images is w * (x * scale + shift) + (1 - w) * (partner * scale + shift).
+        # Multiplied out, since both weights sum to 1: shift + w * x * scale + (1 - w) * partner * scale. These are two
+        # passes over an image that is in the core's cache.
         target = out.view(self._side, -1) if self._in_place else torch.empty_like(image, dtype=torch.float32)
         torch.addcmul(self._shift, image, self._scale, value=weight, out=target)
         if partner is not None:

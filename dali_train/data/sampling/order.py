@@ -137,14 +137,17 @@ class BalancedOrder:
         generator = philox_generator(seed, Purpose.ORDER, low=0, high=epoch)
         images = shuffled(generator, len(labels))
         images = images[np.argsort(labels[images], kind="stable")]
+        # For example 6 images, a to d of one class, e and f of another: each class gets 3 positions, so a to d are
+        # expected 0.75 times and e and f 1.5 times. The sums 0.75 1.5 2.25 3 4.5 6 with an offset of 0.4, rounded down,
+        # are 1 1 2 3 4 6: a once, b not at all, c, d and e once, and f twice.
         expected = balanced_share(labels)[images]
         offset = float(int(generator.random_raw()) >> 11) * 2.0**-53
         ends = np.floor(np.cumsum(expected) + offset).astype(np.int64)
         ends[-1] = len(labels)  # exact despite rounding
         times = np.diff(ends, prepend=0)
-        places = shuffled(generator, len(labels))
-        self._images = np.repeat(images, times)[places]
-        self._nth = (np.arange(len(labels)) - np.repeat(ends - times, times))[places]
+        permutation = shuffled(generator, len(labels))
+        self._images = np.repeat(images, times)[permutation]
+        self._nth = (np.arange(len(labels)) - np.repeat(ends - times, times))[permutation]
 
     def images_at(self, within: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._images[within].astype(np.int64)
