@@ -77,6 +77,7 @@ def test_fields_of_json_have_their_type() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute and a half of a core, which a busy machine gives late
 def test_ten_thousand_damaged_files_of_each_kind_are_refused_or_read() -> None:
     command = [sys.executable, "tools/fuzz.py", "--cases", "10000", "--only", "cheap"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
