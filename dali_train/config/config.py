@@ -35,6 +35,7 @@ from dali_train.config.sections import (
 )
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json, read_limited
+from dali_train.text import printable
 
 NEED_INDEX: dict[str, Any] = {
     "data.augment": "none",
@@ -380,7 +381,7 @@ def config_from_json(text: str | bytes, source: str) -> Config:
     except ForeignFileError as error:
         raise ConfigError(f"{source} cannot be read as a run's config.json: {error}") from None
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        raise ConfigError(f"{source}: {printable(str(error))}") from None  # with values that may hold line breaks
 
 
 def _assembled(source: str, values: dict[str, Any]) -> Config:
