@@ -49,6 +49,8 @@ def test_a_model_has_the_averages_only_for_a_while() -> None:
         raise ZeroDivisionError
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert addresses == [tensor.data_ptr() for tensor in model.state_dict().values()]
+    average.begin()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in average.state().items())
 
 
 def test_lookahead_trains_on_from_the_average() -> None:

@@ -50,10 +50,13 @@ def test_an_all_reduce_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp
 
 
 def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tmp_path: Path) -> None:
-    """Nor on whether the model is sharded, which any can be."""
+    """Nor on whether the model is sharded, which any can be, nor on a resume."""
     config, two_steps = extended(tiny_config, CONVOLUTIONAL), (*THREE_STEPS, "--run.max_steps", "2")
     two_steps += words("--ema.decay 0.5 --ema.lookahead true")  # which averages the running statistics too
     train("one", *two_steps, config=config)
+    for num_steps in ("1", "2"):
+        train("resumed", *two_steps, "--run.max_steps", num_steps, config=config)
+    assert state_difference(tmp_path / "one", tmp_path / "resumed") == 0
     train("three", *two_steps, ranks=3, config=config)
     train("sharded", *two_steps, "--parallel.shard", "full", ranks=3, config=config)
     one, three = final_weights(tmp_path / "one"), final_weights(tmp_path / "three")
