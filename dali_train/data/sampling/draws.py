@@ -172,8 +172,11 @@ def draw_mixing(config: MixupConfig, seed: int, *, step: int, k: int, size: int,
     mixed.
     """
     cuts = np.zeros((size, 4), dtype=np.int32)
-    whether = np.random.Generator(philox_generator(seed, Purpose.MIXED, low=k, high=step))
-    if not config.enabled or (config.probability < 1 and whether.random() >= config.probability):
+    mixes = config.enabled
+    if mixes and config.probability < 1:
+        draw = np.random.Generator(philox_generator(seed, Purpose.MIXED, low=k, high=step)).random()
+        mixes = draw < config.probability
+    if not mixes:
         return Mixing(partners=np.arange(size, dtype=np.int32), lambdas=np.ones(size, dtype=np.float32), cuts=cuts)
     generator = philox_generator(seed, Purpose.MIXUP, low=k, high=step)
     partners = shuffled(generator, size).astype(np.int32)
