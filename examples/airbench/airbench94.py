@@ -32,6 +32,7 @@ from dali_train.config import Config, DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.errors import ConfigError, DatasetError
 
 PUBLISHED = 0.9401  # n = 1,000, on CIFAR-10's original images
 WIDTHS = (64, 256, 256)
@@ -190,6 +191,31 @@ def sample_images(data: DataConfig, count: int = 5000) -> Iterator[torch.Tensor]
         yield pipeline.run()[0].clone()  # DALI reuses the memory
 
 
+def train(options: argparse.Namespace) -> dict[int, float]:
+    """Train a run for each seed, or finish those that were interrupted, and return their accuracies as fractions.
+
+    Raises:
+        ConfigError, DatasetError: there is no such dataset, or the run cannot be trained on it.
+        SystemExit: with status 75, if a run was stopped after saving.
+    """
+    filters = options.out / "whitening.safetensors"
+    here = config.replace(
+        {"data.root": options.dataset, "model.weights": str(filters), "precision.dtype": options.dtype}
+    )
+    if not filters.exists():
+        options.out.mkdir(parents=True, exist_ok=True)
+        save_file({"whiten.weight": whitening_filters(torch.cat(list(sample_images(here.data))))}, filters)
+    reached: dict[int, float] = {}
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    for seed in seeds:
+        result = dali_train.run(here.replace({"data.seed": seed, "run.dir": str(options.out / f"seed-{seed}")}))
+        if result.stopped:
+            raise SystemExit(75)
+        reached[seed] = result.epoch_accuracies[-1]
+        print(f"seed {seed}: {reached[seed]:.2%}", flush=True)
+    return reached
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default=config.data.root, help="CIFAR-10, converted (default: %(default)s)")
@@ -199,23 +225,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="default: %(default)s")
     options = parser.parse_args()
 
-    filters = options.out / "whitening.safetensors"
-    here = config.replace(
-        {"data.root": options.dataset, "model.weights": str(filters), "precision.dtype": options.dtype}
-    )
-    if not filters.exists():
-        options.out.mkdir(parents=True, exist_ok=True)
-        save_file({"whiten.weight": whitening_filters(torch.cat(list(sample_images(here.data))))}, filters)
-    reached = {}
-    seeds = range(options.first_seed, options.first_seed + options.seeds)
-    for seed in seeds:
-        result = dali_train.run(here.replace({"data.seed": seed, "run.dir": str(options.out / f"seed-{seed}")}))
-        if result.stopped:
-            raise SystemExit(75)
-        reached[seed] = result.epoch_accuracies[-1]
-        print(f"seed {seed}: {reached[seed]:.2%}", flush=True)
-    error = f" +- {stdev(reached.values()) / len(reached) ** 0.5:.2%} (standard error)" if len(reached) > 1 else ""
-    print(f"reached: {mean(reached.values()):.2%}{error}, n = {len(reached)}, six views")
+    try:
+        reached = train(options)
+    except (ConfigError, DatasetError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    spread = f" +- {stdev(reached.values()) / len(reached) ** 0.5:.2%} (standard error)" if len(reached) > 1 else ""
+    print(f"reached: {mean(reached.values()):.2%}{spread}, n = {len(reached)}, six views")
     print(f"published: {PUBLISHED:.2%}, n = 1,000, six views, on the original images")
 
 
