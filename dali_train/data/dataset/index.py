@@ -181,7 +181,8 @@ class Split:
         except (
             Exception
         ) as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
-            raise DatasetError(f"{self._shown(path)} cannot be read ({error}): {self._remedy}") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]  # NumPy explains a long header in several
+            raise DatasetError(f"{self._shown(path)} cannot be read ({reason}): {self._remedy}") from error
         if rows.dtype != dtype or rows.shape != (split.num_records,):
             size = len(rows) if rows.ndim else 0
             raise DatasetError(
