@@ -11,8 +11,8 @@ published one; started again, it goes on where it was. The file is also a config
 Source: KellerJordan/cifar10-airbench f1c599c, legacy/airbench94.py. Its learning rate is for the sum of the losses of
 1,024 images and decoupled from momentum; here it is for their mean: 11.5 / (1 + 1 / (1 - 0.85)) = 1.5. Two differences
 are left: the source drops the last 848 images of every epoch, and here they are part of the next step; and the source
-computes everything in float16 on a GPU, here autocast keeps the weights in float32. About 17 minutes a run on two CPU
-cores that multiply in bfloat16 (AVX512_BF16 or AMX); elsewhere use --dtype fp32.
+computes everything in float16 on a GPU, here autocast keeps the weights in float32. A run took 38 minutes on one busy
+CPU core that multiplies in bfloat16 (AVX512_BF16); elsewhere use --dtype fp32.
 """
 
 import argparse
