@@ -157,8 +157,7 @@ def _print_classes(evaluator: Evaluator, split: Split) -> None:
 
 
 def _describe(result: EvaluationResult) -> str:
-    views = f"  mean of {result.num_views} views" if result.num_views > 1 else ""
-    return f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}{views}"
+    return f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}{result.views}"
 
 
 # The evaluation size may differ from the run's; normalisation, model and classes may not.

@@ -205,6 +205,11 @@ class EvaluationResult:
     num_views: int  # whose logits were averaged, of each image
     seconds: float
 
+    @property
+    def views(self) -> str:
+        """``  mean of 6 views``, to follow accuracies in a line; empty for one view."""
+        return f"  mean of {self.num_views} views" if self.num_views > 1 else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationDetails:
