@@ -1,4 +1,4 @@
-"""Training and conversion on a real Ray, whose second node comes while a run is under way."""
+"""Training and conversion on a real Ray, whose second node comes and goes while a run is under way."""
 
 import subprocess
 import sys
@@ -36,37 +36,54 @@ def ray_cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-# A hook that lets a rank that is alone not past step 4, until it is told to stop.
-ALONE_WAITS = """
+# A hook that holds a rank that is alone at step 4, and two ranks at step 6, until `released` is there or they are told
+# to stop; `held-N` says that N ranks are there.
+WAITS = """
 import os, signal, time
+from pathlib import Path
 
 class Waits(Hook):
     def step(self, record):
+        ranks, directory = int(os.environ["WORLD_SIZE"]), Path("DIRECTORY")
         stop_requests = signal.getsignal(signal.SIGTERM).__self__
-        while record.step == 4 and os.environ["WORLD_SIZE"] == "1" and not stop_requests.reason():
+        while record.step == 2 + 2 * ranks and not (directory / "released").exists() and not stop_requests.reason():
+            (directory / f"held-{ranks}").touch()
             time.sleep(0.1)
 """
 OPTIONS = ("--precision.dtype", "fp64", "--run.eval_every_epochs", "None")
 DRIVER = "import sys; from dali_train import ray; ray.RESIZE_S = 2; sys.exit(ray.main())"
 
 
-def test_a_run_that_gets_a_second_node(ray_cluster: Any, tiny_config: Path, tmp_path: Path, train: Train) -> None:
-    """It saves, stops and goes on with two ranks; the samples are those of one process."""
+def test_a_run_that_gets_a_second_node_and_loses_it(
+    ray_cluster: Any, tiny_config: Path, tmp_path: Path, train: Train
+) -> None:
+    """It saves, stops and goes on with two ranks, then resumes on one; the samples are those of one process."""
     run, log = tmp_path / "run", tmp_path / "log"
-    words = ["train", "--config", str(extended(tiny_config, ALONE_WAITS)), "--workers", "1:2", *OPTIONS]
+    config = extended(tiny_config, WAITS.replace("DIRECTORY", str(tmp_path)))
+    words = ["train", "--config", str(config), "--workers", "1:2", *OPTIONS]
     more = ["--run.dir", str(run), "--run.checkpoint_every_steps", "3"]
     with log.open("w") as file:
         driver = subprocess.Popen([sys.executable, "-c", DRIVER, *words, *more], stdout=file, stderr=file)
-    try:
-        while not (run / "checkpoints" / "newest").exists():
+
+    def wait_until(name: str) -> None:
+        while not (tmp_path / name).exists():
             assert driver.poll() is None, log.read_text()
             time.sleep(0.1)
-        ray_cluster.add_node(**NODE)
+
+    try:
+        wait_until("held-1")
+        node = ray_cluster.add_node(**NODE)
+        wait_until("held-2")
+        ray_cluster.remove_node(node, allow_graceful=False)
+        (tmp_path / "released").touch()
         assert driver.wait(500) == 0, log.read_text()
     finally:
         driver.kill()
-    first, second = (event["step"] for event in events(run, "start"))
+    starts = events(run, "start")
+    assert [event["ranks"] for event in starts] == [1, 2, 1], log.read_text()
+    first, second, third = (event["step"] for event in starts)
     assert (first, second) == (0, events(run, "end")[0]["step"]) and 4 <= second < 7, log.read_text()
+    assert third in (second, 6)  # the newest checkpoint when the node was lost
     assert "stopped after saving: signal TERM" in log.read_text() and "2 ranks (dali-train)" in log.read_text()
     train("one", *OPTIONS)
     assert samples(run) == samples(tmp_path / "one")
