@@ -30,6 +30,8 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
     expected = {*names.split(", "), "run directory", "free space"}
     if torch.cuda.is_available():
         expected |= {"decode on GPU", "hw decoder", "matrix product", "memory"}
+    else:
+        expected |= {"precision"}
     assert set(lines) == expected, output
     assert {name for name, verdict in lines.items() if verdict != "pass"} <= {"gpu", "run directory"}, output
     assert "50 images in 5 classes, index fits its shards" in output

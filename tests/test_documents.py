@@ -86,7 +86,9 @@ def test_init_fits_what_lies_there(
     printed = capsys.readouterr().out
     assert "4 images to train on in 2 classes, none to validate" in printed
     assert re.search(r"about \d.* per epoch on this machine's CPU, \d.* for \d+ epochs, with a small", printed)
-    assert all(part in path.read_text() for part in lines.split())
+    text, faster = path.read_text(), r'\n    precision=PrecisionConfig\(dtype="bf16"\),  # [\d.]+ times as fast as fp32'
+    assert all(part in text for part in lines.split())
+    assert (load_config(path).precision.dtype == "bf16") == bool(re.search(faster, text))
     assert load_config(path).data.root == str(root) and load_config(path).batch.micro_batch == 32
     assert main(["init", str(root), "--output", str(path)]) == 2
     assert f"--output {path}: this file exists" in capsys.readouterr().err

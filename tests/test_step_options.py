@@ -18,7 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from dali_train.cli import main
 from dali_train.config import ModelConfig, PrecisionConfig, load_config
 from dali_train.errors import ConfigError
-from dali_train.training.cost import ModelFlops, data_sheet_peak, estimate_memory, flops_per_image, model_flops
+from dali_train.training.cost import (
+    ModelFlops,
+    Product,
+    data_sheet_peak,
+    estimate_memory,
+    flops_per_image,
+    measure_largest_product,
+    model_flops,
+)
 from dali_train.training.model import (
     build_model,
     check_sizes,
@@ -263,6 +271,17 @@ def test_utilisation(tiny_config: Path) -> None:
     flops = flops_per_image(config, 5)
     # 8 H200 at 1 % of their peak.
     assert ModelFlops({32: flops}, 8 * 989.4e12).utilisation(8 * 989.4e10 / flops, 32) == pytest.approx(0.01)
+
+
+def test_the_largest_product_is_measured_in_each_format(tiny_config: Path) -> None:
+    config = load_config(tiny_config).replace({"precision.dtype": "fp64", "batch.micro_batch": 4})
+    model = build_model(config, 5, torch.device("meta"))
+    product = measure_largest_product(config, 5)
+    assert product.flops == 2 * 4 * model.patch_embed.num_patches * model.patch_embed.proj.weight.numel()
+    assert product.seconds.keys() == {"fp32", "bf16", "fp16", "fp64"} and 0 < min(product.seconds.values()) < 1
+    emulated = Product(1e9, {"fp32": 0.04, "bf16": 0.1})
+    assert emulated.fastest == "fp32" and emulated.speedup("bf16") == 0.4 and "times as fast" not in emulated.describe()
+    assert "bf16 is 2.5 times as fast as fp32" in Product(1e9, {"fp32": 0.1, "bf16": 0.04}).describe()
 
 
 def test_memory_and_the_largest_micro_batch(tiny_config: Path) -> None:

@@ -48,7 +48,7 @@ from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.training.build import build_loader, fit_to_ranks, prepare
-from dali_train.training.cost import Memory, data_sheet_peak, measured_peak
+from dali_train.training.cost import FASTER, Memory, data_sheet_peak, measure_largest_product, measured_peak
 from dali_train.training.model import compare_with_timm, describe_parameters
 
 Verdict = Literal["pass", "warn", "fail"]
@@ -335,7 +335,23 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         fits, words = describe_largest_micro_batch(config.batch, mine, device_bytes, layout.data_size)
         remedy = "" if fits else "a smaller batch.micro_batch, or model.activation_checkpointing true"
         findings.append(Finding("memory", "pass" if fits else "warn", words, remedy))
+    elif device.type == "cpu":
+        findings += precision(config, num_classes)
     return findings, memory
+
+
+def precision(config: Config, num_classes: int) -> Iterator[Finding]:
+    """Compare precision.dtype with the other formats in the model's largest product on this processor."""
+    try:
+        product = measure_largest_product(config, num_classes)
+    except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
+        return
+    dtype = config.precision.dtype
+    text = f"{dtype}: {product.describe()}"
+    if product.speedup(dtype) < 1 / FASTER and dtype != "fp64":
+        yield Finding("precision", "warn", text, f"this processor emulates {dtype}: --precision.dtype fp32")
+    else:
+        yield Finding("precision", "pass", text)
 
 
 def _bucket(split: Split, data: DataConfig) -> Finding:

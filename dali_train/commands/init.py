@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -14,8 +14,9 @@ from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
-from dali_train.training.cost import estimate_memory
+from dali_train.training.cost import FASTER, estimate_memory, measure_largest_product
 from dali_train.training.model import build_model
+from dali_train.training.precision import Precision
 
 _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
@@ -37,6 +38,8 @@ class _Choice:
     reason: str  # for the micro-batch
     epochs: int
     epochs_reason: str
+    bf16: bool = False
+    bf16_reason: str = "faster on GPUs since Ampere"
 
 
 def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) -> None:
@@ -76,6 +79,12 @@ def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) ->
         reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
         choice = _Choice(on_cpu, largest, reason, most, enough)
     message = f"{output}: {_describe(split)}"
+    if is_here and on_cpu:
+        product = measure_largest_product(config, split.num_classes)
+        if (speedup := product.speedup("bf16")) >= FASTER:
+            reason = f"{speedup:.1f} times as fast as fp32 in this CPU's matrix products"
+            choice = replace(choice, bf16=True, bf16_reason=reason)
+            config = config.replace({"precision.dtype": "bf16"})
     if is_here:
         num_images = max(2, min(choice.micro_batch, _MEASURED))  # batch statistics need two
         device = torch.device("cpu" if on_cpu else "cuda")
@@ -83,7 +92,7 @@ def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) ->
         if on_cpu:
             fitting = max(_FEWEST_EPOCHS, min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
             reason = enough if fitting == most else f"about {duration(fitting * epoch_s)} here; {most} are better"
-            choice = _Choice(on_cpu, _ON_CPU, reason=choice.reason, epochs=fitting, epochs_reason=reason)
+            choice = replace(choice, epochs=fitting, epochs_reason=reason)
         message += (
             f"\nabout {duration(epoch_s)} per epoch on this machine's {'CPU' if on_cpu else 'GPU'}, "
             f"{duration(choice.epochs * epoch_s)} for {choice.epochs} epochs"
@@ -105,12 +114,15 @@ def _loaded(text: str) -> Config:
 def _seconds_per_image(config: Config, num_classes: int, device: torch.device, num_images: int) -> float:
     """Measure a forward and backward pass of `num_images`, the faster of two."""
     model = build_model(config, num_classes, device).train()
+    autocast = Precision(config.precision, device).autocast
     size = config.data.train_size
     images = torch.randn(num_images, 3, size, size, device=device)
     seconds = float("inf")
     for _ in range(2):
         start = time.perf_counter()
-        model(images).sum().backward()
+        with autocast():
+            logits = model(images)
+        logits.float().sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = min(seconds, time.perf_counter() - start)
@@ -194,7 +206,7 @@ config = Config(
     loss=LossConfig(label_smoothing=0.1),
     # Images per step on all GPUs together, and per pass on one GPU: {choice.reason}.
     batch=BatchConfig(global_batch={batch}, micro_batch={min(batch, choice.micro_batch)}),
-    # precision=PrecisionConfig(dtype="bf16"),  # faster on GPUs since Ampere
+    {"" if choice.bf16 else "# "}precision=PrecisionConfig(dtype="bf16"),  # {choice.bf16_reason}
     run=RunConfig(
         dir={json.dumps(run)},
         epochs={choice.epochs},  # {choice.epochs_reason}

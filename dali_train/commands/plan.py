@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -29,7 +29,7 @@ from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
 from dali_train.text import duration
 from dali_train.training.build import fit_to_ranks
-from dali_train.training.cost import Memory, data_sheet_peak, estimate_memory, flops_per_image, measured_peak
+from dali_train.training.cost import Memory, data_sheet_peak, estimate_memory, flops_per_image, measure_largest_product
 from dali_train.training.model import (
     build_model,
     check_sizes,
@@ -97,8 +97,8 @@ def print_plan(
     print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")
     if config.run.max_steps is not None and config.run.max_steps < steps:
         print(f"               stops after run.max_steps {config.run.max_steps:,}")
-    if time_per_epoch := describe_time(config, num_images, num_classes, layout.world_size):
-        print(f"time           {time_per_epoch}")
+    for name, line in describe_time(config, num_images, num_classes, layout.world_size):
+        print(textwrap.fill(f"{name:<15}{line}", 120, subsequent_indent=" " * 15))
     print(f"rank's memory  {describe_memory(fullest)}")
     if gpu_memory_gb is not None:
         _, largest = describe_largest_micro_batch(batch, fullest, gpu_memory_gb * 1e9, layout.data_size)
@@ -134,24 +134,26 @@ def forecast(
     return model, memory, describe_ranks(model, config, layout, memory) if layout is not None else []
 
 
-def describe_time(config: Config, num_images: int, num_classes: int, world_size: int) -> str:
-    """Return the least time that an epoch takes on devices like this machine's; empty if nothing is known of them."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def describe_time(config: Config, num_images: int, num_classes: int, world_size: int) -> Iterator[tuple[str, str]]:
+    """Yield the least time that an epoch takes on devices like this machine's, and what its processor computes fastest;
+    nothing if nothing is known of them."""
     try:
         operations = flops_per_image(config, num_classes) * num_images
+        if torch.cuda.is_available():
+            name = torch.cuda.get_device_name()
+            peak = data_sheet_peak(name, config.precision.dtype, tf32=config.precision.tf32)
+            if peak is None:
+                return
+            speed, where = peak.flops_per_second * world_size, f"{world_size} x {name} at the peak of its data sheet"
+        else:
+            product = measure_largest_product(config, num_classes)
+            speed = product.flops / product.seconds[config.precision.dtype]
+            where = f"this machine's CPU, at {speed / 1e9:,.0f} GFLOP/s in {config.precision.dtype}"
+            yield "products", product.describe()
     except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
-        return ""
-    if device.type == "cpu":
-        speed = measured_peak("fp64" if config.precision.dtype == "fp64" else "fp32", device, seconds=0.1)
-        where = f"this machine's CPU, which multiplies matrices at {speed / 1e9:,.0f} GFLOP/s"
-    else:
-        name = torch.cuda.get_device_name(device)
-        peak = data_sheet_peak(name, config.precision.dtype, tf32=config.precision.tf32)
-        if peak is None:
-            return ""
-        speed, where = peak.flops_per_second * world_size, f"{world_size} x {name} at the peak of its data sheet"
+        return
     seconds = operations / speed
-    return f"at least {duration(seconds)} per epoch, {duration(seconds * config.run.epochs)} in all, on {where}"
+    yield "time", f"at least {duration(seconds)} per epoch, {duration(seconds * config.run.epochs)} in all, on {where}"
 
 
 def print_settings(config: Config) -> None:

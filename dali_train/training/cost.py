@@ -1,4 +1,5 @@
-"""What a model costs: the FLOPs of an image and the bytes of a rank, from shapes alone, without data or computation.
+"""What a model costs: the FLOPs of an image and the bytes of a rank, from shapes alone; and how fast this machine
+computes matrix products, by measurement.
 
 The FLOPs give model FLOP utilisation, the model's FLOP/s as a fraction of the device's peak:
 
@@ -16,13 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dali_train.config import Config, OptimizerConfig
 from dali_train.training.loss import mixup_loss
@@ -170,6 +172,84 @@ def measured_peak(dtype: str, device: torch.device, seconds: float = 2.0) -> flo
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2.0 * n**3 / best
+
+
+_PRODUCT_FLOPS = 2e9  # of the product that is measured, at most: 40 ms at 50 GFLOP/s
+FASTER = 1.2  # a ratio of two measured times that is more than their noise
+
+
+@dataclass(frozen=True)
+class Product:
+    """A model's largest matrix product or convolution, as this machine's processor computes it."""
+
+    flops: float
+    seconds: dict[str, float]  # by precision.dtype
+
+    @property
+    def fastest(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def speedup(self, dtype: str) -> float:
+        """Return how many times as fast as fp32 `dtype` is; below 1 where the processor emulates it."""
+        return self.seconds["fp32"] / self.seconds[dtype]
+
+    def describe(self) -> str:
+        times = ", ".join(f"{dtype} {1e3 * seconds:.3g} ms" for dtype, seconds in self.seconds.items())
+        words = f"this machine's CPU takes {times} for the model's largest product"
+        if self.speedup(self.fastest) < FASTER:
+            return words
+        return f"{words}; {self.fastest} is {self.speedup(self.fastest):.1f} times as fast as fp32"
+
+
+def measure_largest_product(config: Config, num_classes: int) -> Product:
+    """Time the largest operator of a forward pass on this machine's processor, in fp32, bf16, fp16 and the dtype of
+    `config`, for about a second in all.
+
+    Whole models gain less: norms, activations and the optimizer are in float32 under autocast.
+
+    Raises:
+        RuntimeError, NotImplementedError: the model needs values, which the meta device does not have.
+    """
+    model = build_model(config, num_classes, torch.device("meta")).train()
+    size, largest = config.data.train_size, _Largest()
+    num_images, dtype = 2, next(model.parameters()).dtype  # batch statistics need two images
+    for _ in range(2):
+        with torch.no_grad(), largest:
+            model(torch.empty(num_images, 3, size, size, device="meta", dtype=dtype))
+        fitting = int(num_images * _PRODUCT_FLOPS / max(1.0, largest.flops))
+        num_images = max(2, min(config.batch.micro_batch, fitting))
+    assert largest.call is not None, "a model without a product"
+    func, args, kwargs = largest.call
+    best: dict[str, float] = dict.fromkeys(("fp32", "bf16", "fp16", config.precision.dtype), float("inf"))
+    left, inputs = dict.fromkeys(best, 0.3), {}
+    for name in best:
+        like = partial(torch.empty_like, device="cpu", dtype=_DTYPES[name])
+        inputs[name] = [like(one).normal_() if isinstance(one, torch.Tensor) else one for one in args]
+        func(*inputs[name], **kwargs)  # the first call compiles a kernel
+    while any(seconds > 0 for seconds in left.values()):
+        for name in left:  # in turns, because other processes disturb
+            if left[name] > 0:
+                start = time.perf_counter()
+                func(*inputs[name], **kwargs)
+                seconds = time.perf_counter() - start
+                best[name], left[name] = min(seconds, best[name]), left[name] - seconds
+    return Product(largest.flops, best)
+
+
+class _Largest(TorchDispatchMode):
+    """A mode that remembers the call with the most FLOPs, by torch's FLOP counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.call = 0.0, None  # type: float, tuple[Any, Any, Any] | None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        if count := flop_registry.get(func._overloadpacket):
+            flops = count(*args, **kwargs, out_val=outputs)
+            if flops > self.flops:
+                self.flops, self.call = float(flops), (func, args, kwargs)
+        return outputs
 
 
 # Not in the estimate: CUDA's context, cuDNN's and cuBLAS's workspaces, the decoder's buffers, and fragmentation in the
