@@ -134,13 +134,17 @@ AUGMENTED = words(
     "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 "
     "--mixup.probability 0.8 --mixup.until_epoch 1 --loss.label_smoothing 0.1 --loss.class_weights balanced "
     "--optimizer.name adamw --optimizer.lr 1e-3 --schedule.name cosine --ema.decay 0.9 --model.init portable "
-    "--data.alternating_flip true --optimizer.groups *.bias,2,0.5 --data.eval_views mirrored-and-shifted"
+    "--data.alternating_flip true --optimizer.groups *.bias,2,0.5 --data.eval_views mirrored-and-shifted "
+    "--data.vertical_flip 0.3 --data.hue_jitter 0.1 --data.color_jitter_probability 0.8 --data.grayscale 0.2 "
+    "--data.gaussian_blur 0.2 --data.interpolation random --model.head_scale 0.5"
 )
 REPEATED = words(
     "--data.shuffle balanced "
     "--data.repeats 2 --data.crop_side 30 --data.crop_padding 4 --data.crop_padding_mode reflect "
     "--data.interpolation bicubic --mixup.alpha 0 "
     "--mixup.cutmix_alpha 1 --loss.name binary-cross-entropy --loss.target_threshold 0.2 "
+    "--loss.sum_classes true --loss.positive_weight 2 --model.head_bias -1 "
+    "--optimizer.clip_mode agc --optimizer.clip_grad_norm 0.05 "
     "--optimizer.layer_decay 0.7 --schedule.name polynomial --schedule.power 2 "
     "--ema.decay 0.9 --ema.power 1 --ema.every_steps 2 --ema.lookahead true"
 )
@@ -148,7 +152,7 @@ BLOCK_ORDER = words("--data.shuffle block --data.block_images 4 --data.window_bl
 IN_BLOCKS = (
     *BLOCK_ORDER,
     *words("--data.repeats 2 --data.crop inception --data.augment big-vision --model.kwargs.dynamic_img_size true"),
-    *words("--data.progressive 0.5,16 1,24"),
+    *words("--data.progressive 0.5,16 1,24 --optimizer.clip_mode value --optimizer.clip_grad_norm 0.01"),
 )
 # Registers, rotary embeddings, normalised queries and keys, LayerScale.
 VIT5_WITH_MUON = words(

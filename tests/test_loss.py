@@ -57,10 +57,17 @@ def test_cross_entropy_is_timms(smoothing: float) -> None:
 
 @pytest.mark.parametrize("threshold", [None, 0.2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None) -> None:
+@pytest.mark.parametrize(("sums", "positive"), [(False, 1.0), (True, 3.5)])
+def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None, sums: bool, positive: float) -> None:
     logits, targets, lambdas = batch()
-    settings = LossConfig(name="binary-cross-entropy", label_smoothing=smoothing, target_threshold=threshold)
-    theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold)
+    settings = LossConfig(
+        name="binary-cross-entropy",
+        label_smoothing=smoothing,
+        target_threshold=threshold,
+        sum_classes=sums,
+        positive_weight=positive,
+    )
+    theirs = BinaryCrossEntropy(smoothing, target_threshold=threshold, sum_classes=sums, pos_weight=positive)
     loss = LOSSES["binary-cross-entropy"](settings, logits, targets, lambdas)
     torch.testing.assert_close(loss, theirs(logits, dense(targets, lambdas, smoothing)), rtol=1e-6, atol=0)
     alone = LOSSES["binary-cross-entropy"](settings, logits, targets, torch.ones_like(lambdas))

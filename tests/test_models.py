@@ -13,9 +13,11 @@ from dali_train.parallel.stages import VitStage, make_stages
 from dali_train.training.extra_models import ViT5
 from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer
+from dali_train.training.pretrained import initialise_classifier
 
 from .conftest import REPOSITORY, Train
 from .helpers import FLOAT64_BOUND, losses, samples, state_difference, words
+from .test_mistakes import PLAIN
 
 TINY = {"img_size": 64, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
 
@@ -52,6 +54,25 @@ def test_deit3_drops_paths_at_one_rate_and_decays_no_token(pipeline: int) -> Non
 def test_a_constant_drop_path_needs_a_rate() -> None:
     with pytest.raises(ConfigError, match=r"constant_drop_path is true, but model.kwargs has no drop_path_rate"):
         ModelConfig(name="vit_tiny_patch16_224", constant_drop_path=True)
+
+
+def test_classifiers_begin_as_asked() -> None:
+    names = {"test_resnet": ["fc"], "deit_tiny_distilled_patch16_224": ["head", "head_dist"]}
+    for name, heads in names.items():
+        settings = {"name": name, "init": "portable"}
+        plain, scaled, biased = (
+            build_model(PLAIN.replace(model={**settings, **more}), 5, torch.device("cpu")).state_dict()
+            for more in ({}, {"head_scale": 0.5}, {"head_scale": 0.0, "head_bias": -1.5})
+        )
+        for key, weight in plain.items():
+            of_head = key.rpartition(".")[0] in heads
+            assert torch.equal(scaled[key], weight * 0.5 if of_head else weight)
+            new = torch.full_like(weight, -1.5 if key.endswith("bias") else 0)
+            assert torch.equal(biased[key], new if of_head else weight)
+    with pytest.raises(
+        ConfigError, match=r"^model.head_bias is -1, but timm knows no classifier of Linear that has one"
+    ):
+        initialise_classifier(torch.nn.Linear(2, 2), scale=1, bias=-1)
 
 
 def test_vit5_has_the_logits_of_the_published_network() -> None:

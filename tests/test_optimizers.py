@@ -1,5 +1,6 @@
 """Any of timm's optimizers: made from the config, resumed exactly, an overflow undone."""
 
+import copy
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.models import model_parameters
 from timm.optim import list_optimizers
+from timm.utils import dispatch_clip_grad
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -22,7 +25,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process_group import process_group
-from dali_train.training.optim import check_groups, check_shardwise, make_optimizer
+from dali_train.training.optim import check_groups, check_shardwise, make_clip, make_optimizer
 from dali_train.training.precision import Precision
 
 from .helpers import in_ranks
@@ -44,13 +47,14 @@ class Training:
         self.model.empty = nn.Parameter(torch.zeros(0, 2))
         self.model.scalar = nn.Parameter(torch.tensor(2.0))
         self.optimizer: Optimizer = make_optimizer(self.model, config)
+        self.clip = make_clip(self.optimizer, config, None)
         self.precision = Precision(PrecisionConfig(dtype=dtype, initial_scale=16.0), torch.device("cpu"))
 
     def step(self, seed: int, *, scale: float = 1.0) -> None:
         images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
         self.optimizer.zero_grad()
         self.precision.scaler.scale((self.model(images) * self.model.scalar).square().mean() * scale).backward()
-        self.precision.step(self.optimizer, clip_grad_norm=1.0)
+        self.precision.step(self.optimizer, self.clip)
 
     def parameters(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -93,6 +97,29 @@ def test_every_optimizer_resumes_exactly(tmp_path: Path, name: str, kwargs: dict
         training.step(seed)
         resumed.step(seed)
     assert all(map(torch.equal, training.parameters(), resumed.parameters()))
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("norm", 0.5), ("value", 0.01), ("agc", 0.01)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_gradients_are_clipped_as_by_timm(mode: str, bound: float, dtype: str) -> None:
+    """With plain SGD, whose step is the clipped gradient; the classifier, which agc leaves alone, is timm's last."""
+    ours = timm.create_model("test_resnet", num_classes=5)
+    theirs = copy.deepcopy(ours)
+    config = OptimizerConfig(
+        lr=1.0, name="sgd", kwargs={"momentum": 0, "nesterov": False}, clip_mode=mode, clip_grad_norm=bound
+    )
+    optimizer = make_optimizer(ours, config)
+    precision = Precision(PrecisionConfig(dtype=dtype, initial_scale=16.0), torch.device("cpu"))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    for model, scale in ((ours, precision.loss_scale()), (theirs, 1.0)):
+        (model(images).square().sum() * 10 * scale).backward()
+    clipped = model_parameters(theirs, exclude_head=mode == "agc")
+    dispatch_clip_grad(list(clipped), bound, mode)
+    expected = [p.detach() - p.grad for p in theirs.parameters()]
+    precision.step(optimizer, make_clip(optimizer, config, ours.pretrained_cfg))
+    for parameter, target in zip(ours.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter, target, rtol=1e-5, atol=1e-5)
+    assert (theirs.fc.weight.grad.abs().max() > 1) == (mode == "agc")
 
 
 PLACEMENTS = {(4, 6): Shard(0), (3, 4): Shard(1), (3,): Shard(0), (5,): Replicate()}  # by shape; 3 do not divide

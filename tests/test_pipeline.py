@@ -47,20 +47,27 @@ def pil_image(split: Split, image: int) -> Image.Image:
 def pil_crops(split: Split, batch: Batch, size: int, how: Image.Resampling = Image.Resampling.BILINEAR) -> np.ndarray:
     micro = batch.micro_batch
     crops = []
-    for image, (top, left, height, width), flip in zip(micro.images, micro.boxes, micro.flips, strict=True):
+    drawn = [(Image.Resampling.BILINEAR, Image.Resampling.BICUBIC)[number] for number in micro.filters]
+    rows = zip(micro.images, micro.boxes, micro.flips, drawn or [how] * len(micro.images), strict=True)
+    for image, (top, left, height, width), flip, resampling in rows:
         box = (left, top, left + width, top + height)
-        crop = np.asarray(pil_image(split, image).crop(box).resize((size, size), how), dtype=np.float32)
-        crops.append(crop[:, ::-1] if flip else crop)
+        crop = np.asarray(pil_image(split, image).crop(box).resize((size, size), resampling), dtype=np.float32)
+        crop = crop[:, ::-1] if flip & 1 else crop
+        crops.append(crop[::-1] if flip & 2 else crop)
     return np.stack(crops)
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_training_pixels_are_those_of_pil(unmixed: Config, interpolation: str) -> None:
-    unmixed = unmixed.replace({"data.interpolation": interpolation})
+@pytest.mark.parametrize(("interpolation", "vertical"), [("bilinear", 0), ("bicubic", 0), ("random", 0.5)])
+def test_training_pixels_are_those_of_pil(unmixed: Config, interpolation: str, vertical: float) -> None:
+    unmixed = unmixed.replace({"data.interpolation": interpolation, "data.vertical_flip": vertical})
     split = Split(unmixed.data.root, "train")
     batches = first_batches(unmixed, 16)
-    assert {int(flip) for batch in batches for flip in batch.micro_batch.flips} == {0, 1}
-    how = Image.Resampling[interpolation.upper()]
+    assert {int(flip) for batch in batches for flip in batch.micro_batch.flips} == (
+        {0, 1, 2, 3} if vertical else {0, 1}
+    )
+    filters = {int(number) for batch in batches for number in batch.micro_batch.filters}
+    assert filters == ({0, 1} if interpolation == "random" else set())
+    how = Image.Resampling[interpolation.upper()] if interpolation != "random" else Image.Resampling.NEAREST
     differences = [np.abs(grey_levels(b.images) - pil_crops(split, b, 32, how)).mean(axis=(1, 2, 3)) for b in batches]
     assert np.concatenate(differences).mean() < 0.1
 

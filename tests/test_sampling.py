@@ -13,7 +13,16 @@ from dali_train.config import Config, MixupConfig
 from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.index import INDEX_DTYPE
 from dali_train.data.loading.loader import Segment
-from dali_train.data.sampling.draws import Images, Mixing, crop_boxes, draw_mixing, flips, inception_boxes, padded_crops
+from dali_train.data.sampling.draws import (
+    Images,
+    Mixing,
+    crop_boxes,
+    draw_mixing,
+    filters,
+    flips,
+    inception_boxes,
+    padded_crops,
+)
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.data.sampling.order import BlockOrder, Blocks, SampleOrder
 from dali_train.data.sampling.rng import Purpose, philox, philox_generator, shuffled, torch_seed
@@ -194,6 +203,19 @@ def test_draws_of_an_image_change_from_epoch_to_epoch() -> None:
     assert not flips(0, images_of(n), probability=0).any()
 
 
+def test_vertical_flips_leave_the_others_as_they_are() -> None:
+    n = 4000
+    for alternating in (False, True):
+        first, second = (
+            flips(0, images_of(n, epoch=e), probability=0.5, vertical=0.2, alternating=alternating) for e in (0, 1)
+        )
+        assert np.array_equal(first & 1, flips(0, images_of(n), probability=0.5, alternating=alternating))
+        assert 0.18 < (first >> 1).mean() < 0.22 and abs(np.corrcoef(first & 1, first >> 1)[0, 1]) < 0.05
+        assert 0.65 < ((first >> 1) == (second >> 1)).mean() < 0.71  # 0.2**2 + 0.8**2
+    drawn = filters(0, images_of(n), "random")
+    assert 0.47 < drawn.mean() < 0.53 and filters(0, images_of(n), "bicubic").size == 0
+
+
 def test_alternating_flips_show_both_sides_of_an_image_in_two_epochs() -> None:
     n = 2000
     drawn = [flips(0, images_of(n, epoch=epoch), probability=0.3, alternating=True) for epoch in range(4)]
@@ -252,6 +274,8 @@ BITS = {  # settings -> the CRC32C of everything in some micro-batches
     "--data.shuffle block --data.repeats 3 --data.augment big-vision --mixup.cutmix_alpha 1": "6f83ed42",
     "--data.augment auto-cifar10 --data.crop inception --data.crop_area 0.3 1 --data.crop_aspect 0.2 0.5": "73af429b",
     "--data.augment 3-augment --data.crop_area 0.8 1 --data.crop_aspect 1.2 2.5": "dcb2f280",
+    "--data.augment rand-m9 --data.color_jitter .4 --data.hue_jitter .1 --data.color_jitter_probability .8 "
+    "--data.grayscale .2 --data.gaussian_blur .5 --data.vertical_flip .3 --data.interpolation random": "cda937d1",
     "--data.shuffle none --data.augment trivial --data.random_erasing 0.3 --data.random_erasing_fill noise": "0cf7172d",
 }
 

@@ -110,7 +110,7 @@ def _input_config(model: nn.Module, config: Config, class_names: tuple[str, ...]
         "num_classes": len(class_names),
         "label_names": list(class_names),
         "input_size": (3, data.eval_size, data.eval_size),
-        "interpolation": data.interpolation,
+        "interpolation": data.eval_filter,
         "mean": tuple(value / 255 for value in data.mean),
         "std": tuple(value / 255 for value in data.std),
         "crop_pct": data.eval_size / data.eval_resized,

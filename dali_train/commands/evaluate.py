@@ -135,7 +135,7 @@ def _print_preparation(model: nn.Module, config: Config, whose: str) -> None:
     cut = "of both sides" if data.eval_resize == "squash" else "of the short side"
     print(
         f"images: {data.eval_size} pixels {cut} at {data.eval_resized} (crop share "
-        f"{data.eval_size / data.eval_resized:.3f}), {data.interpolation}, mean {mean}, std {std} of 0 to 255; {whose}"
+        f"{data.eval_size / data.eval_resized:.3f}), {data.eval_filter}, mean {mean}, std {std} of 0 to 255; {whose}"
     )
     for difference in compare_with_timm(model, config, "eval_size"):
         print(f"note: {difference}")

@@ -98,7 +98,7 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
         "resize": data.eval_resize,
         "resize_to": data.eval_resized,
         "center_crop": data.eval_size,
-        "interpolation": data.interpolation,
+        "interpolation": data.eval_filter,
         "antialias": data.antialias,
         "mean": list(data.mean),  # of 0 to 255
         "std": list(data.std),

@@ -346,7 +346,7 @@ def _with_pil(encoded: Sequence[Callable[[], bytes]], names: Sequence[str], data
             raise ConfigError(f"{name} {error}") from error
         size = data.eval_resized
         sides = [size, size] if data.eval_resize == "squash" else [size]
-        resized = functional.resize(rgb, sides, functional.InterpolationMode(data.interpolation))
+        resized = functional.resize(rgb, sides, functional.InterpolationMode(data.eval_filter))
         return (functional.pil_to_tensor(functional.center_crop(resized, [data.eval_size])) - mean) / std
 
     for start in range(0, len(encoded), _BATCH):

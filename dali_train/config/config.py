@@ -40,9 +40,13 @@ from dali_train.text import printable
 NEED_INDEX: dict[str, Any] = {
     "data.augment": "none",
     "data.color_jitter": 0.0,
+    "data.hue_jitter": 0.0,
+    "data.grayscale": 0.0,
+    "data.gaussian_blur": 0.0,
     "data.random_erasing": 0.0,
     "data.crop": "random-resized",
     "data.crop_side": None,
+    "data.vertical_flip": 0.0,
     "data.alternating_flip": False,
     "data.repeats": 1,
     "data.progressive": (),
@@ -77,12 +81,13 @@ class Config:
             "warmup",
         )
         decay_epochs = self.schedule.decay_epochs
+        before = self.schedule.warmup_epochs if self.schedule.decay_from == "warmup-end" else 0
         require(
             self.schedule.name not in ("linear", "cosine", "polynomial", "warmup-stable-decay")
             or decay_epochs is None
-            or decay_epochs + self.schedule.warmup_epochs <= self.run.epochs,
-            f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {self.schedule.warmup_epochs} "
-            f"exceeds run.epochs {self.run.epochs}: shorten the decay or the warmup",
+            or decay_epochs + before <= self.run.epochs,
+            f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {before} exceeds run.epochs "
+            f"{self.run.epochs}: shorten the decay or the warmup",
         )
         remedy = "images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas"
         alone = self.mixup.enabled and self.batch.micro_batch == 1
@@ -140,6 +145,8 @@ class Config:
             changed.append(self.parallel.kind)
         if self.data.shuffle == "balanced":
             changed.append("data.shuffle balanced")
+        if self.data.interpolation == "random":
+            changed.append("data.interpolation random")
         require(
             self.data.reader != "dali" or not changed,
             f"data.reader is dali with {', '.join(changed)}, but only the index knows in advance which image comes "
@@ -157,6 +164,10 @@ class Config:
         remedy = "FSDP needs weights in torch's default memory format, set model.channels_last false"
         shards = parallel.shard != "none"
         refuse(shards and self.model.channels_last, self, ("model.channels_last", "parallel.shard"), remedy)
+        adapts = self.optimizer.clip_mode == "agc"
+        remedy = "it needs the norms of whole weights, set optimizer.clip_mode norm, or leave the other out"
+        refuse(adapts and shards, self, ("optimizer.clip_mode", "parallel.shard"), remedy)
+        refuse(adapts and parallel.tensor.size > 1, self, ("optimizer.clip_mode", "parallel.tensor.size"), remedy)
         parallel.check_micro_batch(self.batch.micro_batch)
         require(
             not self.data.progressive or not parallel.shares_images,

@@ -115,6 +115,9 @@ class DataConfig:
     reflect in torchvision's RandomCrop."""
     horizontal_flip: Probability = 0.5
     """Probability of mirroring a training image."""
+    vertical_flip: Probability = 0.0
+    """Probability of turning a training image upside down (timm's --vflip), for images without an up, such as those of
+    satellites and microscopes."""
     alternating_flip: bool = False
     """Mirror in the first epoch with the probability horizontal_flip, and in every later epoch exactly the images that
     were not mirrored in the one before (Jordan, arXiv 2404.00498), so that two epochs show both sides of each image."""
@@ -123,7 +126,20 @@ class DataConfig:
     colossalai (RandAugment as in these two, 2 operators at full strength), trivial (TrivialAugment), 3-augment (DeiT
     III), auto-imagenet or auto-cifar10 (AutoAugment)."""
     color_jitter: Annotated[float, Rule("a factor from 0 to 1", 0, 1)] = 0.0
-    """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none."""
+    """Brightness, contrast and saturation are multiplied by up to 1 plus or minus this, in a random order. 0: none.
+    timm's train.py has 0.4, and none with an --aa other than 3a."""
+    hue_jitter: Annotated[float, Rule("a part of a turn from 0 to 0.5", 0, 0.5)] = 0.0
+    """Colors are turned by up to this part of a circle, either way, in the random order of data.color_jitter. As DALI
+    does it, in YIQ; torchvision's ColorJitter turns HSV's hue instead."""
+    color_jitter_probability: Probability = 1.0
+    """Probability that a training image gets data.color_jitter and data.hue_jitter at all (timm's
+    --color-jitter-prob)."""
+    grayscale: Probability = 0.0
+    """Probability that a training image loses its colors, after data.augment and data.color_jitter (timm's
+    --grayscale-prob)."""
+    gaussian_blur: Probability = 0.0
+    """Probability of blurring a training image, after data.grayscale, with a standard deviation from 0.1 to 2 pixels
+    (timm's --gaussian-blur-prob)."""
     random_erasing: Probability = 0.0
     """Probability of filling a random box of a training image."""
     random_erasing_fill: Literal["mean", "noise"] = "mean"
@@ -133,8 +149,9 @@ class DataConfig:
     """Repeated augmentation: this many adjacent positions have the same image, augmented differently. An epoch still
     has as many positions as the training split has images, so a pass over the split takes this many epochs. If it does
     not divide batch.micro_batch, the repeats of some images fall into two micro-batches."""
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How training and evaluation images are resized."""
+    interpolation: Literal["bilinear", "bicubic", "random"] = "bilinear"
+    """How training and evaluation images are resized. random: each training image by one of the two, as with timm's
+    --train-interpolation random, its default."""
     antialias: bool = True
     """Filter when shrinking, as PIL does. False is faster but aliases."""
     normalise: Annotated[
@@ -153,6 +170,9 @@ class DataConfig:
     fraction."""
     eval_size: NotInRecipe[Pixels] = 224
     """Side of the square evaluation images, in pixels."""
+    eval_interpolation: NotInRecipe[Literal["bilinear", "bicubic"] | None] = None
+    """How evaluation images are resized (timm's --interpolation). None: as data.interpolation says, and bicubic if that
+    is random."""
     eval_views: NotInRecipe[Literal["one", "mirrored", "mirrored-and-shifted"]] = "one"
     """Views of each evaluation image whose logits are averaged (test-time augmentation). mirrored: the image and its
     mirror image, as FFCV's lr_tta. mirrored-and-shifted: these two, and both shifted by one pixel up and left and down
@@ -167,6 +187,13 @@ class DataConfig:
     def eval_resized(self) -> int:
         """Side of evaluation images before the central crop, in pixels: of both sides, or of the short one."""
         return round(self.eval_size * 256 / 224) if self.eval_resize_to is None else self.eval_resize_to
+
+    @property
+    def eval_filter(self) -> Literal["bilinear", "bicubic"]:
+        """The filter by which evaluation images are resized."""
+        if self.eval_interpolation is not None:
+            return self.eval_interpolation
+        return "bicubic" if self.interpolation == "random" else self.interpolation
 
     @property
     def mean(self) -> Triple:
@@ -237,6 +264,13 @@ class DataConfig:
         refuse(reflects and padding == 0, self, ("crop_padding_mode", "crop_padding"), remedy)
         alternates, remedy = self.alternating_flip, "set data.horizontal_flip, such as 0.5"
         refuse(alternates and self.horizontal_flip == 0, self, ("alternating_flip", "horizontal_flip"), remedy)
+        jitters, remedy = self.color_jitter > 0 or self.hue_jitter > 0, "set data.color_jitter, such as 0.4"
+        refuse(
+            not jitters and self.color_jitter_probability != 1,
+            self,
+            ("color_jitter_probability", "color_jitter"),
+            remedy,
+        )
         filled, remedy = self.random_erasing_fill != "mean", "set data.random_erasing, such as 0.25"
         refuse(filled and self.random_erasing == 0, self, ("random_erasing_fill", "random_erasing"), remedy)
 
@@ -259,6 +293,11 @@ class ModelConfig:
     init: Literal["torch", "portable"] = "torch"
     """The generator of random initial weights. torch: torch's, whose weights depend on the processor's vector
     instructions. portable: our own, whose weights are the same on every machine."""
+    head_scale: NotNegative = 1.0
+    """Factor of the classifier's initial weights and biases (timm's --head-init-scale); 0: all logits begin at 0."""
+    head_bias: float | None = None
+    """Initial bias of the classifier (timm's --head-init-bias). With binary-cross-entropy, -log(classes) begins with
+    the right share of positives; 1,000 classes: -6.9. None: the model's own."""
     freeze: tuple[str, ...] = ()
     """Names of weights that are not trained, where * matches anything: patch_embed.* blocks.0.*; or all-but-head, which
     trains only the classifier (a linear probe). BatchNorms without trained weights keep their running statistics and
@@ -343,9 +382,15 @@ class OptimizerConfig:
     and a factor of weight_decay. The first row that matches counts; a factor of weight_decay also applies to weights
     that exclude_vectors would exempt."""
     clip_grad_norm: Annotated[float, Rule("a norm over 0", OVER_0)] | None = 1.0
-    """Largest global 2-norm of the gradient; None: no clipping."""
+    """Largest global 2-norm of the gradient, or what clip_mode says (timm's --clip-grad); None: no clipping."""
+    clip_mode: Literal["norm", "value", "agc"] = "norm"
+    """What clip_grad_norm bounds, as timm's --clip-mode. norm: the 2-norm of all gradients together. value: each
+    element. agc: the ratio of the 2-norms of gradient and weight, of each output of a layer and of each vector, but for
+    the classifier (adaptive gradient clipping, Brock et al., arXiv 2102.06171, there 0.01)."""
 
     def __post_init__(self) -> None:
+        unbounded, remedy = self.clip_grad_norm is None, "set optimizer.clip_grad_norm, such as 0.01 for agc"
+        refuse(unbounded and self.clip_mode != "norm", self, ("clip_mode", "clip_grad_norm"), remedy)
         by_layer, remedy = self.layer_decay is not None, "each sets the factors of lr, leave one of them out"
         refuse(by_layer and bool(self.groups), self, ("layer_decay", "groups"), remedy)
 
@@ -462,6 +507,12 @@ class LossConfig:
     target_threshold: Annotated[float, Rule("a number from 0 to under 1", 0, UNDER_1)] | None = None
     """binary-cross-entropy: targets above it count as 1 and others as 0, so that a mixture has both classes. None:
     targets are used as they are."""
+    sum_classes: bool = False
+    """binary-cross-entropy: the sum over the classes, as big_vision's sigmoid loss, instead of their mean (timm's
+    --bce-sum); with C classes, loss and gradient are C times as large."""
+    positive_weight: Positive = 1.0
+    """binary-cross-entropy: factor of the part of the loss that pulls towards an image's own classes (timm's
+    --bce-pos-weight)."""
     distillation: Literal["none", "hard", "soft"] = "none"
     """Also learn from a teacher's predictions (DeiT). hard: from its top class. soft: from its probabilities."""
     distillation_weight: Annotated[float, Rule("a share over 0 and up to 1", OVER_0, 1)] = 0.5
@@ -481,6 +532,12 @@ class LossConfig:
             ("target_threshold", "name"),
             "leave it out, or use binary-cross-entropy",
         )
+        for name, value, off in (
+            ("sum_classes", self.sum_classes, False),
+            ("positive_weight", self.positive_weight, 1),
+        ):
+            remedy = "leave it out, or use binary-cross-entropy"
+            refuse(value != off and self.name == "cross-entropy", self, (name, "name"), remedy)
         refuse(
             self.class_weights != "none" and self.name != "cross-entropy",
             self,

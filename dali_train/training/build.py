@@ -28,7 +28,7 @@ from dali_train.training.invariant import RunningStatistics, choose_seeding, dro
 from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
 from dali_train.training.model import build_model, check_sizes, repeated_blocks
-from dali_train.training.optim import Ema, check_groups, check_shardwise, make_optimizer
+from dali_train.training.optim import Ema, check_groups, check_shardwise, make_clip, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.pretrained import Tensors
@@ -226,6 +226,7 @@ def build_trainer(
     parallel = parallelize(
         model, layout, config.parallel, device, blocks, activations, prepare=halve, half=precision.half
     )
+    description = getattr(model, "pretrained_cfg", None)
     if layout.splits_model:
         model = parallel.model
     optimizer = make_optimizer(model, config.optimizer)  # after parallelism, which may replace parameters
@@ -247,7 +248,7 @@ def build_trainer(
         "ema": Ema(model, config.ema, num_steps) if config.ema.decay is not None else None,
         "noise": NoiseScale(parallel, batch.num_micro_batches, batch.micro_batch, device) if has_noise else None,
         "num_micro_batches": batch.num_micro_batches,
-        "clip_grad_norm": config.optimizer.clip_grad_norm,
+        "clip": make_clip(optimizer, config.optimizer, description),
         "keep_gradients": config.model.compile == "cuda-graphs",
     }
     if not parallel.stages:

@@ -34,7 +34,7 @@ from dali_train.training.model_arguments import (
     check_name,
     is_timms,
 )
-from dali_train.training.pretrained import Tensors, create_pretrained, freeze
+from dali_train.training.pretrained import Tensors, create_pretrained, freeze, initialise_classifier
 
 logger = logging.getLogger("dali_train")
 
@@ -105,6 +105,7 @@ def build_model(
             model = on_meta
         else:
             model = timm.create_model(name, num_classes=num_classes, **config.model.kwargs)
+    initialise_classifier(model, scale=config.model.head_scale, bias=config.model.head_bias)
     if config.model.constant_drop_path:
         extra_models.make_drop_path_constant(repeated_blocks(model), config.model.kwargs["drop_path_rate"])
     model.to(

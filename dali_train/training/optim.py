@@ -3,11 +3,11 @@
 import difflib
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from timm.optim import (
     param_groups_layer_decay,
 )
 from timm.optim._optim_factory import OptimInfo, default_registry
+from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -29,7 +30,10 @@ from dali_train.config import EmaConfig, OptimizerConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise, laid_out_like, local
-from dali_train.training.pretrained import matching_names
+from dali_train.training.pretrained import classifiers, matching_names
+
+Clip = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+"""Clips the gradients of an optimizer's parameters, in its order, given their global 2-norm, 0-dimensional."""
 
 _newton_schulz = muon.zeropower_via_newtonschulz
 
@@ -125,6 +129,24 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     for group in optimizer.param_groups:
         group["param_names"] = [names[parameter] for parameter in group["params"]]
     return optimizer
+
+
+def make_clip(optimizer: Optimizer, config: OptimizerConfig, cfg: dict[str, Any] | None) -> Clip | None:
+    """Return the function that clips the gradients of the parameters of `optimizer`; None: they are not clipped.
+
+    Args:
+        cfg: timm's description of the model, which names the classifier; None: there is none.
+    """
+    bound = config.clip_grad_norm
+    if bound is None:
+        return None
+    if config.clip_mode == "norm":
+        return lambda parameters, norm: torch.nn.utils.clip_grads_with_norm_(parameters, bound, norm)
+    if config.clip_mode == "value":
+        return lambda parameters, norm: torch.nn.utils.clip_grad_value_(parameters, bound)
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    adapts = [name.rpartition(".")[0] not in classifiers(cfg) for name in names]
+    return lambda parameters, norm: adaptive_clip_grad(compress(parameters, adapts), bound)
 
 
 def resolved_arguments(optimizer: Optimizer) -> dict[str, Any]:
@@ -224,8 +246,7 @@ def _groups_by_layer(model: nn.Module, config: OptimizerConfig, layer_decay: flo
 
 def _with_classifier_apart(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return `groups` with the classifiers' weights in groups of their own, which timm's Muon updates by AdamW."""
-    declared = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
-    prefixes = tuple(f"{name}." for name in ((declared,) if isinstance(declared, str) else declared))
+    prefixes = tuple(f"{name}." for name in classifiers(getattr(model, "pretrained_cfg", None)))
     of_classifier = {parameter for name, parameter in model.named_parameters() if name.startswith(prefixes)}
     return [
         group | {"params": parameters, "use_fallback": apart}

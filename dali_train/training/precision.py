@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dali_train.config import PrecisionConfig
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise, local, total_norm
+from dali_train.training.optim import Clip
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +57,7 @@ class Precision:
         """Return the current scale, on the device where it lives (1 without a scaler)."""
         return self.scaler.scale(torch.ones((), device=self._device))
 
-    def step(self, optimizer: Optimizer, clip_grad_norm: float | None, layout: Layout | None = None) -> torch.Tensor:
+    def step(self, optimizer: Optimizer, clip: Clip | None, layout: Layout | None = None) -> torch.Tensor:
         """Unscale, clip and step; in fp16 a step with non-finite gradients changes only the scale.
 
         (Step counters on the host, which some optimizers use for bias correction, count such a step as well.)
@@ -76,8 +77,8 @@ class Precision:
         else:
             self.scaler.unscale_(optimizer)
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if clip_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_grad_norm, norm)
+        if clip is not None:
+            clip(parameters, norm)
         shardwise = Shardwise() if layout is not None and layout.shards_weights else nullcontext()
         if self.scaler.is_enabled():
             _step_or_undo(optimizer, shardwise, finite=norm.isfinite())

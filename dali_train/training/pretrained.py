@@ -250,7 +250,7 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         if pattern == ALL_BUT_HEAD:
-            heads = _classifiers(getattr(model, "pretrained_cfg", None) or {})
+            heads = classifiers(getattr(model, "pretrained_cfg", None))
             matches = [name for name in parameters if name.rpartition(".")[0] not in heads]
             if len(matches) == len(parameters):
                 raise ConfigError(
@@ -292,11 +292,35 @@ def is_frozen(layer: nn.Module) -> bool:
 def _num_classes(name: str, tensors: Tensors) -> int | None:
     """Return the number of classes of the classifier in `tensors`; None if there is no classifier, or none is known."""
     cfg = timm.get_pretrained_cfg(name)
-    weights = [tensors.get(f"{head}.weight") for head in _classifiers(cfg.to_dict() if cfg is not None else {})]
+    weights = [tensors.get(f"{head}.weight") for head in classifiers(cfg.to_dict() if cfg is not None else None)]
     return len(weights[0]) if weights and weights[0] is not None else None
 
 
-def _classifiers(cfg: dict[str, Any]) -> list[str]:
-    """Return the names of the classifier layers in timm's description of a model."""
-    names = cfg.get("classifier") or []
+def classifiers(cfg: dict[str, Any] | None) -> list[str]:
+    """Return the names of the classifier layers in timm's description of a model; none if there is no description."""
+    names = (cfg or {}).get("classifier") or []
     return [names] if isinstance(names, str) else list(names)
+
+
+@torch.no_grad()
+def initialise_classifier(model: nn.Module, *, scale: float, bias: float | None) -> None:
+    """Multiply the weights and biases of the classifiers by `scale`, and then set their biases to `bias`.
+
+    Raises:
+        ConfigError: timm does not know the classifier, or it has no bias.
+    """
+    if scale == 1 and bias is None:
+        return
+    parameters = dict(model.named_parameters())
+    for head in classifiers(getattr(model, "pretrained_cfg", None)) or [""]:
+        weight, own_bias = parameters.get(f"{head}.weight"), parameters.get(f"{head}.bias")
+        if weight is None or (bias is not None and own_bias is None):
+            setting = (
+                f"model.head_scale is {scale:g}" if weight is None and bias is None else f"model.head_bias is {bias}"
+            )
+            raise ConfigError(
+                f"{setting}, but timm knows no classifier of {type(model).__name__} that has one: leave it out"
+            )
+        weight.mul_(scale)
+        if own_bias is not None:
+            own_bias.mul_(scale) if bias is None else own_bias.fill_(bias)

@@ -15,7 +15,7 @@ from dali_train.parallel.parallelize import Parallel, zero_loss
 from dali_train.training.invariant import DropoutSeeding, RunningStatistics, seed_micro_batch
 from dali_train.training.loss import Objective, first_target_correct
 from dali_train.training.metrics import NoiseScale, TrainingMetrics, all_finite
-from dali_train.training.optim import Ema
+from dali_train.training.optim import Clip, Ema
 from dali_train.training.precision import Precision
 from dali_train.training.timing import PhaseClock
 
@@ -37,7 +37,7 @@ class Trainer:
     metrics: TrainingMetrics
     clock: PhaseClock
     num_micro_batches: int  # per step, of all ranks
-    clip_grad_norm: float | None
+    clip: Clip | None  # None: gradients are not clipped
     # Zero gradients in place instead of freeing them: CUDA graphs write each gradient to a fixed address.
     keep_gradients: bool = False
     ema: Ema | None = None
@@ -60,7 +60,7 @@ class Trainer:
         self.parallel.finish_gradients()
         self.clock.enter("optimizer")
         layout = self.parallel.layout if self.parallel.layout.splits_model else None
-        grad_norm = self.precision.step(self.optimizer, self.clip_grad_norm, layout)
+        grad_norm = self.precision.step(self.optimizer, self.clip, layout)
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         self.metrics.finish_step(grad_norm, self.precision.loss_scale(), step=step)
         if self.noise is not None:

@@ -38,6 +38,8 @@ DaliForm = Callable[[Any, Any], Any]
 _FILL = 128
 _ROW = 4096  # float32 has all whole numbers up to its square
 _BLUR_WINDOW = 13  # pixels: three standard deviations of the strongest blur on each side
+# NTSC's, FCC 47 CFR 73.682
+_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,15 @@ def enhanced(kind: Callable[[Image.Image], Any], dali: DaliForm) -> tuple[CpuFor
     return by_pil(lambda image, factor: kind(image).enhance(factor)), dali
 
 
+def turned_hue(image: Image.Image, degrees: float) -> Image.Image:
+    """Turn the colors in the chroma plane of YIQ, as DALI's `hue` does."""
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    turn = np.array([[1, 0, 0], [0, cos, sin], [0, -sin, cos]])
+    matrix = np.zeros((3, 4))  # of RGB, with an offset that is added
+    matrix[:, :3] = np.linalg.inv(_TO_YIQ) @ turn @ _TO_YIQ
+    return image.convert("RGB", tuple(matrix.ravel().tolist()))
+
+
 _SHEAR_X, _SHEAR_Y, _MOVE_X, _MOVE_Y = moved(shear_x=1), moved(shear_y=1), moved(x=1), moved(y=1)
 _BRIGHTNESS = enhanced(ImageEnhance.Brightness, lambda images, factor: fn.brightness(images, brightness=factor))
 _CONTRAST = enhanced(
@@ -265,6 +276,7 @@ OPERATORS: dict[str, Operator] = {
     "ColorIncreasing": Operator(around_one(0.9, least=0.1), *_COLOR),
     "ColorWide": Operator(around_one(0.99), *_COLOR),
     "ColorBy": Operator(around_one(1.0), *_COLOR),
+    "HueBy": Operator(signed(360), by_pil(turned_hue), lambda images, degrees: fn.hue(images, hue=degrees)),
     "Sharpness": Operator(between(0.1, 1.9), *_SHARPNESS),
     "SharpnessIncreasing": Operator(around_one(0.9, least=0.1), *_SHARPNESS),
     "SharpnessWide": Operator(around_one(0.99), *_SHARPNESS),

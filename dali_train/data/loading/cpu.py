@@ -21,6 +21,8 @@ from dali_train.config import DataConfig
 from dali_train.data.loading.dali import PixelFormat
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
+_MODES = ("bilinear", "bicubic")  # of `filters`
+_MIRRORED = {1: (-1,), 2: (-2,), 3: (-2, -1)}  # the dimensions of (3, height, width) that each of `flips` turns around
 
 
 class CpuTransform:
@@ -49,22 +51,24 @@ class CpuTransform:
         flips: NDArray[np.int32],
         mixing: tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]] | None,
         operations: Sequence[Operation] | None = None,
+        filters: NDArray[np.int32] | None = None,
     ) -> torch.Tensor:
         """Return the batch on the CPU: (n, 3, size, size) of the pixel format's dtype.
 
         Args:
             crops: n arrays of (height, width, 3): contiguous, or read-only views of mapped pixels.
-            flips: (n,), 1: mirrored.
+            flips: (n,), 1: mirrored, 2: upside down, 3: both.
             mixing: (partners, lambdas, cuts), (n,), (n,) and (n, 4), as for `mix` in pipelines.py; None: no mixing.
             operations: n functions, applied to the mirrored images, (3, size, size) uint8.
+            filters: (n,), with data.interpolation random, 0: resized bilinearly, 1: bicubically; else empty or None.
         """
         batch = self._batches.take()
         if mixing is None:
-            resize = self._resizing(crops, flips, operations)
+            resize = self._resizing(crops, flips, operations, filters)
             self._each(len(crops), lambda i: self._normalise(batch[i], resize(i)))
         else:
             partners, lambdas, cuts = (array.tolist() for array in mixing)
-            resized = self.resize(crops, flips, operations)
+            resized = self.resize(crops, flips, operations, filters)
 
             def work(i: int) -> None:
                 own, partner = resized[i], resized[partners[i]]
@@ -81,9 +85,10 @@ class CpuTransform:
         crops: Sequence[NDArray[np.uint8]],
         flips: NDArray[np.int32],
         operations: Sequence[Operation] | None = None,
+        filters: NDArray[np.int32] | None = None,
     ) -> list[torch.Tensor]:
         """Resize each crop to the training size: (side, 3 * side) uint8, one row per row of pixels."""
-        resize, resized = self._resizing(crops, flips, operations), [torch.empty(0)] * len(crops)
+        resize, resized = self._resizing(crops, flips, operations, filters), [torch.empty(0)] * len(crops)
 
         def work(i: int) -> None:
             resized[i] = resize(i)
@@ -92,17 +97,24 @@ class CpuTransform:
         return resized
 
     def _resizing(
-        self, crops: Sequence[NDArray[np.uint8]], flips: NDArray[np.int32], operations: Sequence[Operation] | None
+        self,
+        crops: Sequence[NDArray[np.uint8]],
+        flips: NDArray[np.int32],
+        operations: Sequence[Operation] | None,
+        filters: NDArray[np.int32] | None,
     ) -> Callable[[int], torch.Tensor]:
-        mirrored = flips.tolist()
+        dims = [_MIRRORED.get(flip) for flip in flips.tolist()]
+        drawn = [] if filters is None else [_MODES[number] for number in filters.tolist()]
+        modes = drawn or [self._mode] * len(crops)
 
         def resize(i: int) -> torch.Tensor:
             # Copied here, so that the threads share the copying.
             crop = crops[i] if crops[i].flags.writeable else crops[i].copy()
             image = torch.from_numpy(crop)[None].permute(0, 3, 1, 2)  # in this order, torch recognises channels-last
             if image.shape[2:] != (self._side, self._side):
-                image = F.interpolate(image, (self._side, self._side), mode=self._mode, antialias=self._antialias)
-            image = image.flip(-1)[0] if mirrored[i] else image[0]
+                image = F.interpolate(image, (self._side, self._side), mode=modes[i], antialias=self._antialias)
+            turned = dims[i]
+            image = image[0] if turned is None else image[0].flip(turned)
             if operations is not None:
                 image = operations[i](image)
             return image.permute(1, 2, 0).reshape(self._side, -1)

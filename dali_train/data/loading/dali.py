@@ -149,6 +149,7 @@ PREFETCH = 2
 """Micro-batches prepared ahead of the one in use. Two are enough for the worst case: of 5,000 micro-batches with 256
 ImageNet photographs the largest has 1.3 times the mean number of pixels, with 32 photographs 2.3 times."""
 _INTERPOLATION = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
+_FILTERS = np.array([int(types.INTERP_LINEAR), int(types.INTERP_CUBIC)], dtype=np.int32)  # of `MicroBatch.filters`
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,14 @@ INPUTS: dict[str, Input] = {
     "anchor": Input(types.INT32, 1, lambda batch: batch.corners[0]),
     "shape": Input(types.INT32, 1, lambda batch: batch.corners[1]),
     "start": Input(types.INT32, 1, lambda batch: -batch.offsets),  # of the data.crop_side square, relative to the box
-    "mirror": Input(types.INT32, 0, lambda batch: batch.flips),
+    "filter": Input(types.INT32, 0, lambda batch: _FILTERS[batch.filters]),
+    "mirror": Input(types.INT32, 0, lambda batch: batch.flips & 1),
+    "upside down": Input(types.INT32, 0, lambda batch: batch.flips >> 1),
     "targets": Input(types.INT64, 1, lambda batch: batch.targets),
     "lambdas": Input(types.FLOAT, 0, lambda batch: batch.lambdas),
     "partners": Input(types.INT32, 0, lambda batch: batch.partners),
 }
-"""The inputs of every training graph; `training_inputs` adds those that depend on dataset and augmentation."""
+"""The inputs of a training graph; `training_inputs` adds those that depend on dataset and augmentation."""
 
 
 def training_inputs(
@@ -179,8 +182,12 @@ def training_inputs(
 ) -> dict[str, Input]:
     """Return all inputs of the training graph by name: `INPUTS`, the stored images, and the augmentation's draws."""
     inputs = {"stored": stored_input(split, storage), **INPUTS}
-    if data.crop_side is None:
-        del inputs["start"]
+    needed = {
+        "start": data.crop_side is not None,
+        "filter": data.interpolation == "random",
+        "upside down": data.vertical_flip > 0,
+    }
+    inputs = {name: one for name, one in inputs.items() if needed.get(name, True)}
     if augmentation is not None:
         for step in range(augmentation.num_steps):
             inputs[f"operator {step}"] = Input(types.INT32, 0, partial(_operators, step))
@@ -300,13 +307,15 @@ def training_graph(
             out_of_bounds_policy="pad",
             fill_values=0,
         )
-    images = resized(images, data)
+    images = resized(images, data, nodes.get("filter"))
     mirror = nodes["mirror"]
+    if augmentation is not None or data.vertical_flip > 0:
+        vertical = {"vertical": nodes["upside down"]} if data.vertical_flip > 0 else {}
+        images, mirror = fn.flip(images, horizontal=mirror, **vertical), None
     if augmentation is not None:
         steps = [(nodes[f"operator {s}"], nodes[f"argument {s}"]) for s in range(augmentation.num_steps)]
         box = (nodes["erased anchor"], nodes["erased shape"]) if augmentation.erases else None
-        images = augmentation.nodes(fn.flip(images, horizontal=mirror), steps, box)
-        mirror = None
+        images = augmentation.nodes(images, steps, box)
     outputs = (nodes["targets"], nodes["lambdas"], nodes["partners"])
     return normalised(images, mirror, data, pixels), *(to_device(node, pixels) for node in outputs)
 
@@ -340,7 +349,7 @@ def evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixe
         size=[data.eval_size] * 2,
         roi_start=start,
         roi_end=end,
-        interp_type=_INTERPOLATION[data.interpolation],
+        interp_type=_INTERPOLATION[data.eval_filter],
         antialias=data.antialias,
     )
     return normalised(images, None, data, pixels), to_device(labels, pixels)
@@ -354,11 +363,14 @@ def reflected_on_all_sides(images: Any, padding: int) -> Any:
     return fn.cat(*(fn.flip(left, horizontal=1), rows, fn.flip(right, horizontal=1)), axis=1)
 
 
-def resized(images: Any, data: DataConfig) -> Any:
-    """Return the node of crops resized to data.train_size."""
-    return fn.resize(
-        images, size=[data.train_size] * 2, interp_type=_INTERPOLATION[data.interpolation], antialias=data.antialias
-    )
+def resized(images: Any, data: DataConfig, drawn: Any | None = None) -> Any:
+    """Return the node of crops resized to data.train_size.
+
+    Args:
+        drawn: the node of each image's filter, int32, with data.interpolation random.
+    """
+    how = _INTERPOLATION[data.interpolation] if drawn is None else fn.reinterpret(drawn, dtype=types.INTERP_TYPE)
+    return fn.resize(images, size=[data.train_size] * 2, interp_type=how, antialias=data.antialias)
 
 
 def normalised(images: Any, mirror: Any | None, data: DataConfig, pixels: PixelFormat) -> Any:

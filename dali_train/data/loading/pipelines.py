@@ -169,6 +169,7 @@ class CpuPipeline(IndexedPipeline):
             batch.flips,
             (batch.partners, batch.lambdas, batch.cuts) if batch.is_mixed else None,
             None if self._augmentation is None else self._augmentation.operations(batch),
+            batch.filters,
         )
         return Batch(images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch)
 

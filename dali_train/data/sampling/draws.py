@@ -114,15 +114,33 @@ def _first_that_fits(
     return boxes.astype(np.int32)
 
 
-def flips(seed: int, images: Images, *, probability: float, alternating: bool = False) -> NDArray[np.int32]:
-    """Return 1 where the image is mirrored, else 0, shape (n,).
+def flips(
+    seed: int, images: Images, *, probability: float, vertical: float = 0.0, alternating: bool = False
+) -> NDArray[np.int32]:
+    """Return 1 where the image is mirrored, 2 where it is upside down, 3 where it is both, else 0, shape (n,).
 
-    With `alternating`, that is drawn for epoch 0 and inverted in every odd epoch.
+    Args:
+        probability: of mirroring.
+        vertical: the probability of turning upside down.
+        alternating: mirroring is drawn for epoch 0 and inverted in every odd epoch.
     """
-    epochs = np.zeros_like(images.epochs) if alternating else images.epochs
-    draws = uniform(seed, Purpose.FLIP, np.ones_like(images.numbers), low=images.numbers, high=epochs)
+    block, epochs = np.ones_like(images.numbers), np.zeros_like(images.epochs) if alternating else images.epochs
+    draws = uniform(seed, Purpose.FLIP, block, low=images.numbers, high=epochs)
     mirrored = draws[:, 0] < probability
-    return (mirrored ^ (images.epochs % 2 == 1) if alternating else mirrored).astype(np.int32)
+    flipped = (mirrored ^ (images.epochs % 2 == 1) if alternating else mirrored).astype(np.int32)
+    if vertical > 0:  # of the epoch itself, also if mirroring alternates
+        draws = uniform(seed, Purpose.FLIP, 2 * block, low=images.numbers, high=images.epochs)
+        flipped += 2 * (draws[:, 0] < vertical).astype(np.int32)
+    return flipped
+
+
+def filters(seed: int, images: Images, interpolation: str) -> NDArray[np.int32]:
+    """Return 1 where the image is resized bicubically and 0 where bilinearly, each with half of the probability, shape
+    (n,); shape (0,) unless data.interpolation is random."""
+    if interpolation != "random":
+        return np.zeros(0, dtype=np.int32)
+    draws = uniform(seed, Purpose.FILTER, np.ones_like(images.numbers), low=images.numbers, high=images.epochs)
+    return (draws[:, 0] < 0.5).astype(np.int32)
 
 
 def padded_crops(

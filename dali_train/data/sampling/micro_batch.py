@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config, MixupConfig
 from dali_train.config.check import require
-from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, flips, padded_crops
+from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, filters, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
 from dali_train.data.sampling.policy import draw_operators, erased_boxes, erasing_noise, policy_of
 from dali_train.data.sampling.rng import Purpose, torch_seed
@@ -29,7 +29,8 @@ class MicroBatch:
     labels: NDArray[np.int64]  # from 0; -1 with data.reader dali
     boxes: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the stored image
     offsets: NDArray[np.int32]  # (n, 2): where the box begins, relative to the square of data.crop_side; else 0
-    flips: NDArray[np.int32]  # 1: mirrored
+    filters: NDArray[np.int32]  # with data.interpolation random, 0: resized bilinearly, 1: bicubically; else empty
+    flips: NDArray[np.int32]  # 1: mirrored, 2: upside down, 3: both
     operators: NDArray[np.int32]  # (n, steps): indices into the policy's names, applied one after the other
     levels: NDArray[np.float32]  # (n, steps): signed strength of each operator
     erased: NDArray[np.int32]  # (n, 4): top, left, height, width in pixels of the training image; all zero: none
@@ -117,7 +118,14 @@ class MicroBatches:
             labels=rows["label"].astype(np.int64),
             boxes=boxes,
             offsets=offsets,
-            flips=flips(seed, looks, probability=data.horizontal_flip, alternating=data.alternating_flip),
+            filters=filters(seed, looks, data.interpolation),
+            flips=flips(
+                seed,
+                looks,
+                probability=data.horizontal_flip,
+                vertical=data.vertical_flip,
+                alternating=data.alternating_flip,
+            ),
             operators=operators,
             levels=levels,
             erased=erased_boxes(seed, looks, probability=data.random_erasing, size=data.train_size),

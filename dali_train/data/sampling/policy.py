@@ -1,8 +1,8 @@
 """Draws for an image's augmentation: its operators, their strengths, and the erased box.
 
-A policy is a sequence of groups. Each image gets one alternative of every group, and an alternative is a sequence of
-steps. RandAugment is n groups of one-step alternatives; AutoAugment is one group of two-step alternatives; color jitter
-is one group with every order of three steps.
+A policy is a sequence of groups. Each image gets one alternative of every group, or none if the group has a probability
+below 1, and an alternative is a sequence of steps. RandAugment is n groups of one-step alternatives; AutoAugment is one
+group of two-step alternatives; color jitter is one group with every order of three steps.
 
 A level is the strength of an operator: 1 is the strong end of its usual range, and the sign is the direction, for
 operators that have two. The operators themselves are in one table, in data/loading/augment.py.
@@ -71,6 +71,7 @@ _TRIVIAL = (
 # Touvron et al., "DeiT III", arXiv 2204.07118.
 _THREE = ("Grayscale", "Solarize128", "GaussianBlur")
 _JITTER = ("BrightnessBy", "ContrastBy", "ColorBy")
+_HUE = "HueBy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,16 @@ class Step:
 
 
 Alternative = tuple[Step, ...]
-Group = tuple[Alternative, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    alternatives: tuple[Alternative, ...]
+    probability: float = 1.0  # of applying one of them
+
+    @cached_property
+    def num_steps(self) -> int:
+        return max(map(len, self.alternatives))
 
 
 @dataclass(frozen=True)
@@ -93,22 +103,26 @@ class Policy:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Return the operators in use; the first one is the identity, for steps that are not applied."""
-        used = (step.operator for group in self.groups for alternative in group for step in alternative)
+        alternatives = (alternative for group in self.groups for alternative in group.alternatives)
+        used = (step.operator for alternative in alternatives for step in alternative)
         return tuple(dict.fromkeys([IDENTITY, *used]))
 
     @cached_property
     def num_steps(self) -> int:
-        return sum(max(map(len, group)) for group in self.groups)
+        return sum(group.num_steps for group in self.groups)
 
 
 def policy_of(data: DataConfig) -> Policy:
-    """Return the policy of data.augment and data.color_jitter. A policy without groups augments nothing."""
-    spec = parse_augment(data.augment)
-    groups = _groups(spec)
-    if data.color_jitter > 0:
-        steps = (Step(operator=name, level=data.color_jitter, std=np.inf) for name in _JITTER)
-        groups = (*groups, tuple(itertools.permutations(steps)))
-    return Policy(groups)
+    """Return the policy of data.augment, of both jitters, data.grayscale and data.gaussian_blur, in timm's order. A
+    policy without groups augments nothing."""
+    groups = list(_groups(parse_augment(data.augment)))
+    levels = {**dict.fromkeys(_JITTER, data.color_jitter), _HUE: data.hue_jitter}
+    if steps := [Step(operator=name, level=level, std=np.inf) for name, level in levels.items() if level > 0]:
+        groups.append(Group(tuple(itertools.permutations(steps)), data.color_jitter_probability))
+    for name, probability in (("Grayscale", data.grayscale), ("GaussianBlur", data.gaussian_blur)):
+        if probability > 0:
+            groups.append(Group(((Step(operator=name, std=np.inf),),), probability))
+    return Policy(tuple(groups))
 
 
 def _groups(spec: AugmentSpec) -> tuple[Group, ...]:
@@ -125,7 +139,7 @@ def _groups(spec: AugmentSpec) -> tuple[Group, ...]:
         differs = _IN_COLOSSALAI if spec.policy == "colossalai" else {}
         steps = [Step(operator=differs.get(name, name)) for name in _BIG_VISION]
         cutout = Step(operator="Cutout40", std=np.inf)  # its level says where it is
-        return (tuple((step,) for step in (*steps, cutout)),) * 2
+        return (Group(tuple((step,) for step in (*steps, cutout))),) * 2
     if spec.policy in ("trivial", "3-augment"):
         return (_one_of(_TRIVIAL if spec.policy == "trivial" else _THREE, std=np.inf),)
     pairs: list[Alternative] = []
@@ -141,11 +155,11 @@ def _groups(spec: AugmentSpec) -> tuple[Group, ...]:
         for pair in AutoAugment(AutoAugmentPolicy.CIFAR10).policies:
             named = [(_CIFAR_NAMES.get(name, name), probability, level or 0) for name, probability, level in pair]
             pairs.append(tuple(Step(operator=name, probability=p, level=level / 9) for name, p, level in named))
-    return (tuple(pairs),) if pairs else ()
+    return (Group(tuple(pairs)),) if pairs else ()
 
 
 def _one_of(names: Iterable[str], **settings: float) -> Group:
-    return tuple((Step(operator=name, **settings),) for name in names)
+    return Group(tuple((Step(operator=name, **settings),) for name in names))
 
 
 # torchvision's names -> the rows with its ranges.
@@ -173,16 +187,17 @@ def draw_operators(seed: int, policy: Policy, images: Images) -> tuple[NDArray[n
     draws = uniform(seed, Purpose.AUGMENT, np.tile(blocks, count), low=low, high=high).reshape(count, num_counters, 4)
     counter = column = 0
     for group in policy.groups:
-        chosen = (draws[:, counter, 0] * len(group)).astype(np.int64)
+        chosen = (draws[:, counter, 0] * len(group.alternatives)).astype(np.int64)
+        applies = draws[:, counter, 1] < group.probability
         counter += 1
-        for number in range(max(map(len, group))):
+        for number in range(group.num_steps):
             table = _table(policy, group, number)[chosen]
             operator, probability, level, std, highest = table.T
             u_apply, u_sign, u1, u2 = draws[:, counter].T
             noise = std * np.sqrt(-2 * np.log1p(-u1)) * np.cos(2 * np.pi * u2)  # Box and Muller
             strength = np.where(np.isinf(std), level * u1, level + np.where(np.isinf(std), 0, noise))
             strength = np.clip(strength, 0, highest)
-            operators[:, column] = np.where(u_apply < probability, operator, 0)
+            operators[:, column] = np.where(applies & (u_apply < probability), operator, 0)
             levels[:, column] = np.where(u_sign < 0.5, strength, -strength)
             counter, column = counter + 1, column + 1
     return operators, levels
@@ -191,7 +206,7 @@ def draw_operators(seed: int, policy: Policy, images: Images) -> tuple[NDArray[n
 def _table(policy: Policy, group: Group, number: int) -> NDArray[np.float64]:
     """Return a row for each alternative: operator's number, probability, level, std, highest level of step `number`."""
     none = Step(operator=IDENTITY)
-    steps = [alternative[number] if number < len(alternative) else none for alternative in group]
+    steps = [alternative[number] if number < len(alternative) else none for alternative in group.alternatives]
     return np.array([(policy.names.index(s.operator), s.probability, s.level, s.std, s.max_level) for s in steps])
 
 

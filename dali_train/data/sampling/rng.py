@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     NOISE = 12  # in erased boxes
     WEIGHTS = 13  # initial ones, with model.init portable; counted by draw
     MIXED = 14  # whether a micro-batch is mixed
+    FILTER = 15  # by which an image is resized
 
 
 def philox(seed: int, purpose: Purpose, block: UInt64s, low: UInt64s, high: UInt64s) -> UInt64s:
