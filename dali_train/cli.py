@@ -90,7 +90,7 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (
         *(_add_train, _add_evaluate, _add_status, _add_doctor, _add_plan, _add_export, _add_predict, _add_diff),
-        *(_add_report, _add_recipes, _add_completion, _add_init, add_data_command),
+        *(_add_prove, _add_report, _add_recipes, _add_completion, _add_init, add_data_command),
     ):
         add(commands)
     return parser
@@ -468,6 +468,23 @@ def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     from dali_train.commands.diff import diff
 
     return FINISHED if diff(*options.run_dir, steps=options.steps) else 1
+
+
+def _add_prove(commands: Commands) -> None:
+    summary = "Check a run's record of samples, draws and weights against its recipe. Exits with 1 if they differ."
+    prove = _on_runs(commands, "prove", summary, _prove, runs=1)
+    prove.add_argument(
+        "--dataset", metavar="DIR", help="the dataset, of which only dataset.json and the index are read"
+    )
+    prove.add_argument("--all-draws", action="store_true", help="check the draws of all steps, not of a part of them")
+
+
+def _prove(options: argparse.Namespace, overrides: list[str]) -> int:
+    _refuse_settings(options, overrides)
+    with importing(f"dali-train {options.command}"):
+        from dali_train.commands.prove import prove
+
+    return FINISHED if prove(*options.run_dir, dataset=options.dataset, all_draws=options.all_draws) else 1
 
 
 def _add_report(commands: Commands) -> None:

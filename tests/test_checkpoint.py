@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dali_train.checkpoint.format import CheckpointError, find_checkpoint, load_checkpoint, load_newest
 from dali_train.checkpoint.recipe import changes_between, recipe
+from dali_train.checkpoint.record import weights_digest
 from dali_train.checkpoint.run_directory import resolve_checkpoint
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.config import load_config
@@ -73,7 +74,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     """Also by other programs: DCP by the names a model has, safetensors, sha256sum; "newest" is a stable name."""
     save(make_writer(tmp_path), 3, 4)
     loaded, path = load_checkpoint(tmp_path / "step-00000004"), tmp_path / "newest"
-    assert loaded.step == 4 and loaded.values == {"scaler": {"scale": 4}} and same(loaded.state, state(4))
+    assert loaded.step == 4 and loaded.values["scaler"] == {"scale": 4} and same(loaded.state, state(4))
+    assert loaded.values["weights"] == {str(step): {"model": weights_digest(state(step)["model"])} for step in (3, 4)}
     assert loaded.state["optimizer"]["state.head.weight.exp_avg"].dtype == torch.float64
     weights = {"model": {"head.weight": torch.zeros(7, 5)}}
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)

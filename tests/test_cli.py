@@ -88,6 +88,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["predict", "--help"], "Classify images"),
         (["export", "--help"], "Write a run's model"),
         (["diff", "--help"], "Show where two runs differ"),
+        (["prove", "--help"], "Check a run's record"),
         (["train", "--help"], "Every setting of the config can be overridden"),
         (["train", "--config", B16, "--help"], "Images per optimizer step, over all ranks"),
         (["eval", "--help"], "Evaluate a run's checkpoint"),

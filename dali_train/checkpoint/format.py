@@ -47,6 +47,7 @@ from dali_train.files import (
     write_atomically,
 )
 from dali_train.runtime.process_group import first_fault, on_rank_0
+from dali_train.runtime.status import is_record
 from dali_train.text import shortened
 
 # DCP's warning in a single process, where it is used on purpose.
@@ -181,8 +182,8 @@ class Writer(dcp.HuggingFaceStorageWriter):
         return written
 
 
-def read_safetensors(directory: Path, names: set[str]) -> Tensors:
-    """Return all tensors in the safetensors files of these `names`, complete and on the CPU.
+def read_safetensors(directory: Path, names: set[str], section: str = "") -> Tensors:
+    """Return all tensors in the safetensors files of these `names`, or those of one `section`, complete and on the CPU.
 
     Any layout of ranks may have written them.
 
@@ -197,6 +198,8 @@ def read_safetensors(directory: Path, names: set[str]) -> Tensors:
     reader = dcp.HuggingFaceStorageReader(str(directory))
     tensors: Tensors = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if not name.startswith(section and f"{section}."):
+            continue
         if not isinstance(entry, TensorStorageMetadata):  # DCP would unpickle it
             raise CheckpointError(f"{directory}: {name} is not a tensor")
         if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
@@ -234,6 +237,10 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 
+def _are_digests(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+
+
 _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
     "optimizer": _is_optimizer,
     "scaler": _are_numbers,
@@ -241,6 +248,8 @@ _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
     "class_names": _are_texts,
     "epoch_accuracies": lambda value: isinstance(value, list) and all(map(_is_number, value)),
     "dropout": lambda value: value in ("block", "micro-batch"),
+    "record": lambda value: value == "" or is_record(value),
+    "weights": lambda value: isinstance(value, dict) and all(map(_are_digests, value.values())),
 }
 
 

@@ -73,7 +73,7 @@ def check_recipe(
 ) -> list[str]:
     """Return warnings about changes since the checkpoint that `saved` is from, if they are accepted.
 
-    A file of model.weights that was deleted after the start has no effect any more: `current` gets its old digest.
+    `current` gets the digests in `saved` of files that are gone.
 
     Args:
         source: what has the checkpoint, in messages.
@@ -82,9 +82,7 @@ def check_recipe(
     Raises:
         ConfigError: the recipe differs, which is not accepted; the message names the difference.
     """
-    began_with, weights = str(saved.get("model.weights")), str(current.get("model.weights"))
-    if began_with.startswith(_CONTENT) and is_path(weights) and not Path(weights).exists():
-        current["model.weights"] = began_with
+    keep_digests_of_lost_files(saved, current)
     changes = changes_between(saved, current)
     if not changes:
         return []
@@ -95,6 +93,15 @@ def check_recipe(
             "resume with the change"
         )
     return [f"{difference}; resuming with the change because run.accept_changed_recipe is set"]
+
+
+def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Give `current` the digests in `saved` of weight files that do not exist any more. A file of model.weights has no
+    effect after the start."""
+    for name in _WEIGHTS:
+        began_with, weights = str(saved.get(name)), str(current.get(name))
+        if began_with.startswith(_CONTENT) and is_path(weights) and not Path(weights).exists():
+            current[name] = began_with
 
 
 def saved_recipe(values: dict[str, Any], source: object) -> dict[str, Any]:

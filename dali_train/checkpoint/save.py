@@ -27,7 +27,9 @@ from dali_train.checkpoint.format import (
     Writer,
     collect,
     ranks_without_shared_disk,
+    read_safetensors,
 )
+from dali_train.checkpoint.record import WeightsRecord, weights_digest
 from dali_train.checkpoint.run_directory import (
     checkpoint_paths,
     foreign_files,
@@ -57,9 +59,19 @@ class CheckpointWriter:
         keep: how many of the newest checkpoints to keep, besides the one with the best top-1.
         num_stages: stages of the pipeline, with equally many adjacent ranks; the ranks of a stage have tensors of the
             same names.
+        weights: the digests of the weights in earlier checkpoints of the run, also of those that are gone. Every
+            checkpoint has them, with its own.
     """
 
-    def __init__(self, directory: Path, group: dist.ProcessGroup | None, *, keep: int, num_stages: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        group: dist.ProcessGroup | None,
+        *,
+        keep: int,
+        num_stages: int = 1,
+        weights: WeightsRecord | None = None,
+    ) -> None:
         self._directory = directory
         self._group = group
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
@@ -67,6 +79,7 @@ class CheckpointWriter:
         self._apart: list[int] = []
         self.held: set[str] = set()  # names of checkpoints that are being read and must not be removed
         self._keep = keep
+        self.weights = dict(weights or {})  # complete on rank 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host: Tensors = {}
@@ -188,6 +201,12 @@ class CheckpointWriter:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _commit(self, partial: Path, final: Path, step: int, values: dict[str, Any], files: dict[str, str]) -> None:
+        self.weights[str(step)] = {
+            section: weights_digest({name.removeprefix(f"{section}."): tensor for name, tensor in tensors.items()})
+            for section in ("model", "ema")
+            if (tensors := read_safetensors(partial, set(files), section))
+        }
+        values |= {"weights": self.weights}
         CheckpointManifest(step=step, values=values, files=files).write(partial)
         if os.path.lexists(final):
             set_aside(final)

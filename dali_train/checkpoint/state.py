@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from dali_train.checkpoint.format import Checkpoint, CheckpointError, Tensors, find_checkpoint, load_checkpoint
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
+from dali_train.checkpoint.record import WeightsRecord, recipe_digest, written
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
 from dali_train.config import Config, ModelConfig
 from dali_train.data.dataset.index import Split
@@ -43,6 +44,8 @@ class Start:
     step: int = 0  # optimizer steps done
     history: list[float] = field(default_factory=list)  # top-1 of this run's evaluations up to the checkpoint
     evaluated: bool = True  # False: the checkpoint has no accuracy yet, and may be due for evaluation
+    record: str = ""  # of the steps done, see record.py; empty: none is kept
+    weights_record: WeightsRecord = field(default_factory=dict)  # of the checkpoints of these steps
 
     @property
     def seeding(self) -> str | None:
@@ -79,7 +82,9 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
     current = recipe(config, split.manifest)
     checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
     if checkpoint is None:
-        return Start(recipe=current, checkpoint=None, warnings=warnings, weights=first_weights(config.model))
+        record = written(recipe_digest(current), 0) if config.data.reader != "dali" else ""
+        weights = first_weights(config.model)
+        return Start(recipe=current, checkpoint=None, warnings=warnings, weights=weights, record=record)
     warnings += check_recipe(
         saved_recipe(checkpoint.values, checkpoint.path),
         current,
@@ -87,7 +92,14 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
         remedy="choose another run.dir",
         accept=config.run.accept_changed_recipe,
     )
-    start = Start(recipe=current, checkpoint=checkpoint, warnings=warnings, step=checkpoint.step)
+    start = Start(
+        recipe=current,
+        checkpoint=checkpoint,
+        warnings=warnings,
+        step=checkpoint.step,
+        record=checkpoint.values.get("record", ""),
+        weights_record=checkpoint.values.get("weights", {}),
+    )
     if checkpoint.path.parent == directory:
         top1 = saved_top1(checkpoint.path)
         start.history = [*checkpoint.value("epoch_accuracies"), *([top1] if top1 is not None else [])]

@@ -10,6 +10,7 @@ from safetensors.torch import save
 from torch import nn
 
 from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_checkpoint
+from dali_train.checkpoint.record import weights_digest
 from dali_train.checkpoint.run_directory import RunDirectory, resolve_checkpoint
 from dali_train.checkpoint.state import first_weights, restore_weights
 from dali_train.config import Config, ModelConfig
@@ -50,6 +51,11 @@ class TrainedModel:
     class_names: tuple[str, ...]
     applies_orientation: bool  # of the images that it was trained on, see `Manifest.applies_orientation`
     model: nn.Module  # float32 on the CPU in evaluation mode, neither compiled nor checkpointed
+
+    @property
+    def record(self) -> dict[str, str]:
+        """What ties the weights to the run's record, see record.py: the record of its steps, and their own digest."""
+        return record_of(self.checkpoint, self.weights)
 
     def describe(self, run: str | None = None) -> str:
         """Name weights and checkpoint; by the mirror `run`, if the checkpoint is a temporary copy of what is there."""
@@ -134,6 +140,12 @@ def model_from(
     return model
 
 
+def record_of(checkpoint: Checkpoint, weights: Weights) -> dict[str, str]:
+    """Return the record of a checkpoint's steps, "" if the run has none, and the digest of one kind of its weights."""
+    tensors = checkpoint.state["ema" if weights == "ema" else "model"]
+    return {"record": checkpoint.values.get("record", ""), "digest": weights_digest(tensors)}
+
+
 def check_weights(model: ModelConfig, num_classes: int) -> None:
     """Check that model.weights can be read and fit the model; nothing is fetched.
 
@@ -159,8 +171,9 @@ def write_model(run_dir: Path, step: int) -> Path:
     checkpoint, path = load_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}"), run_dir / MODEL_FILE
     weights: Weights = "ema" if "ema" in checkpoint.state else "raw"
     tensors = checkpoint.state["ema" if weights == "ema" else "model"]
+    metadata = {"format": "pt", "weights": weights, "step": str(step), **record_of(checkpoint, weights)}
     try:
-        write_atomically(path, save(tensors, metadata={"format": "pt", "weights": weights, "step": str(step)}))
+        write_atomically(path, save(tensors, metadata=metadata))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written ({error}): check space and permissions, and start the same command again; "

@@ -51,16 +51,10 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
     Raises:
         ConfigError: a run's samples do not follow from its settings.
     """
-    sources, lengths = [], []
-    for config in (first, second):
-        if config.data.reader == "dali":
-            raise ConfigError(
-                f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
-                "recomputed"
-            )
-        split = Split(config.data.root, "train", local=False)
-        sources.append(MicroBatches(split.rows, config))
-        lengths.append(config.steps(config.run.epochs, len(split)))
+    splits, sources = zip(*map(samples_of, (first, second)), strict=True)
+    lengths = [
+        config.steps(config.run.epochs, len(split)) for config, split in zip((first, second), splits, strict=True)
+    ]
     num_per_step = [source.num_per_step for source in sources]
     for step in range(min(steps, *lengths)):
         for k in range(min(num_per_step)):
@@ -69,6 +63,22 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
         if num_per_step[0] != num_per_step[1]:
             return f"first difference: step {step} has {num_per_step[0]} | {num_per_step[1]} micro-batches"
     return ""
+
+
+def samples_of(config: Config) -> tuple[Split, MicroBatches]:
+    """Return the training split of a run, of which only the index is needed, and its micro-batches.
+
+    Raises:
+        ConfigError: its samples do not follow from its settings.
+        DatasetError: the dataset is gone, or damaged.
+    """
+    if config.data.reader == "dali":
+        raise ConfigError(
+            f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
+            "recomputed"
+        )
+    split = Split(config.data.root, "train", local=False)
+    return split, MicroBatches(split.rows, config)
 
 
 def compare_losses(first: ReportedRun, second: ReportedRun) -> str:

@@ -42,7 +42,7 @@ def evaluate_checkpoint(
         ConfigError: no checkpoint is named, or normalisation, model or class names of `config` differ from the run's.
         CheckpointError, DatasetError: see `load_checkpoint` and `Split`.
     """
-    with _joined(options, config, run_dir or Path(config.run.dir)) as (launch, device):
+    with joined_and_watched(options, config, run_dir or Path(config.run.dir)) as (launch, device):
         if run_dir is None and checkpoint is None:
             raise ConfigError(
                 "name the run, `dali-train eval RUN`, a checkpoint, --checkpoint RUN/checkpoints/newest, or weights, "
@@ -90,7 +90,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
     from_timm = not is_path(weights)
     if from_timm:
         config = _with_architecture(config, weights, chosen)
-    with _joined(options, config, Path(config.run.dir)) as (launch, device):
+    with joined_and_watched(options, config, Path(config.run.dir)) as (launch, device):
         require_equal_ranks(config, device, host_group(launch, config.parallel))
         plan = prepare(config, launch, device, trains=False)
         tensors = first_weights(config.model)
@@ -112,7 +112,9 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
 
 
 @contextmanager
-def _joined(options: LaunchOptions, config: Config, directory: Path) -> Iterator[tuple[Launch, torch.device]]:
+def joined_and_watched(
+    options: LaunchOptions, config: Config, directory: Path
+) -> Iterator[tuple[Launch, torch.device]]:
     """Join the process group, see `joined`. If several ranks end with the same error, one of them prints it."""
     with joined(options, config) as (launch, device), ExitStack() as stack:
         # Only to handle errors at the end, without its threads.

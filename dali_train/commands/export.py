@@ -107,6 +107,7 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
         "checkpoint": str(trained.checkpoint.path),
         "step": trained.checkpoint.step,
         "weights": trained.weights,
+        **trained.record,
     }
 
 

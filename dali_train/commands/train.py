@@ -24,6 +24,7 @@ from nvidia import dali
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.mirror import mirrored
+from dali_train.checkpoint.record import RunRecord, machine, result_of
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
@@ -37,7 +38,7 @@ from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.report import write_report
 from dali_train.runtime.launch import Launch, LaunchOptions
-from dali_train.runtime.process import device_name
+from dali_train.runtime.process import device_name, processor_name
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.status import RunStatus, newest_step
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
@@ -90,6 +91,7 @@ class Run:
     hooks: HookList
     flops: ModelFlops | None  # None: no figure for this device, such as a CPU
     lock_holder: str
+    record: RunRecord
     accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
     evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
     step: int  # optimizer steps done
@@ -153,6 +155,8 @@ class Run:
                 best_top1=self.best_top1,
                 ema=self.plan.config.ema.decay is not None,
                 lock_holder=self.lock_holder,
+                record=self.record.text if self.record.step == self.step else "",
+                weights=result_of(self.saver.weights.get(str(self.step), {})),
             ).write(self.plan.directory)
 
     def write_model(self) -> None:
@@ -327,10 +331,12 @@ def build(
             writer_group,
             keep=config.run.keep_checkpoints,
             num_stages=plan.layout.pipeline,
+            weights=start.weights_record,
         ),
         hooks=hooks,
         flops=model_flops(config, plan.num_classes, device, num_devices=launch.world_size),
         lock_holder=lock_holder,
+        record=RunRecord(text=start.record, step=start.step, counts=plan.layout.is_first_of_coordinate),
         accuracies=start.history,
         evaluation_is_pending=not start.evaluated,
         step=start.step,
@@ -388,6 +394,8 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
             num_parameters=trainer.parallel.num_parameters,
             start_step=run.step,
             startup_s=startup_s,
+            record=run.record.text,
+            machine=machine(plan),
             model=trainer.model,
             optimizer=trainer.optimizer,
             clock=trainer.clock,
@@ -432,6 +440,7 @@ def loop(run: Run, agreement: StepAgreement) -> None:
 def report_step(run: Run, lr: float, images: StepImages) -> None:
     """Pass the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
     (micro_batches, batch), record = images, None
+    run.record.add(micro_batches)
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:
         record = read_metrics(run, lr, batch.micro_batch.size)
     run.hooks.step(StepRecord(step=run.step, epoch=run.epoch, micro_batches=micro_batches, batch=batch, train=record))
@@ -451,6 +460,7 @@ def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
         mfu=run.flops.utilisation(rate, size) if run.flops is not None else None,
         noise_scale=noise.read() if noise is not None else None,
         measured=run.hooks.measure(),
+        record=run.record.total(run.step, run.group),
     )
 
 
@@ -490,8 +500,10 @@ def save(run: Run) -> None:
             logger.warning("step %d is not saved: weights or the last loss are not finite", run.step)
         return
     state, values = capture_run(run.trainer, run.group)
+    record = run.record.total(run.step, run.group)
     run.write_status("running")
     values |= {
+        "record": record,
         "recipe": run.recipe,
         "class_names": list(run.plan.class_names),
         "applies_orientation": run.plan.split.manifest.applies_orientation,
@@ -554,7 +566,8 @@ def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) ->
         "device": device_name(device),
         "host": platform.node(),
         "host_cores": len(os.sched_getaffinity(0)),
-        # With the versions above, these decide the last bits of a step (docs/exactness.md).
+        # With the versions above, these decide the last bits of a step, see `machine`.
+        "processor": processor_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "compute_threads": torch.get_num_threads(),
         "deterministic": config.run.deterministic,

@@ -142,7 +142,7 @@ def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
             hooks.append(Profile(*config.profile))
         hooks += trackers
     if config.trace_samples:
-        hooks.append(SampleTrace(writes=layout.pipeline_rank == 0 and layout.tensor_rank == 0))  # once per micro-batch
+        hooks.append(SampleTrace(writes=layout.is_first_of_coordinate))  # once per micro-batch
     return HookList([*hooks, *map(_make_user_hook, config.user)])
 
 

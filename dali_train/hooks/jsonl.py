@@ -82,14 +82,15 @@ class MetricsFile(Hook):
         self._file = JsonLines(path, record.start_step)
         epoch = record.start_step * record.config.batch.global_batch / record.num_images
         facts = {"total_steps": record.total_steps, "startup_s": record.startup_s, "ranks": record.launch.world_size}
+        texts = {"machine": record.machine, **_kept(record.record)}
         if before:
             facts["lost_steps"] = max(0, max(event["step"] for event in before) - record.start_step)
             facts["away_s"] = max(0.0, time.time() - before[-1].get("time", time.time()))
-        self._write("start", record.start_step, epoch, facts)
+        self._write("start", record.start_step, epoch, facts | texts)
 
     def step(self, record: StepRecord) -> None:
         if record.train is not None:
-            self._write("train", record.step, record.epoch, record.train.scalars())
+            self._write("train", record.step, record.epoch, record.train.scalars() | _kept(record.train.record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write("eval", record.step, record.epoch, record.scalars())
@@ -106,6 +107,10 @@ class MetricsFile(Hook):
 
     def _write(self, event: str, step: int, epoch: float, facts: Mapping[str, Any]) -> None:
         self._file.write({"event": event, "step": step, "epoch": epoch, "time": time.time(), **facts})
+
+
+def _kept(record: str) -> dict[str, Any]:
+    return {"record": record} if record else {}
 
 
 class SampleTrace(Hook):

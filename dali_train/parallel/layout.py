@@ -111,3 +111,8 @@ class Layout:
     @property
     def tensor_rank(self) -> int:
         return self.rank % self.tensor
+
+    @property
+    def is_first_of_coordinate(self) -> bool:
+        """True on one of the ranks that share a data-parallel coordinate."""
+        return self.pipeline_rank == 0 and self.tensor_rank == 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dali_train.report.runs import ReportedRun
-from dali_train.runtime.status import OUTSIDE_PHASES, STEP_PHASES, Event
+from dali_train.runtime.status import OUTSIDE_PHASES, STEP_PHASES, TEXTS, Event
 from dali_train.text import printable, shortened
 
 PHASE_NAMES = {field: phase for phase, field in (STEP_PHASES | OUTSIDE_PHASES).items()}
@@ -114,7 +114,7 @@ _KNOWN = {
     *(field for charts in SECTIONS.values() for chart in charts for field in chart.fields),
     *(
         f"train/{field}"
-        for field in ("event", "step", "epoch", "time", "top1", "skipped_steps", "step_s", "first_step_s")
+        for field in ("event", "step", "epoch", "time", "top1", "skipped_steps", "step_s", "first_step_s", *TEXTS)
     ),
     *(f"train/{field}" for field in OUTSIDE_PHASES.values()),
 }

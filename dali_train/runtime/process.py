@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import gc
 import os
+import platform
 import signal
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,15 @@ def device_name(device: "torch.device") -> str:
         if device.type == "cuda"
         else f"CPU, {plural(torch.get_num_threads(), 'thread')}"
     )
+
+
+def processor_name() -> str:
+    """Return the model of this machine's processor; its architecture where Linux does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def cores_per_process(launch: Launch) -> int:

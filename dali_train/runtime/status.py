@@ -7,6 +7,7 @@ and a kill leaves none. Nothing here needs torch, so that a batch script gets it
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,9 @@ OUTSIDE_PHASES = {"evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}
 METRICS = "metrics.jsonl"
 _LONGEST_LINE = 1_000_000  # bytes; a run's have about a thousand
 Event = dict[str, Any]
+
+TEXTS = ("record", "machine")
+"""Fields of `start` and `train` events that are text: see checkpoint/record.py."""
 
 _NEEDED = {
     "start": ("startup_s",),
@@ -166,9 +170,16 @@ def _is_event(line: dict[str, Any]) -> bool:
             and isinstance(line.get("error"), str | None)
             and _is_number(line.get("time", 0))
         )
-    if not all(_is_number(value) for name, value in line.items() if name != "event"):
+    if not all(_is_number(value) for name, value in line.items() if name not in ("event", *TEXTS)):
+        return False
+    if not isinstance(line.get("machine", ""), str) or not ("record" not in line or is_record(line["record"])):
         return False
     return all(math.isfinite(value) for name, value in line.items() if name == "epoch" or name.endswith("_s"))
+
+
+def is_record(value: Any) -> bool:
+    """Return whether `value` has the form of a run's record, see checkpoint/record.py."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _is_number(value: Any) -> bool:
@@ -194,6 +205,8 @@ class RunStatus:
     best_top1: Fraction | None = None  # of the evaluations so far, a fraction
     ema: bool = False  # best_top1 is that of the moving average of the weights
     lock_holder: str = ""  # which process trained: `Holder.describe`
+    record: str = ""  # of these steps, see checkpoint/record.py; empty where it is not known
+    weights: str = ""  # digest of the resulting weights after these steps, once they are saved
 
     def write(self, run_directory: Path) -> None:
         write_atomically(run_directory / _FILE, (json.dumps(asdict(self), indent=1) + "\n").encode())

@@ -1,0 +1,164 @@
+"""The record of a run, by which anyone can check it afterwards: see commands/prove.py and docs/exactness.md.
+
+The record of the first s steps is two numbers of 128 bits, written as 64 hexadecimal digits. The first is the digest of
+dataset and recipe, plus the digests of which images were in each micro-batch of these steps; the second is the sum of
+the digests of their draws, both modulo 2**128. Sums depend neither on the rank that computed a micro-batch, nor on
+interruptions, nor on how often the record is written, and the difference of two records is that of the steps between
+them. A run adds up what its loader delivered; `prove` computes the same from the index alone (the invariant).
+
+The weights have a digest for each checkpoint. It covers names, types, shapes and complete tensors, so it does not
+depend on which ranks wrote which part.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from nvidia import dali
+
+from dali_train.config.config import SETTINGS
+from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.runtime.process import device_name, processor_name
+from dali_train.text import plural
+from dali_train.training.build import RunPlan
+
+WeightsRecord = dict[str, dict[str, str]]
+"""Step (in decimal, as JSON has it) -> section of the checkpoint, "model" or "ema" -> `weights_digest`."""
+
+_BITS, _LIMB = 128, 32
+# Erased boxes' noise is as large as the image and follows from the seed; the others are part of the order.
+_NOT_DRAWN = {"step", "k", "positions", "images", "noise"}
+_DRAWN = sorted(one.name for one in fields(MicroBatch) if one.name not in _NOT_DRAWN)
+# Levels and lambdas are functions of logarithms and cosines, whose last bit depends on the machine. In units of 1/4096
+# one of about 2**40 numbers is another integer for that reason.
+_UNITS = 4096
+
+
+def order_digest(step: int, k: int, images: NDArray[np.int64]) -> int:
+    """Return the digest of which images are in micro-batch `k` of `step`, in their order."""
+    return _number(hashlib.sha256(f"{step} {k} ".encode() + images.astype("<i8").tobytes()))
+
+
+def draws_digest(batch: MicroBatch) -> int:
+    """Return the digest of everything that was drawn for a micro-batch, and of its labels and image size.
+
+    What is zero or empty is left out, so that a kind of draws which later versions add changes nothing where it is off.
+    """
+    digest = hashlib.sha256(f"{batch.step} {batch.k}".encode())
+    for name in _DRAWN:
+        value = getattr(batch, name)
+        if not np.any(value):
+            continue
+        if isinstance(value, np.ndarray):
+            whole = value if value.dtype.kind == "i" else np.rint(value * _UNITS)
+            digest.update(f" {name} {value.shape} ".encode() + whole.astype("<i4").tobytes())
+        else:
+            digest.update(f" {name} {value}".encode())
+    return _number(digest)
+
+
+def recipe_digest(recipe: dict[str, Any]) -> int:
+    """Return the digest of a `recipe`, which includes the dataset's. Settings with their default are left out, so that
+    one which later versions add changes nothing."""
+
+    def is_default(name: str, value: Any) -> bool:
+        default = SETTINGS[name].default if name in SETTINGS else None
+        return name in SETTINGS and value == (list(default) if isinstance(default, tuple) else default)
+
+    decisive = {name: value for name, value in recipe.items() if not is_default(name, value)}
+    return _number(hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()))
+
+
+def _number(digest: Any) -> int:
+    return int.from_bytes(digest.digest()[: _BITS // 8], "big")
+
+
+def written(order: int, draws: int) -> str:
+    """Return the two sums as the 64 digits of a record."""
+    return f"{order % (1 << _BITS):032x}{draws % (1 << _BITS):032x}"
+
+
+def parsed(record: str) -> tuple[int, int]:
+    """Return the two sums, (order, draws), of a record's 64 digits."""
+    return int(record[:32], 16), int(record[32:], 16)
+
+
+def weights_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of complete `tensors` on the CPU by name, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def result_of(digests: dict[str, str]) -> str:
+    """Return the digest of a checkpoint's resulting weights: of the moving average if there is one."""
+    return digests.get("ema") or digests.get("model", "")
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The record of a run while it trains; every rank has one.
+
+    Args:
+        text: the record of `step` steps; empty: none is kept, because the samples do not follow from the index
+            (data.reader dali), or because the run began with a version that kept none.
+        counts: whether this rank adds its micro-batches; of several ranks with the same ones, only one does.
+    """
+
+    text: str
+    step: int
+    counts: bool
+    _pending: list[int] = field(default_factory=lambda: [0, 0])  # sums of this rank's digests since `step`
+
+    def add(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """Add what this rank's loader delivered for a step."""
+        if self.text and self.counts:
+            for batch in micro_batches:
+                self._pending[0] += order_digest(batch.step, batch.k, batch.images)
+                self._pending[1] += draws_digest(batch)
+
+    def total(self, step: int, group: dist.ProcessGroup | None) -> str:
+        """Return the record after `step` steps. All ranks of `group` call this together."""
+        if not self.text or step == self.step:
+            return self.text
+        places = range(0, _BITS, _LIMB)
+        limbs = [total >> place & ((1 << _LIMB) - 1) for total in self._pending for place in places]
+        if group is not None:  # sums of up to 2**31 numbers of 32 bits
+            sums = torch.tensor(limbs, dtype=torch.int64)
+            dist.all_reduce(sums, group=group)
+            limbs = sums.tolist()
+        half = len(limbs) // 2
+        added = [
+            sum(limb << place for limb, place in zip(part, places, strict=True))
+            for part in (limbs[:half], limbs[half:])
+        ]
+        self.text = written(*(one + other for one, other in zip(parsed(self.text), added, strict=True)))
+        self.step, self._pending = step, [0, 0]
+        return self.text
+
+
+# Environment variables with which a processor's libraries choose other kernels.
+_KERNELS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")
+
+
+def machine(plan: RunPlan) -> str:
+    """Describe everything besides the recipe that decides the last bits of a step (docs/exactness.md): rank 0's
+    versions, processors and threads, and how many ranks there are."""
+    where = device_name(plan.device) if plan.device.type == "cuda" else "CPU"
+    parts = [
+        f"torch {torch.__version__}, timm {timm.__version__}, DALI {dali.__version__}, {where}, {processor_name()}",
+        f"{torch.backends.cpu.get_cpu_capability()}, {plural(torch.get_num_threads(), 'thread')}",
+        plan.layout.describe(),
+        *(f"{name}={os.environ[name]}" for name in _KERNELS if name in os.environ),
+    ]
+    return ", ".join([*parts, "deterministic"] if plan.config.run.deterministic else parts)
