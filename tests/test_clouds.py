@@ -21,7 +21,7 @@ import pytest
 
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import fetched_metadata
-from dali_train.data.dataset.storage import MappedFiles, RemoteImages
+from dali_train.data.dataset.storage import MappedFiles, RangedImages
 from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
 
 from .ranks import free_port
@@ -129,7 +129,7 @@ def test_each_cloud(
     assert set(bucket.sizes("train/")) == {f"train/{path.name}" for path in (dataset / "train").iterdir()}
     split = Split(url, "train")
     expected = MappedFiles(Split(dataset, "train")).read(np.arange(50))
-    images = RemoteImages(split, None, staged_bytes=10_000_000)
+    images = RangedImages(split, None, staged_bytes=10_000_000)
     assert [image.tobytes() for image in images.read(np.arange(50))] == [image.tobytes() for image in expected]
     if scheme == "gs":
         return

@@ -34,7 +34,7 @@ def test_a_healthy_environment(run_command: Train, tiny_config: Path, tmp_path: 
         expected |= {"precision"}
     assert set(lines) == expected, output
     assert {name for name, verdict in lines.items() if verdict != "pass"} <= {"gpu", "run directory"}, output
-    assert "50 images in 5 classes, index fits its shards" in output
+    assert "50 images in 5 classes, index fits its files" in output
     assert re.search(r"decode a batch  4 images of 32 px as float32 on the [CG]PU, mean -?[\d.]+", output), output
     assert not (tmp_path / "run").exists(), "it leaves nothing behind, not even the directory"
 

@@ -17,7 +17,7 @@ import pytest
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import fetched_metadata
-from dali_train.data.dataset.storage import MappedFiles, RemoteImages
+from dali_train.data.dataset.storage import MappedFiles, RangedImages
 from dali_train.data.loading import cache as cache_module
 from dali_train.data.loading.cache import Eviction, ImageCache, NextUse
 from dali_train.data.sampling.micro_batch import MicroBatches
@@ -49,12 +49,12 @@ def server(dataset: Path, tmp_path: Path) -> Iterator[ObjectServer]:
         yield server
 
 
-def open_images(server: ObjectServer, cache: Path | None = None) -> RemoteImages:
+def open_images(server: ObjectServer, cache: Path | None = None) -> RangedImages:
     split = Split(server.url, "train")
-    return RemoteImages(split, None if cache is None else ImageCache(cache, split), staged_bytes=10_000_000)
+    return RangedImages(split, None if cache is None else ImageCache(cache, split), staged_bytes=10_000_000)
 
 
-def assert_all_images(images: RemoteImages, dataset: Path) -> None:
+def assert_all_images(images: RangedImages, dataset: Path) -> None:
     expected = MappedFiles(Split(dataset, "train"))
     numbers = np.random.default_rng(0).permutation(50)
     for got, image in zip(images.read(numbers), numbers, strict=True):
@@ -64,15 +64,15 @@ def assert_all_images(images: RemoteImages, dataset: Path) -> None:
 def test_images_are_those_on_the_disk(server: ObjectServer, dataset: Path) -> None:
     images = open_images(server)
     assert_all_images(images, dataset)
-    assert images.num_requests == 3, "neighbours are fetched together"
+    assert images.ranges.num_requests == 3, "neighbours are fetched together"
     images.prefetch(np.arange(20))
     images.prefetch(np.arange(10, 30))  # 10 to 19 are wanted twice
-    before = images.num_requests
+    before = images.ranges.num_requests
     images.read(np.arange(10, 20))
     images.read(np.arange(30))
-    assert images.num_requests == before and images._num_staged_bytes == 0
+    assert images.ranges.num_requests == before and images._num_staged_bytes == 0
     # What nobody reads does not stay in memory.
-    small = RemoteImages(Split(server.url, "train"), None, staged_bytes=1000)
+    small = RangedImages(Split(server.url, "train"), None, staged_bytes=1000)
     small.prefetch(np.arange(50))
     assert small._num_staged_bytes <= 2000
     assert_all_images(small, dataset)
@@ -285,11 +285,11 @@ READ_TO_THE_END = """
 import sys, threading, time
 import numpy as np
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import RemoteImages
+from dali_train.data.dataset.storage import RangedImages
 
-images = RemoteImages(Split(sys.argv[1], "train"), None, staged_bytes=10_000_000)
+images = RangedImages(Split(sys.argv[1], "train"), None, staged_bytes=10_000_000)
 threading.Thread(target=images.prefetch, args=(np.arange(50),), daemon=True).start()
-while images._bucket._warned == 0:
+while images.ranges._bucket._warned == 0:
     time.sleep(0.1)
 """
 
@@ -307,7 +307,7 @@ def test_cached_images_are_checked_and_fetched_again(server: ObjectServer, datas
     assert_all_images(open_images(server, tmp_path / "cache"), dataset)
     again = open_images(server, tmp_path / "cache")
     assert_all_images(again, dataset)
-    assert again._cache is not None and (again._cache.num_hits, again.num_requests) == (50, 0)
+    assert again._cache is not None and (again._cache.num_hits, again.ranges.num_requests) == (50, 0)
     for number, spoil in enumerate((lambda p: p.write_bytes(b""), lambda p: p.write_bytes(b"x" * 900))):
         spoil(again._cache.path(number))
     half = again._cache.path(2)
@@ -324,7 +324,7 @@ def read_with_full_disk(url: str, dataset: Path, cache: Path) -> None:
     os.environ["XDG_CACHE_HOME"] = str(cache / "metadata")
     split = Split(url, "train")
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    images = RemoteImages(split, ImageCache(cache, split), staged_bytes=10_000_000)
+    images = RangedImages(split, ImageCache(cache, split), staged_bytes=10_000_000)
     assert_all_images(images, dataset)
 
 
@@ -425,7 +425,7 @@ def test_what_is_needed_latest_is_removed(
     config = load_config(tiny_config).replace({"run.epochs": 8, "batch.global_batch": 4, "batch.micro_batch": 2})
     split = Split(server.url, "train")
     cache = ImageCache(tmp_path / "cache", split)
-    images = RemoteImages(split, cache, staged_bytes=10_000_000)
+    images = RangedImages(split, cache, staged_bytes=10_000_000)
     labels = split.rows["label"]
     uses = NextUse(config, labels, dp_size=1, coordinates=frozenset({0}), start_step=0)
     order, times = NextUse(config, labels, dp_size=1, coordinates=frozenset({0}), start_step=0).uses(

@@ -14,7 +14,7 @@ from dali_train.checkpoint.format import saved_value
 from dali_train.checkpoint.run_directory import MANIFEST, named_checkpoint
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.manifest import Manifest, SplitManifest
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
 from dali_train.text import plural, printable, shortened
@@ -37,14 +37,18 @@ def recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
 
 
 def dataset_content(manifest: Manifest) -> str:
-    """Return the number of training images, and a digest of the checksums of all shards and indexes."""
-    splits = {
-        name: (part.index_crc32c, [(shard.num_bytes, shard.crc32c) for shard in part.shards])
-        for name, part in manifest.splits.items()
-    }
+    """Return the number of training images, and a digest of the checksums of the indexes and of all shards, or of the
+    images of an index in place."""
+    splits = {name: (part.index_crc32c, _content_of_files(part)) for name, part in manifest.splits.items()}
     digest = hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
     num_images = manifest.splits["train"].num_records if "train" in manifest.splits else 0
     return f"{num_images} images, {_CONTENT}{digest}"
+
+
+def _content_of_files(split: SplitManifest) -> list[Any]:
+    if split.image_bytes is not None:  # whatever the files are called
+        return [split.image_checksums_crc32c]
+    return [(shard.num_bytes, shard.crc32c) for shard in split.shards]
 
 
 def names_content(names: Sequence[str]) -> str:

@@ -81,11 +81,13 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "with --part 1/N to N/N in any order, repeating those that failed, then with --finish."
     )
     _add_convert(add("convert", text, _convert, details))
-    text = "Index existing TFRecords, so that training can read them."
+    text = "Index images where they lie, so that training can read them: TFRecords, class folders, tars, MDS."
     details = (
-        "The TFRecords are in DATASET/train and DATASET/validation (or val), or are DATASET/train-* and "
-        "DATASET/validation-* (or val-*); in a bucket they are in DATASET/train and DATASET/validation. Files outside "
-        "OUT/train and OUT/validation are linked there."
+        "Class folders, WebDataset's tars and MDS that is not compressed are read in place: the index, in OUT, is all "
+        "that is written, and no image is copied. Images have the order that `convert` gives them, so that a run gets "
+        "the same losses. After an interruption the same command resumes. TFRecords are in DATASET/train and "
+        "DATASET/validation (or val), or are DATASET/train-* and DATASET/validation-* (or val-*); in a bucket they are "
+        "in DATASET/train and DATASET/validation. Files outside OUT/train and OUT/validation are linked there."
     )
     _add_index(add("index", text, _index, details))
     text = "Make a smaller dataset from some classes and images of another one; the classes keep their order."
@@ -264,32 +266,69 @@ def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding:
 
 
 def _add_index(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL with the TFRecords")
+    parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL with the images")
     parser.add_argument(
         "--out",
         type=_directory,
         metavar="OUT",
-        help="directory of the index, e.g. if DATASET is read-only (default: DATASET)",
+        help="directory of the index, which is the one to train on (default, only for TFRecords: DATASET)",
     )
-    parser.add_argument(
-        "--label-base", type=int, default=1, metavar="N", help="label of the first class (default: 1, as for ImageNet)"
+    _add_workers(parser)
+    group = parser.add_argument_group("TFRecords")
+    text = f"label of the first class (default: {_TFRECORDS['label_base']}, as for ImageNet)"
+    group.add_argument("--label-base", type=int, default=_TFRECORDS["label_base"], metavar="N", help=text)
+    text = "check only the framing, which reads far less"
+    group.add_argument("--no-crc", dest="check_crc", action="store_false", help=text)
+    group = parser.add_argument_group("images in place")
+    text = "without a validation split: hold out this fraction of each class, chosen by --seed"
+    group.add_argument("--validation-fraction", type=float, metavar="F", help=text)
+    text = "of the order in which `convert` would store the images (default: 0)"
+    group.add_argument("--seed", type=int, default=_IN_PLACE["seed"], metavar="N", help=text)
+    text = "number the images as they lie in their files, for data.shuffle block"
+    group.add_argument("--keep-order", action="store_true", help=text)
+    text = "do not decode the images: one that cannot be decoded then ends a run"
+    group.add_argument("--no-decode-check", dest="decode_check", action="store_false", help=text)
+    text = "images that cannot be decoded are listed in quarantine.jsonl: fail at the end, or leave them out"
+    group.add_argument(
+        "--on-bad", choices=("fail", "skip"), default=_IN_PLACE["on_bad"], help=f"{text} (default: fail)"
     )
     classes = parser.add_mutually_exclusive_group()
     classes.add_argument("--num-classes", type=int, metavar="N", help="default: from the largest label")
     text = "class names in the order of their labels, one per line (default: the names in the records, if any)"
     classes.add_argument("--class-names", type=Path, metavar="FILE", help=text)
-    for key, feature in (("image", "image/encoded"), ("label", "image/class/label")):
-        text = f"the feature that holds the {key} (default: %(default)s)"
-        parser.add_argument(f"--{key}-key", default=feature, metavar="NAME", help=text)
-    parser.add_argument(
-        "--no-crc", dest="check_crc", action="store_false", help="check only the framing, which reads far less"
-    )
-    _add_workers(parser)
+    for key, feature, others in (
+        ("image", "image/encoded", "MDS's column"),
+        ("label", "image/class/label", "MDS's column, or WebDataset's field of KEY.json"),
+    ):
+        text = f"the feature that holds the {key} (default: {feature}); {others}"
+        parser.add_argument(f"--{key}-key", metavar="NAME", help=text)
+
+
+# Options of one kind of source only, and their defaults.
+_TFRECORDS: dict[str, Any] = {"label_base": 1, "check_crc": True, "num_classes": None}
+_IN_PLACE: dict[str, Any] = {
+    "validation_fraction": None,
+    "seed": 0,
+    "keep_order": False,
+    "decode_check": True,
+    "on_bad": "fail",
+}
 
 
 def _index(options: argparse.Namespace) -> int:
+    from dali_train.data.convert.datasets import in_place
     from dali_train.data.dataset.build_index import bucket_as_directory
 
+    kind = in_place(options.dataset) if isinstance(options.dataset, Path) else None
+    for name, default in (_IN_PLACE if kind is None else _TFRECORDS).items():
+        if getattr(options, name) != default:
+            what = "TFRecords, which are indexed" if kind is None else f"images that are read in place ({kind})"
+            option = {"decode_check": "--no-decode-check", "check_crc": "--no-crc"}.get(name, f"--{name}").replace(
+                "_", "-"
+            )
+            raise DatasetError(f"{option}: has no effect on {what}: leave it out")
+    if kind is not None:
+        return _index_in_place(options, kind, options.dataset)
     if isinstance(options.dataset, Path):
         return _index_directory(options, options.dataset, options.out or options.dataset, nullcontext)
     if options.out is not None:
@@ -300,9 +339,37 @@ def _index(options: argparse.Namespace) -> int:
         return _index_directory(options, directory, directory, fetch)
 
 
+def _index_in_place(options: argparse.Namespace, kind: str, source: Path) -> int:
+    from dali_train.data.convert.index_in_place import IndexInPlace, index_in_place
+
+    if options.out is None:
+        raise DatasetError(
+            f"{source}: its images are read in place ({kind}): name a directory for the index with --out"
+        )
+    _check_destination(options.out, {"DATASET": source})
+    source = source.resolve()
+    options.source, options.train, options.validation = source, source, None
+    splits, class_names = DATASETS[kind].load(options)
+    task = IndexInPlace(
+        name=kind,
+        splits=splits,
+        class_names=class_names,
+        source=str(source if source.is_dir() else source.parent),
+        out=options.out,
+        seed=options.seed,
+        keep_order=options.keep_order,
+        decode=options.decode_check,
+        on_bad=options.on_bad,
+        workers=options.workers,
+    )
+    for line in index_in_place(task):
+        print(printable(line))
+    return 0
+
+
 def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetch: "Fetch") -> int:
     from dali_train.data.dataset.build_index import Features, build_index, unused_classes
-    from dali_train.data.dataset.manifest import read_class_names
+    from dali_train.data.dataset.manifest import IMAGE_KEY, LABEL_KEY, read_class_names
 
     if dataset.is_dir():
         _check_writable(out)
@@ -313,7 +380,7 @@ def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetc
         out=out,
         label_base=options.label_base,
         num_classes=len(names) or num_classes,
-        features=Features(image=options.image_key, label=options.label_key),
+        features=Features(image=options.image_key or IMAGE_KEY, label=options.label_key or LABEL_KEY),
         check_crc=options.check_crc,
         workers=options.workers,
         fetch=fetch,

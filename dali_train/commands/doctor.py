@@ -402,7 +402,7 @@ def splits(data: DataConfig) -> Iterator[Finding]:
         if split.url is not None:
             yield _bucket(split, data)
         yield Finding(
-            f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, index fits its shards"
+            f"data {name}", "pass", f"{len(split):,} images in {split.num_classes} classes, index fits its files"
         )
 
 

@@ -267,8 +267,7 @@ def _images(data: DataConfig, num_images: int | None) -> tuple[int, int, str, fl
     if (metadata_directory(data.root) / "dataset.json").exists():
         manifest = Manifest.read(data.root)
         split = manifest.splits["train"]
-        image_bytes = sum(shard.num_bytes for shard in split.shards) / split.num_records
-        return split.num_records, manifest.num_classes, data.root, image_bytes
+        return split.num_records, manifest.num_classes, data.root, split.num_bytes / split.num_records
     source = f"ImageNet-1k's: {data.root} has no dataset.json"
     return IMAGENET_IMAGES, IMAGENET_CLASSES, source, IMAGENET_IMAGE_BYTES
 

@@ -291,7 +291,7 @@ def test_two_at_a_time_are_refused(folder: Path, tmp_path: Path, capsys: pytest.
     with (state / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert convert_folder(folder, tmp_path / "out") == 2
-    assert "another process is converting into this directory" in capsys.readouterr().err
+    assert "another process is writing into this directory" in capsys.readouterr().err
 
 
 BAD = {
@@ -382,7 +382,7 @@ def test_a_full_disk_is_named_and_the_run_goes_on_after_space_is_made(folder: Pa
     arguments = ["folder", "--train", str(folder), "--train-shards", "3", "--out", str(out)]
     assert end_of(start_convert(arguments, log, fill_disk)) == 1
     assert (
-        "cannot write any more (File too large). All finished shards are kept: make space and start the same "
+        "cannot write any more (File too large). What is finished is kept: make space and start the same "
         "command again" in log.read_text()
     )
     assert "Traceback" not in log.read_text()

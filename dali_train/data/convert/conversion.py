@@ -27,7 +27,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.convert.image import EncodingOptions
-from dali_train.data.convert.shards import LABEL_BASE, ShardWriter, WrittenShard, write_shards
+from dali_train.data.convert.shards import LABEL_BASE, BadImage, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Images
 from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
@@ -160,7 +160,7 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
         return _plan(conversion)
     _return_freed_memory()
     out.mkdir(parents=True, exist_ok=True)
-    with _locked(state, shared=part is not None), _explain_full_disk(out):
+    with locked(state, shared=part is not None), explain_full_disk(out):
         _claim(conversion, state, plans=plans, part=part)
         if phase == "plan":
             return _plan(conversion)
@@ -174,7 +174,8 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             return [f"part {phase} is in {out}{bad}"]
         _refuse_missing(conversion, state, shards_of)
         done = {split: [shards[number] for number in sorted(shards)] for split, shards in shards_of.items()}
-        _report_bad_images(conversion, done)
+        left_out = {split: [image for shard in shards for image in shard.bad] for split, shards in done.items()}
+        report_bad_images(out, left_out, conversion.on_bad)
         report = {
             split: {
                 **sum((s.counts for s in shards), Counter()),
@@ -251,25 +252,20 @@ def _is_complete(conversion: Conversion, state: Path) -> bool:
     return upload.is_complete
 
 
-def _report_bad_images(conversion: Conversion, done: Mapping[SplitName, Sequence[WrittenShard]]) -> None:
-    """List them in quarantine.jsonl. Raises RunError: there are some, and ``on_bad`` is fail."""
-    bad = [
-        {"split": split, "file": image.file, "position": image.position, "reason": image.reason}
-        for split, shards in done.items()
-        for shard in shards
-        for image in shard.bad
-    ]
-    if not bad:
+def report_bad_images(out: Path, bad: Mapping[SplitName, Sequence[BadImage]], on_bad: OnBad) -> None:
+    """List them in quarantine.jsonl. Raises RunError: there are some, and `on_bad` is fail."""
+    listed = [{"split": split, **asdict(image)} for split, images in bad.items() for image in images]
+    if not listed:
         return
-    quarantine = conversion.out / "quarantine.jsonl"
-    write_atomically(quarantine, "".join(json.dumps(line) + "\n" for line in bad).encode())
-    if conversion.on_bad == "fail":
-        lines = [f"{image['file']} (at byte {image['position']}): {image['reason']}" for image in bad[:_MOST_LISTED]]
-        if len(bad) > _MOST_LISTED:
-            lines.append(f"and {len(bad) - _MOST_LISTED} more")
+    quarantine = out / "quarantine.jsonl"
+    write_atomically(quarantine, "".join(json.dumps(line) + "\n" for line in listed).encode())
+    if on_bad == "fail":
+        lines = [f"{image['file']} (at byte {image['position']}): {image['reason']}" for image in listed[:_MOST_LISTED]]
+        if len(listed) > _MOST_LISTED:
+            lines.append(f"and {len(listed) - _MOST_LISTED} more")
         raise RunError(
-            "\n  ".join([f"{plural(len(bad), 'image')} cannot be decoded, listed in {quarantine}:", *lines])
-            + "\nStart the same command again with --on-bad skip to leave them out. What is converted is kept"
+            "\n  ".join([f"{plural(len(listed), 'image')} cannot be decoded, listed in {quarantine}:", *lines])
+            + "\nStart the same command again with --on-bad skip to leave them out. What is done is kept"
         )
 
 
@@ -347,25 +343,25 @@ def _return_freed_memory() -> None:
 
 
 @contextmanager
-def _locked(state: Path, *, shared: bool) -> Iterator[None]:
+def locked(state: Path, *, shared: bool) -> Iterator[None]:
     """Only one process converts into a directory, or several that write parts. The lock dies with its process, however
     that dies."""
     state.mkdir(exist_ok=True)
     with (state / "lock").open("a+") as lock:  # some network file systems want the right to write, others to read
         if not try_lock(lock, shared=shared):
-            raise DatasetError(f"{state.parent}: another process is converting into this directory; wait for it")
+            raise DatasetError(f"{state.parent}: another process is writing into this directory; wait for it")
         yield
 
 
 @contextmanager
-def _explain_full_disk(out: Path) -> Iterator[None]:
+def explain_full_disk(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         raise RunError(
-            f"{out}: cannot write any more ({error.strerror}). All finished shards are kept: make space and start "
+            f"{out}: cannot write any more ({error.strerror}). What is finished is kept: make space and start "
             "the same command again"
         ) from error
 

@@ -15,12 +15,12 @@ import socket
 import sys
 import urllib.error
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dali_train.errors import DatasetError, RunError
 from dali_train.files import sha256
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _DOWNLOAD_TIMEOUT_S = 30
 _MOST_ENTRIES = 2000  # of a directory that are looked at
-_TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}(?!.*\.parquet$)", re.IGNORECASE)
+_TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}(?!.*\.(?:parquet|tar)$)", re.IGNORECASE)
 _SPLIT_FOLDERS = ("train", "validation", "val", "test")
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
@@ -292,13 +292,8 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     Args:
         indexing: True when called by `data index`, so that the advice does not suggest `data index` again.
     """
-    from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
-
-    names = _names(root)
-    below = {name: _names(root / name) for name in names[:50] if (root / name).is_dir()}
-    shards = [name for name in names if _TFRECORD.search(name)]
-    shards += [name for folder in _SPLIT_FOLDERS for name in below.get(folder, []) if _TFRECORD.search(name)]
-    if shards or "idx_files" in names:  # as an indexing that was killed leaves it
+    names, below = _look(root)
+    if _has_tfrecords(names, below):
         return "move its TFRecords there" if indexing else f"run `dali-train data index {root}` to index its TFRecords"
     for dataset, row in datasets.items():
         if row.files and any(re.match(row.files, name) for name in names):
@@ -311,10 +306,11 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
             f"if they hold CLASS/name.jpg, `dali-train data convert webdataset --source {root} --out DATASET` if they "
             "hold KEY.jpg and KEY.cls"
         )
-    inner = [root / split / name for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
-    nested = (name for inside in [*below.values(), *map(_names, inner)] for name in inside)
-    if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in nested):
-        return f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`"
+    if in_place(root) == "folder":
+        return (
+            f"it holds folders of images: run `dali-train data convert folder --train {root} --out DATASET`, or "
+            f"`dali-train data index {root} --out INDEX` to leave them where they are"
+        )
     remedy = (
         "nothing in the directory looks like a dataset: `dali-train data convert --help` lists what can be converted"
     )
@@ -323,6 +319,36 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
         if indexing
         else (f"{remedy}, `dali-train data index {root}` takes TFRecords in {root}/train and {root}/validation")
     )
+
+
+def in_place(root: Path) -> Literal["folder", "webdataset", "mds"] | None:
+    """Return the converter whose listing can be indexed in place, judged only by the names of files in `root`."""
+    from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+
+    if root.is_file():
+        return "webdataset" if root.suffix == ".tar" else None
+    names, below = _look(root)
+    if _has_tfrecords(names, below):
+        return None
+    inner = [_names(root / split / name) for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
+    found = [*names, *(name for inside in (*below.values(), *inner) for name in inside)]
+    if any(re.fullmatch(r"shard\.\d+\.mds(\..*)?", name) for name in found):
+        return "mds"
+    if any(name.endswith(".tar") for name in found):
+        return "webdataset"
+    return "folder" if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in found) else None
+
+
+def _look(root: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the names in a directory, and those in the directories there."""
+    names = _names(root)
+    return names, {name: _names(root / name) for name in names[:50] if (root / name).is_dir()}
+
+
+def _has_tfrecords(names: Sequence[str], below: Mapping[str, Sequence[str]]) -> bool:
+    within = [name for folder in _SPLIT_FOLDERS for name in below.get(folder, [])]
+    # The latter as an indexing that was killed leaves it.
+    return any(_TFRECORD.search(name) for name in (*names, *within)) or "idx_files" in names
 
 
 def _names(directory: Path) -> list[str]:

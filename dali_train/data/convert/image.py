@@ -136,7 +136,7 @@ def upright(content: bytes) -> bytes:
         BadImageError: not an image, or damaged.
     """
     with open_image(content, _FORMATS) as image:
-        is_upright = _orientation(image) == 1
+        is_upright = orientation_of(image) == 1
     return (
         content if is_upright else reencode(content, EncodingOptions(apply_orientation=True), MemoryBudget(0)).content
     )
@@ -157,7 +157,7 @@ def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) ->
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # PIL's doubts about metadata
                     pixels = _to_rgb_or_grey(image)
-                    orientation = _orientation(image)
+                    orientation = orientation_of(image)
             except BadImageError:
                 raise
             except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
@@ -190,7 +190,7 @@ def _store(
     return StoredImage(content, pixels.height, pixels.width, is_raw, rotated=rotated, turned=turned)
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation_of(image: Image.Image) -> int:
     """Return the EXIF orientation of a decoded image; PIL turns a TIFF by itself when it decodes it, and removes the
     tag. A damaged EXIF block counts as upright, as it does for decoders."""
     try:

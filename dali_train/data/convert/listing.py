@@ -212,7 +212,7 @@ class PackedBlocks:
             raise SourceError(f"{path}: damaged: two of its blocks begin at byte {position}: fetch it again")
         self._blocks[file, position] = _Block(first, len(labels), unpack)
         for number, (label, size) in enumerate(zip(labels, sizes, strict=True), first):
-            yield Image(file, f"{kind} {number}", position, size, label)
+            yield Image(file, f"{kind} {number}", position, size, label, is_packed=True)
 
     def read(self, image: Image) -> bytes:
         """Raises BadImageError: there are no bytes. SourceError: a block has fewer images than were listed, or more."""

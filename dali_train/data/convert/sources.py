@@ -49,6 +49,7 @@ class Image(NamedTuple):
     offset: int
     size: int
     label: int = -1  # from 0; -1 for a file of which it is not known
+    is_packed: bool = False  # these bytes are no image, but something that `Source.read` unpacks
 
     @property
     def location(self) -> str:
@@ -88,12 +89,14 @@ class Images:
         self._offsets, self._sizes, labels = array("Q"), array("I"), array("i")
         files: dict[str, int] = {}
         self._file_numbers = array("I")
-        for file, name, offset, size, label in source.list():
+        self._packed = array("b")
+        for file, name, offset, size, label, is_packed in source.list():
             names += name.encode(errors="surrogateescape")
             self._name_ends.append(len(names))
             self._offsets.append(offset)
             self._sizes.append(size)
             labels.append(label)
+            self._packed.append(is_packed)
             self._file_numbers.append(files.setdefault(file, len(files)))
         self._names, self._files = bytes(names), [*files]
         self.labels = np.array(labels, dtype=np.int32)
@@ -104,7 +107,8 @@ class Images:
         row = number if self._rows is None else int(self._rows[number])
         name = self._names[self._name_ends[row] : self._name_ends[row + 1]].decode(errors="surrogateescape")
         file = self._files[self._file_numbers[row]]
-        return Image(file, name, self._offsets[row], self._sizes[row], int(self.labels[number]))
+        place = self._offsets[row], self._sizes[row]
+        return Image(file, name, *place, int(self.labels[number]), bool(self._packed[row]))
 
     def read(self, number: int) -> RawImage:
         return self._source.read(self[number])
@@ -365,7 +369,7 @@ class Archive:
                 if entry.isdir():  # tarfile has removed the slash
                     name = f"{name.rstrip('/')}/"
                 if folders or not name.endswith("/"):
-                    yield Image(file, name, entry.offset_data, entry.size)
+                    yield Image(file, name, entry.offset_data, entry.size, is_packed=self.is_gzipped)
             self._check_end(position, end)
         except (SourceError, tarfile.TarError, ValueError, OverflowError) as error:
             inner = f" ({printable(within.name)} in it)" if within else ""

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.convert.image import StoredImage
-from dali_train.data.convert.sources import Image, Images, SourceError, Sources
+from dali_train.data.convert.sources import Image, Images, SourceError, Sources, printable
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.storage import open_shards
@@ -29,10 +30,10 @@ class DatasetSource:
 
     def list(self) -> Iterator[Image]:
         rows = self._split.rows[self._images]
-        files = [self._split.shard_location(shard) for shard in range(len(self._split.shards))]
+        location = cache(self._split.shard_location)
         columns = [rows[name].tolist() for name in ("shard", "offset", "size")]
         for number, shard, offset, size, label in zip(self._images, *columns, self._labels.tolist(), strict=True):
-            yield Image(files[shard], f"image {number}", offset, size, label)
+            yield Image(location(shard), f"image {number}", offset, size, label)
 
     def read(self, image: Image) -> StoredImage:
         number = int(image.name.rpartition(" ")[2])
@@ -43,7 +44,11 @@ class DatasetSource:
 
     def _file_name(self, number: int) -> str:
         """Return image/filename of the record, or the image's number where it has none."""
-        shard = int(self._split.rows[number]["shard"])
+        row = self._split.rows[number]
+        shard = int(row["shard"])
+        if self._split.files is not None:
+            name = printable(self._split.files.name(shard))
+            return name if row["size"] == self._split.files.num_bytes[shard] else f"{name}:{row['offset']}"
         record = number - int(self._split.first_images[shard])
         offsets = [*self._record_offsets(shard)[record : record + 2].tolist(), self._split.shards[shard].num_bytes]
         content = self._shards.content(shard, offsets[0], offsets[1])
@@ -57,7 +62,9 @@ class DatasetSource:
         return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
 
     def images(self, root: Path | str) -> Images:
-        shards = [(shard.name, shard.crc32c) for shard in self._split.shards]
+        shards: Any = [(shard.name, shard.crc32c) for shard in self._split.shards]
+        if self._split.files is not None:
+            shards = self._split.manifest.splits[self._split.name].image_checksums_crc32c
         chosen = crc32c(self._labels.data, crc32c(self._images.data, crc32c(repr(shards).encode())))
         return Images(self, str(root).rstrip("/"), name=self._split.dataset_name, chosen_crc32c=f"{chosen:08x}")
 

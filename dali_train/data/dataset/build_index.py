@@ -261,8 +261,8 @@ def write_index(
         splits[split] = SplitManifest(
             num_records=sum(part.shard.num_records for part in parts),
             shards=tuple(part.shard for part in parts),
-            index_crc32c=_write_array(index_path(root, split), np.concatenate([part.rows for part in parts])),
-            image_checksums_crc32c=_write_array(checksums_path(root, split), np.concatenate(known))
+            index_crc32c=write_array(index_path(root, split), np.concatenate([part.rows for part in parts])),
+            image_checksums_crc32c=write_array(checksums_path(root, split), np.concatenate(known))
             if len(known) == len(parts)
             else None,
         )
@@ -280,7 +280,7 @@ def write_index(
     return manifest
 
 
-def _write_array(path: Path, array: NDArray[Any]) -> str:
+def write_array(path: Path, array: NDArray[Any]) -> str:
     """Write an array as ``.npy``. Return the file's CRC32C, eight hex digits."""
     buffer = io.BytesIO()
     np.save(buffer, array)

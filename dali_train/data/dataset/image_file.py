@@ -9,6 +9,7 @@ decodes is tried with DALI, since decoders disagree about damaged files.
 import io
 import re
 import struct
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -236,3 +237,25 @@ class DecodeChecker:
         except RuntimeError as error:
             return _why_undecodable(bytes(images[0]), error)
         return None
+
+
+_threads = threading.local()  # each thread's checker
+
+
+def decode_failures(images: Sequence[bytes | memoryview], pixels: NDArray[np.int64]) -> dict[int, str]:
+    """Return the position of each of `images` that DALI does not decode, with the reason.
+
+    Args:
+        pixels: how many each has, (N,): as many images are decoded together as fit into memory, but at least one.
+    """
+    if not hasattr(_threads, "checker"):
+        _threads.checker = DecodeChecker()
+    failures: dict[int, str] = {}
+    first = 0
+    while first < len(images):
+        sums = np.cumsum(pixels[first : first + DecodeChecker.BATCH])
+        end = first + max(1, int(np.searchsorted(sums, BATCH_PIXELS, side="right")))
+        found = _threads.checker.failures([np.frombuffer(image, np.uint8) for image in images[first:end]])
+        failures |= {first + number: reason for number, reason in found.items()}
+        first = end
+    return failures

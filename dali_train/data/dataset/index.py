@@ -18,14 +18,16 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from dali_train.data.dataset.files_in_place import SourceFiles, is_table
 from dali_train.data.dataset.manifest import (
+    InPlace,
     Manifest,
     Shard,
-    SplitManifest,
     SplitName,
     checksums_path,
     copy_again,
     dataset_errors,
+    files_path,
     index_path,
     metadata_directory,
     text_index_path,
@@ -34,8 +36,10 @@ from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular, read_limited
 from dali_train.runtime.object_store import Bucket, ObjectStoreError, is_remote
+from dali_train.text import printable
 
-# One row per image. `offset` and `size` are bytes of the encoded image within its shard; `label` counts from 0.
+# One row per image. `offset` and `size` are bytes of the encoded image within its shard, or its file of an index in
+# place; `label` counts from 0.
 INDEX_DTYPE = np.dtype(
     [("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4"), ("height", "<u2"), ("width", "<u2")]
 )
@@ -46,7 +50,8 @@ class Split:
     """One split of an indexed dataset, opened for reading.
 
     `rows` is the memory-mapped index (``INDEX_DTYPE``), `checksums` the CRC32C of each image's bytes, (N,) uint32, None
-    if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names.
+    if the index has none. `paths` are the shards' files, numbered as in the rows; in an object store only names. An
+    index in place has `files` instead of shards. `url` is where either lie in an object store, None on a disk.
 
     Args:
         root: the dataset's directory, or its URL in an object store; for another storage ``SCHEME://DIRECTORY``, the
@@ -62,7 +67,8 @@ class Split:
     def __init__(self, root: Path | str, name: SplitName, *, local: bool = True, strict: bool = True) -> None:
         self.root = metadata_directory(root)
         self.dataset_name = Path(root).resolve().name
-        self.url = f"{str(root).rstrip('/')}/{name}" if is_remote(str(root)) else None
+        self._root_url = str(root).rstrip("/") if is_remote(str(root)) else None
+        self.url = self._root_url and f"{self._root_url}/{name}"
         local = local and "://" not in str(root)
         self.name = name
         self.manifest = Manifest.read(root)
@@ -70,18 +76,23 @@ class Split:
         if split is None:
             raise DatasetError(f"{root} has no {name} split, only {', '.join(self.manifest.splits) or 'none'}")
         self._remedy = f"run `dali-train data index {root}` again"
-        if self.url is not None:
+        if self._root_url is not None:
             self._remedy = copy_again(str(root))
-        self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split, INDEX_DTYPE)
+        self.num_bytes = split.num_bytes
+        self.rows: NDArray[np.void] = self._open_array(index_path(self.root, name), split.num_records, INDEX_DTYPE)
         self.checksums: NDArray[np.uint32] | None = None
         if split.image_checksums_crc32c is not None:
-            self.checksums = self._open_array(checksums_path(self.root, name), split, np.dtype("<u4"))
+            self.checksums = self._open_array(checksums_path(self.root, name), len(self), np.dtype("<u4"))
+        self.files = None if self.manifest.in_place is None else self._open_files(self.manifest.in_place)
         self.shards: tuple[Shard, ...] = split.shards
         self.paths = [self.root / name / shard.name for shard in self.shards]
         # Of each shard, and the end: (N + 1,).
         self.first_images = np.cumsum([0, *(shard.num_records for shard in self.shards)])
         if strict:
             self._check_rows()
+        if self.files is not None and local:
+            assert self.checksums is not None
+            self.files.check(self.rows, self.checksums)
         index_time = index_path(self.root, name).stat().st_mtime_ns
         for number, path in enumerate(self.paths if local else ()):
             if self._check_file(path, self.shards[number]) > index_time:
@@ -100,14 +111,14 @@ class Split:
         return f"image {image} ({self.shard_location(int(row['shard']))}, {row['size']} bytes at byte {row['offset']})"
 
     def shard_location(self, shard: int) -> str:
-        """Return the path or the URL of a shard."""
+        """Return the path or the URL of a shard, or of a file of an index in place."""
+        if self.files is not None:
+            return printable(self.files.path(shard))
         return str(self.paths[shard]) if self.url is None else f"{self.url}/{self.shards[shard].name}"
 
     def _shown(self, path: Path) -> str:
         """Return the name of a metadata file, which may have been fetched from an object store, for messages."""
-        if self.url is None:
-            return str(path)
-        return f"{self.url.rpartition('/')[0]}/{path.relative_to(self.root)}"
+        return str(path) if self._root_url is None else f"{self._root_url}/{path.relative_to(self.root)}"
 
     @contextmanager
     def shard_file(self, shard: int) -> Iterator[Path]:
@@ -135,9 +146,9 @@ class Split:
     def text_index(self, shard: int) -> bytes:
         """Return DALI's text index of a shard. Raises OSError, ObjectStoreError: it cannot be read."""
         path = text_index_path(self.root, self.name, self.shards[shard].name)
-        if self.url is None:
+        if self._root_url is None:
             return read_limited(path, _MAX_TEXT_INDEX_BYTES)
-        return Bucket(self.url.rpartition("/")[0]).read_all(str(path.relative_to(self.root)))
+        return Bucket(self._root_url).read_all(str(path.relative_to(self.root)))
 
     def record_offsets(self, shard: int) -> NDArray[np.int64]:
         """Return where the records of a shard begin, (num_records,), from DALI's text index.
@@ -163,10 +174,13 @@ class Split:
         The labels or places of another index may be wrong.
         """
         split = self.manifest.splits[self.name]
-        for path, expected in (
-            (index_path(self.root, self.name), split.index_crc32c),
-            (checksums_path(self.root, self.name), split.image_checksums_crc32c),
-        ):
+        expected_of = {
+            index_path(self.root, self.name): split.index_crc32c,
+            checksums_path(self.root, self.name): split.image_checksums_crc32c,
+        }
+        if self.manifest.in_place is not None:
+            expected_of[files_path(self.root)] = self.manifest.in_place.files_crc32c
+        for path, expected in expected_of.items():
             if expected is not None and (found := f"{crc32c(map_file(path)):08x}") != expected:
                 return (
                     f"{self._shown(path)} has CRC32C {found}, dataset.json says {expected}: they were not written "
@@ -174,7 +188,19 @@ class Split:
                 )
         return None
 
-    def _open_array(self, path: Path, split: SplitManifest, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _open_files(self, in_place: InPlace) -> SourceFiles:
+        path, source = files_path(self.root), in_place.source
+        if self._root_url is None and not is_remote(source):
+            source = str((self.root / source).resolve())
+        self.url = source if is_remote(source) else None
+        table = self._open_array(path, None, None)
+        if not is_table(table.dtype) or len(table) < in_place.num_files:
+            raise DatasetError(f"{self._shown(path)} is not a table of {in_place.num_files} files: {self._remedy}")
+        self._remedy = f"index {printable(source)} again"
+        return SourceFiles(source, table, in_place.num_files, self._remedy)
+
+    def _open_array(self, path: Path, num_rows: int | None, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+        """Map an array of that many rows, or of any."""
         try:
             open_regular(path).close()
             rows: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
@@ -183,23 +209,26 @@ class Split:
         ) as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
             reason = (str(error).splitlines() or [type(error).__name__])[0]  # NumPy explains a long header in several
             raise DatasetError(f"{self._shown(path)} cannot be read ({reason}): {self._remedy}") from error
-        if rows.dtype != dtype or rows.shape != (split.num_records,):
+        if rows.ndim != 1 or (dtype is not None and (rows.dtype != dtype or len(rows) != num_rows)):
             size = len(rows) if rows.ndim else 0
-            raise DatasetError(
-                f"{self._shown(path)} has {size} rows, dataset.json says {split.num_records}: {self._remedy}"
-            )
+            raise DatasetError(f"{self._shown(path)} has {size} rows, dataset.json says {num_rows}: {self._remedy}")
         return rows
 
     def _check_rows(self) -> None:
-        """Check that no row leads out of its shard or to a class that does not exist: 30 ms for a million rows."""
+        """Check that no row leads out of its file or to a class that does not exist: 30 ms for a million rows."""
         problem = self.index_problem()
         if problem is not None:
             raise DatasetError(f"{problem}; {self._remedy}")
         rows = self.rows
-        counts = [shard.num_records for shard in self.shards]
-        num_bytes = np.repeat(np.array([shard.num_bytes for shard in self.shards], np.uint64), counts)
+        if self.files is not None:
+            outside = rows["shard"] >= len(self.files)
+            num_bytes = self.files.num_bytes[np.where(outside, 0, rows["shard"])]
+        else:
+            shards = np.repeat(np.arange(len(self.shards)), [shard.num_records for shard in self.shards])
+            outside = rows["shard"] != shards
+            num_bytes = np.array([shard.num_bytes for shard in self.shards], np.uint64)[shards]
         wrong = {
-            "shard": rows["shard"] != np.repeat(np.arange(len(self.shards)), counts),
+            "shard": outside,
             "label": (rows["label"] < 0) | (rows["label"] >= self.num_classes),
             "offset": rows["offset"] > num_bytes,
             "size": (rows["size"] == 0) | (rows["size"] > num_bytes - np.minimum(rows["offset"], num_bytes)),
@@ -209,12 +238,14 @@ class Split:
         for column, faults in wrong.items():
             if faults.any():
                 row = int(faults.argmax())
-                shard = int(np.searchsorted(self.first_images, row, side="right")) - 1
-                file, first = self._shown(index_path(self.root, self.name)), self.first_images[shard]
+                place = ""
+                if self.files is None:
+                    shard = int(np.searchsorted(self.first_images, row, side="right")) - 1
+                    place = f" (record {row - self.first_images[shard]} of {self.shards[shard].name})"
                 raise DatasetError(
-                    f"{file}: row {row} (record {row - first} of {self.shards[shard].name}) has {column} "
+                    f"{self._shown(index_path(self.root, self.name))}: row {row}{place} has {column} "
                     f"{rows[column][row]}, which cannot be with {self.num_classes} classes and "
-                    f"{self.shards[shard].num_bytes} bytes: {self._remedy}"
+                    f"{num_bytes[row]} bytes: {self._remedy}"
                 )
 
     def _check_file(self, path: Path, shard: Shard) -> int:

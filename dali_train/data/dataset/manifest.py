@@ -55,18 +55,37 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InPlace:
+    """The files of an index in place, which has no shards of its own."""
+
+    source: Annotated[str, Rule("a directory or a URL", pattern=r"[^\0]+")]  # a path may be relative to dataset.json's
+    num_files: Count  # that were listed; the table goes on with what else is in their directories, and with these
+    files_crc32c: Checksum  # of index/files.npy
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitManifest:
     num_records: Count
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...] = ()
+    image_bytes: Count | None = None  # of all images together, in an index in place
     index_crc32c: Checksum | None = None  # of index/SPLIT.npy; None in datasets of older versions
     # Of index/SPLIT.crc.npy, which has the CRC32C of every image's bytes; None if it was indexed without reading them.
     image_checksums_crc32c: Checksum | None = None
 
     def __post_init__(self) -> None:
+        if self.image_bytes is not None:
+            checked = None not in (self.index_crc32c, self.image_checksums_crc32c)
+            require(checked and not self.shards, "image_bytes goes with the checksums of an index, and without shards")
+            return
         total = sum(shard.num_records for shard in self.shards)
         require(total == self.num_records, f"num_records is {self.num_records}, that of its shards {total}")
         names = {shard.name for shard in self.shards}
         require(len(names) == len(self.shards), "two shards of one split have the same name")
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes are read in an epoch."""
+        return self.image_bytes or sum(shard.num_bytes for shard in self.shards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +104,15 @@ class Manifest:
     encoding: Encoding = "image"
     image_key: str = IMAGE_KEY  # the feature of a record that holds its image
     label_key: str = LABEL_KEY
+    in_place: InPlace | None = None
     format_version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         found = len(self.class_names)
         require(found == self.num_classes, f"class_names are {found} values for {self.num_classes} classes")
         require(len(self.splits) > 0, "splits are none")
+        in_place = {split.image_bytes is not None for split in self.splits.values()}
+        require(in_place == {self.in_place is not None}, "in_place goes with image_bytes of every split")
 
     @property
     def applies_orientation(self) -> bool:
@@ -176,11 +198,15 @@ def fetched_metadata(url: str) -> Path:
         ) from None
     manifest = _parse(content, f"{url}/dataset.json", copy_again(url))
     directory = cache_directory() / "datasets" / hashlib.sha256(content).hexdigest()[:16]
+    files: dict[Path, str | None] = {}
     for split, facts in manifest.splits.items():
-        checksums = {index_path: facts.index_crc32c, checksums_path: facts.image_checksums_crc32c}
-        for path_of, checksum in checksums.items():
-            if checksum is not None:
-                _fetch(bucket, str(path_of(Path(), split)), directory, checksum)
+        files[index_path(Path(), split)] = facts.index_crc32c
+        files[checksums_path(Path(), split)] = facts.image_checksums_crc32c
+    if manifest.in_place is not None:
+        files[files_path(Path())] = manifest.in_place.files_crc32c
+    for path, checksum in files.items():
+        if checksum is not None:
+            _fetch(bucket, str(path), directory, checksum)
     copy = directory / "dataset.json"
     if not copy.exists() or copy.read_bytes() != content:
         write_atomically(copy, content)
@@ -229,6 +255,11 @@ def index_path(root: Path, split: str) -> Path:
 def checksums_path(root: Path, split: str) -> Path:
     """Return the path of the CRC32C of each image of a split, (N,) uint32."""
     return root / "index" / f"{split}.crc.npy"
+
+
+def files_path(root: Path) -> Path:
+    """Return the path of the table of files of an index in place, see `files_in_place`."""
+    return root / "index" / "files.npy"
 
 
 def text_index_path(root: Path, split: str, shard_name: str) -> Path:

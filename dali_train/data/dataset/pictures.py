@@ -13,7 +13,7 @@ from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.dataset.storage import open_shards
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
-from dali_train.text import printable, shortened, span
+from dali_train.text import plural, printable, shortened, span
 
 PAPER, INK = "#ffffff", "#1f2328"
 _GAP, _LINE, _FONT_SIZE = 10, 22, 13  # pixels
@@ -64,11 +64,11 @@ def describe(manifest: Manifest, splits: Sequence[Split]) -> list[str]:
     """Return lines of text: what the splits hold, and the images' sizes."""
     lines, names = [], manifest.class_names
     for split in splits:
-        total = sum(shard.num_bytes for shard in split.shards)
         counts = np.bincount(split.rows["label"], minlength=manifest.num_classes)
+        files = plural(len(split.shards), "shard") if split.files is None else plural(len(split.files), "file")
         lines += [
-            f"{split.name}: {len(split):,} images, {manifest.num_classes:,} classes, {len(split.shards):,} shards, "
-            f"{total / 1e6:,.1f} MB" + (" (raw RGB pixels)" if manifest.encoding == "raw" else ""),
+            f"{split.name}: {len(split):,} images, {manifest.num_classes:,} classes, {files}, "
+            f"{split.num_bytes / 1e6:,.1f} MB" + (" (raw RGB pixels)" if manifest.encoding == "raw" else ""),
             f"  images per class: {counts.min():,} ({names[int(counts.argmin())]}), median {np.median(counts):,.0f}, "
             f"{counts.max():,} ({names[int(counts.argmax())]})",
         ]

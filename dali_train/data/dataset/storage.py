@@ -1,5 +1,6 @@
-"""Storages, which return the bytes of images: memory-mapped files, or an object store. An image is a byte range of a
-shard. To add a storage, write a class with `read` and `prefetch`, and add a row to `STORAGES`.
+"""Storages, which return the bytes of images: memory-mapped shards; or byte ranges that are read, verified and kept
+until they are used, of objects in a store or of any files. To add a storage, write a class with `read` and `prefetch`,
+and add a row to `STORAGES`.
 """
 
 import os
@@ -8,22 +9,25 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
+from dali_train.data.dataset.files_in_place import SourceFiles
 from dali_train.data.dataset.index import Split, allow_open_files, map_file
 from dali_train.data.dataset.manifest import dataset_errors
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
 
 Image = NDArray[np.uint8]
+T = TypeVar("T")
 RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
-_ATTEMPTS = 3  # at an image whose checksum is wrong
+_ATTEMPTS = 3  # at an image from a store whose checksum is wrong
+_MOST_OPEN = 4096  # files of an index in place that stay open; of more, each is opened for each image
 
 
 class Cache(Protocol):
@@ -144,7 +148,8 @@ def _close_all(files: dict[int, int]) -> None:
 
 
 def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int]]:
-    """Cut `images`, ascending, into runs of adjacent images that are fetched together. `rows` is the split's index."""
+    """Cut `images` into runs of adjacent images that are fetched together. `rows` is the split's index."""
+    images = images[np.lexsort((rows["offset"][images], rows["shard"][images]))]  # in place they may be shuffled
     rows = rows[images]
     spans = zip(rows["shard"].tolist(), rows["offset"].tolist(), rows["size"].tolist(), strict=True)
     runs: list[list[int]] = []
@@ -158,31 +163,109 @@ def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int
     return runs
 
 
-class RemoteImages:
-    """The bytes of a split's images in an object store. Methods may be called from several threads at once.
+class Ranges(Protocol):
+    """Byte ranges of the files of a split, for `RangedImages`."""
 
-    Every image is compared with its checksum in the index, if it has one, since stores do not verify ranged reads. Each
-    shard is pinned by its size and ETag, so its version does not change.
+    portion_bytes: int  # as of a `Storage`
+    num_attempts: int  # at an image whose checksum is wrong
+    remedy: str  # for it
 
-    Prefetched images wait in memory until they have been read as many times as they were prefetched.
+    def content(self, file: int, begin: int, end: int) -> memoryview:
+        """Return bytes `begin` to `end` of a file. Raises DatasetError: it is missing or has changed."""
 
-    Args:
-        split: one whose `url` is not None. Where its index has no `checksums`, only the number of bytes is checked.
-        staged_bytes: limit of the memory for waiting images. Beyond it images are only put into the cache; without a
-            cache, the oldest waiting images are dropped, and fetched again when they are read.
+    def map(self, function: Callable[[list[int]], T], runs: list[list[int]]) -> Iterator[T]:
+        """Return what `function` returns of each of `runs`, in order."""
 
-    Raises:
-        DatasetError: by `fetch`: a shard is missing, has changed, or an image is wrong and stays wrong.
-    """
+
+class FileRanges:
+    """Files on a disk. They may be as many as there are images, too many to be mapped or open at the same time."""
+
+    portion_bytes, num_attempts = RUN_BYTES, 1
+    remedy = "restore the file, or index the dataset again"
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+        self._stay_open = len(files) <= _MOST_OPEN and not allow_open_files(len(files) + 256)
+        self._descriptors: dict[int, int] = {}
+        self._opening = threading.Lock()
+        weakref.finalize(self, _close_all, self._descriptors)
+
+    def content(self, file: int, begin: int, end: int) -> memoryview:
+        if not self._stay_open:
+            return memoryview(self._files.read(file, begin, end))
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = self._files.open(file)
+        return memoryview(self._files.read_open(self._descriptors[file], file, begin, end))
+
+    def map(self, function: Callable[[list[int]], T], runs: list[list[int]]) -> Iterator[T]:
+        return map(function, runs)
+
+
+class BucketRanges:
+    """Objects in a store. Each is pinned by its size and ETag, so that its version does not change."""
 
     portion_bytes = 8 << 20  # four portions in flight are hundreds of images of 110 kB
+    num_attempts = _ATTEMPTS  # since stores do not verify ranged reads
+    remedy = "copy that shard again, or index the dataset again"
 
-    def __init__(self, split: Split, cache: Cache | None = None, *, staged_bytes: int = 0) -> None:
+    def __init__(self, split: Split) -> None:
         assert split.url is not None
-        self._bucket = Bucket(split.url)
-        self._rows, self._shards, self._checksums = split.rows, split.shards, split.checksums
+        self._bucket, self._split = Bucket(split.url), split
         self._etags: dict[int, str | None] = {}
         self.num_requests = self.num_bytes = 0  # so far; for measurements, not exact when threads race
+
+    @dataset_errors()
+    def content(self, file: int, begin: int, end: int) -> memoryview:
+        files = self._split.files
+        name = self._split.shards[file].name if files is None else files.name(file)
+        expected = self._split.shards[file].num_bytes if files is None else int(files.num_bytes[file])
+        try:
+            content, etag, size = self._bucket.read(name, begin, end, self._etags.get(file))
+        except MissingObjectError as error:
+            remedy = "copy the dataset's directory completely" if files is None else files.remedy
+            raise DatasetError(f"{error}, dataset.json names it: {remedy}") from error
+        except ChangedObjectError as error:
+            raise DatasetError(f"{error}: start again with a dataset that stays as it is") from error
+        if size != expected:
+            remedy = "copy shards and index together" if files is None else files.remedy
+            raise DatasetError(
+                f"{self._bucket.url}/{name} has {size} bytes, the index was made for {expected}: it is another "
+                f"version, {remedy}"
+            )
+        self._etags.setdefault(file, etag)
+        self.num_requests, self.num_bytes = self.num_requests + 1, self.num_bytes + len(content)
+        return content
+
+    def map(self, function: Callable[[list[int]], T], runs: list[list[int]]) -> Iterator[T]:
+        return self._bucket.map(function, runs)
+
+
+class RangedImages:
+    """The images of a split in an object store, or of an index in place. Methods may be called from several threads at
+    once.
+
+    Every image is compared with its checksum in the index, if it has one. Prefetched images wait in memory until they
+    have been read as many times as they were prefetched.
+
+    Args:
+        split: one that is not memory-mapped. Where its index has no `checksums`, only the number of bytes is checked.
+        staged_bytes: limit of the memory for waiting images. Beyond it images are only put into the cache; without a
+            cache, the oldest waiting images are dropped, and read again when they are needed.
+
+    Raises:
+        DatasetError: by `fetch`: a file is missing, has changed, or an image is wrong and stays wrong.
+    """
+
+    def __init__(self, split: Split, cache: Cache | None = None, *, staged_bytes: int = 0) -> None:
+        self._split, self._rows, self._checksums = split, split.rows, split.checksums
+        self.ranges: Ranges
+        if split.url is not None:
+            self.ranges = BucketRanges(split)
+        else:
+            assert split.files is not None
+            self.ranges = FileRanges(split.files)
+        self.portion_bytes = self.ranges.portion_bytes
         self._cache, self._most_bytes = cache, staged_bytes
         self._staged: OrderedDict[int, tuple[Future[Image], int]] = OrderedDict()  # and how often it will be read
         self._num_staged_bytes = 0
@@ -190,8 +273,9 @@ class RemoteImages:
 
     @property
     def keeps_windows(self) -> bool:
-        """Whether whole windows of a block order may be prefetched: only if they can wait on a disk."""
-        return self._cache is not None
+        """Whether whole windows of a block order may be prefetched: only if they can wait on a disk, or in its page
+        cache."""
+        return self._cache is not None or self._split.url is None
 
     def prefetch(self, images: NDArray[np.int64]) -> None:
         """Fetch `images`, which are distinct, into memory or into the cache."""
@@ -270,18 +354,18 @@ class RemoteImages:
         return self.read(np.array([number]))[0]
 
     def fetch(self, images: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, which are ascending."""
+        """Yield (image, its stored bytes, read-only, (size,)) for each of `images`, by their places in the files."""
         runs = adjacent(self._rows, images)
         with dataset_errors():
-            for run, contents in zip(runs, self._bucket.map(self._read_run, runs), strict=True):
+            for run, contents in zip(runs, self.ranges.map(self._read_run, runs), strict=True):
                 yield from zip(run, contents, strict=True)
 
     def _read_run(self, run: list[int]) -> list[NDArray[np.uint8]]:
         rows = self._rows[run]
-        shard = int(rows["shard"][0])
+        file = int(rows["shard"][0])
         begin, end = int(rows["offset"][0]), int(rows["offset"][-1]) + int(rows["size"][-1])
-        for _ in range(_ATTEMPTS):
-            content = np.frombuffer(self.content(shard, begin, end), dtype=np.uint8)
+        for _ in range(self.ranges.num_attempts):
+            content = np.frombuffer(self.ranges.content(file, begin, end), dtype=np.uint8)
             contents = [
                 content[start - begin : start - begin + size]
                 for start, size in zip(rows["offset"].tolist(), rows["size"].tolist(), strict=True)
@@ -291,9 +375,10 @@ class RemoteImages:
                 return contents
         assert wrong is not None
         image, found, expected = wrong
+        times = f" {self.ranges.num_attempts} times" if self.ranges.num_attempts > 1 else ""
         raise DatasetError(
-            f"image {image} of {self._bucket.url}/{self._shards[shard].name} came {_ATTEMPTS} times with CRC32C "
-            f"{found:08x}, the index says {expected:08x}: copy that shard again, or index the dataset again"
+            f"image {image} of {self._split.shard_location(file)} came{times} with CRC32C {found:08x}, the index says "
+            f"{expected:08x}: {self.ranges.remedy}"
         )
 
     def _first_wrong(self, run: list[int], contents: list[NDArray[np.uint8]]) -> tuple[int, int, int] | None:
@@ -304,32 +389,20 @@ class RemoteImages:
                 return image, found, expected
         return None
 
-    @dataset_errors()
     def content(self, shard: int, begin: int, end: int) -> memoryview:
         """Return bytes `begin` to `end` of a shard. Raises DatasetError: as `fetch`."""
-        name, expected = self._shards[shard].name, self._shards[shard].num_bytes
-        try:
-            content, etag, size = self._bucket.read(name, begin, end, self._etags.get(shard))
-        except MissingObjectError as error:
-            raise DatasetError(f"{error}, dataset.json names it: copy the dataset's directory completely") from error
-        except ChangedObjectError as error:
-            raise DatasetError(f"{error}: start again with a dataset that stays as it is") from error
-        if size != expected:
-            raise DatasetError(
-                f"{self._bucket.url}/{name} has {size} bytes, the index was made for {expected}: it is another "
-                "version, copy shards and index together"
-            )
-        self._etags.setdefault(shard, etag)
-        self.num_requests, self.num_bytes = self.num_requests + 1, self.num_bytes + len(content)
-        return content
+        return self.ranges.content(shard, begin, end)
+
+
+def _ranged_images(split: Split, data: DataConfig, cache: Cache | None) -> RangedImages:
+    return RangedImages(split, cache, staged_bytes=max(32, data.read_ahead_mb) * 1_000_000)
 
 
 STORAGES: dict[str, Callable[[Split, DataConfig, Cache | None], Storage]] = {
-    "file": lambda split, data, cache: MappedFiles(split),
-    **dict.fromkeys(
-        SCHEMES,
-        lambda split, data, cache: RemoteImages(split, cache, staged_bytes=max(32, data.read_ahead_mb) * 1_000_000),
+    "file": lambda split, data, cache: (
+        MappedFiles(split) if split.files is None else _ranged_images(split, data, cache)
     ),
+    **dict.fromkeys(SCHEMES, _ranged_images),
 }
 """Functions that open a storage, by the scheme of the URL in data.root; a path without a scheme is a file."""
 
@@ -372,6 +445,6 @@ def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> li
     return [pixels.reshape(height, width, 3) for pixels, (height, width) in zip(contents, sizes, strict=True)]
 
 
-def open_shards(split: Split) -> MappedFiles | RemoteImages:
+def open_shards(split: Split) -> MappedFiles | RangedImages:
     """Return the images of a split, wherever they are. Raises DatasetError: see `MappedFiles`."""
-    return MappedFiles(split) if split.url is None else RemoteImages(split)
+    return MappedFiles(split) if split.url is None and split.files is None else RangedImages(split)

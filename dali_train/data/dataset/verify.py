@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards
-from dali_train.data.dataset.image_file import BATCH_PIXELS, DecodeChecker
+from dali_train.data.dataset.image_file import BadImageError, decode_failures, image_size
 from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file
 from dali_train.data.dataset.manifest import (
     SPLITS,
@@ -21,7 +21,7 @@ from dali_train.data.dataset.manifest import (
     dataset_errors,
     text_index_path,
 )
-from dali_train.data.dataset.storage import open_shards
+from dali_train.data.dataset.storage import RangedImages, open_shards
 from dali_train.data.dataset.tfrecord import TFRecordError, walk_records
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
@@ -65,6 +65,7 @@ def verify(
     manifest = Manifest.read(root)
     findings = Findings()
     splits: dict[SplitName, Split] = {}
+    in_place: dict[SplitName, NDArray[np.uint32]] = {}  # the checksums of each image
     for name in SPLITS:
         if name not in manifest.splits:
             continue
@@ -76,6 +77,11 @@ def verify(
         problem = split.index_problem()
         if problem is not None:
             findings.problems.append(problem)
+        if split.files is not None:
+            if problem is None:
+                _check_classes(split, findings)
+                in_place[name] = _check_in_place(split, sample, decode, workers, findings)
+            continue
         expected = np.repeat(np.arange(len(split.shards)), np.diff(split.first_images))
         wrong = np.flatnonzero(split.rows["shard"] != expected)
         if len(wrong):  # then no row can be looked up
@@ -90,6 +96,10 @@ def verify(
             findings.problems.append(
                 f"{root}/{name}: {len(unexpected)} files that dataset.json does not name: {_abbreviate(unexpected)}"
             )
+    if manifest.in_place is not None:
+        if sample is None and not findings.problems:
+            _find_duplicates(splits, in_place, findings)
+        return findings
     if sample is None:
         checksums = {name: _check_all(split, decode, workers, findings) for name, split in splits.items()}
         _find_duplicates(splits, checksums, findings)
@@ -230,32 +240,29 @@ def _check_images(
             problems.append(f"{path}: record {records[row]} has {column} {truth[row]}, {index}")
     if not decode:
         return problems
-    checker, images, first = DecodeChecker(), _images(content, found), 0
     pixels = found["height"].astype(np.int64) * found["width"]
-    while first < len(found):
-        # As many as fit into memory at once, but at least one.
-        fitting = int(np.searchsorted(np.cumsum(pixels[first : first + checker.BATCH]), BATCH_PIXELS, side="right"))
-        end = first + max(1, fitting)
-        failures = checker.failures([np.frombuffer(image, np.uint8) for image in images[first:end]])
-        for number, reason in failures.items():
-            row = found[first + number]
-            location = f"record {records[first + number]}, {row['size']} bytes at byte {row['offset']}"
-            problems.append(f"{path}: the image of {location} cannot be decoded: {reason}")
-        first = end
+    for number, reason in decode_failures(_images(content, found), pixels).items():
+        row = found[number]
+        location = f"record {records[number]}, {row['size']} bytes at byte {row['offset']}"
+        problems.append(f"{path}: the image of {location} cannot be decoded: {reason}")
     return problems
 
 
 def _check_sample(split: Split, sample: int, decode: bool, findings: Findings) -> None:
     """Check the records of some images, found through DALI's text index, against their rows of the index."""
-    order = shuffled(np.random.Philox(key=[0, _SAMPLE_STREAM]), len(split))
-    chosen = np.sort(order[: min(sample, len(split))])
+    chosen = _sampled(split, sample)
     with Progress(f"verifying {split.name}", total=len(chosen), unit="images") as progress:
         for shard, (first, end) in enumerate(pairwise(split.first_images.tolist())):
             images = chosen[(chosen >= first) & (chosen < end)]
             if len(images):
-                compare = partial(_compare_records, split, shard, images.astype(np.int64) - first, decode)
+                compare = partial(_compare_records, split, shard, images - first, decode)
                 findings.problems += _in_shard(split, shard, compare)
                 progress.update(len(images))
+
+
+def _sampled(split: Split, sample: int) -> NDArray[np.int64]:
+    order = shuffled(np.random.Philox(key=[0, _SAMPLE_STREAM]), len(split))
+    return np.sort(order[: min(sample, len(split))]).astype(np.int64)
 
 
 def _compare_records(split: Split, shard: int, records: NDArray[np.int64], decode: bool, path: Path) -> list[str]:
@@ -276,6 +283,58 @@ def _compare_records(split: Split, shard: int, records: NDArray[np.int64], decod
     indexed = split.rows[places + split.first_images[shard]]
     decode = decode and manifest.encoding == "image"
     return problems + _check_images(path, content, places, indexed, truth, np.array(labels), decode)
+
+
+_IN_PLACE = 256  # images that a thread checks at one time
+
+
+def _check_in_place(
+    split: Split, sample: int | None, decode: bool, workers: int, findings: Findings
+) -> NDArray[np.uint32]:
+    """Check the files of an index in place against its table, and all images, or a sample, against their rows. Return
+    the checksum of each image, (N,)."""
+    assert split.files is not None and split.checksums is not None
+    try:
+        split.files.check(split.rows, split.checksums)
+    except DatasetError as error:
+        findings.problems.append(str(error))
+    chosen = np.arange(len(split)) if sample is None else _sampled(split, sample)
+    chosen = chosen[np.lexsort((split.rows["offset"][chosen], split.rows["shard"][chosen]))]
+    portions = np.array_split(chosen, -(-len(chosen) // _IN_PLACE))
+    storage = RangedImages(split)
+    with Progress(f"verifying {split.name}", total=len(chosen), unit="images") as progress:
+        check = partial(_check_portion, split, storage, decode)
+        for portion, problems in zip(portions, map_shards(portions, check, workers=workers), strict=True):
+            findings.problems += [problem for problem in problems if problem not in findings.problems]
+            progress.update(len(portion), num_bytes=int(split.rows["size"][portion].sum()))
+    return split.checksums
+
+
+def _check_portion(split: Split, storage: RangedImages, decode: bool, images: NDArray[np.int64]) -> list[str]:
+    contents: dict[int, NDArray[np.uint8]] = {}
+    problems: list[str] = []
+    try:
+        contents = dict(storage.fetch(images))
+    except DatasetError:
+        for image in images:  # again one by one, to name all that are wrong
+            try:
+                contents |= dict(storage.fetch(image[None]))
+            except DatasetError as error:
+                problems.append(str(error))
+    sizes = {}
+    for image, content in contents.items():
+        indexed = int(split.rows[image]["height"]), int(split.rows[image]["width"])
+        try:
+            sizes[image] = image_size(content.data)
+            if sizes[image] != indexed:
+                problems.append(f"{split.describe(image)} has {sizes[image]} pixels, the index says {indexed}")
+        except BadImageError as error:
+            problems.append(f"{split.describe(image)} {error}")
+    if decode:
+        sound, pixels = [*sizes], np.array([height * width for height, width in sizes.values()], np.int64)
+        for number, reason in decode_failures([contents[image].data for image in sound], pixels).items():
+            problems.append(f"{split.describe(sound[number])} cannot be decoded: {reason}")
+    return problems
 
 
 def _find_duplicates(

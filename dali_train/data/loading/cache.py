@@ -273,8 +273,7 @@ def _directory_name(manifest: Manifest, split: str) -> str:
 
 def _share(split: Split) -> float:
     """Return the split's share of the dataset's bytes."""
-    num_bytes = {name: sum(s.num_bytes for s in each.shards) for name, each in split.manifest.splits.items()}
-    return num_bytes[split.name] / sum(num_bytes.values())
+    return split.num_bytes / sum(each.num_bytes for each in split.manifest.splits.values())
 
 
 def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:

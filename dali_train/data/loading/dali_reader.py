@@ -61,6 +61,11 @@ class DaliReaderPipeline(TrainingPipeline):
         shard: tuple[int, int],
     ) -> None:
         dp_rank, dp_size = shard
+        if split.files is not None:
+            raise ConfigError(
+                f"data.reader is dali, which reads shards of TFRecords, and {split.root} indexes {split.files.source} "
+                "in place: set data.reader index"
+            )
         if split.manifest.encoding == "raw" or len(split) < dp_size:
             raise ConfigError(
                 f"data.reader is dali with {len(split)} records ({split.manifest.encoding}) in {split.root} for "

@@ -186,9 +186,8 @@ def read(split: Split, segment: Segment, storage: Storage, node: Node | None = N
     data, batch = segment.config.data, segment.config.batch
     micro_batches = MicroBatches(split.rows, segment.config)
     chosen = ordered(split, segment, micro_batches)
-    num_bytes = sum(shard.num_bytes for shard in split.shards)
     # Never more than an epoch ahead, which covers every image once.
-    images = min(data.read_ahead_mb * 1_000_000 * len(split) // num_bytes, len(split) // segment.dp_size)
+    images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, len(split) // segment.dp_size)
     num_ahead = max(1, images // batch.micro_batch)
     if node is not None:
         eviction = node.eviction(split, segment.config, start_step=segment.start_step, num_ahead=num_ahead)

@@ -92,6 +92,11 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
     """
     directory, source = private_directory("data.local_copy", directory), source.resolve()
     manifest = Manifest.read(source)
+    if manifest.in_place is not None:
+        raise DatasetError(
+            f"data.local_copy is {directory.parent} with data.root {source}, an index of what lies in "
+            f"{manifest.in_place.source}: copy that directory and index the copy, or convert it"
+        )
     family = f"{source.name}-{_digest(str(source).encode())}"
     indexes = [path for name in manifest.splits if (path := index_path(source, name)).exists()]
     content = [(source / "dataset.json").read_bytes(), *(repr(_size_and_time(path)).encode() for path in indexes)]

@@ -1,0 +1,204 @@
+"""The files that an index in place reads: names below the source, sizes and times, and whether they are still the same.
+
+A folder of images has as many files as images, so they are rows of an array, ``index/files.npy``, and not values of
+``dataset.json``. The directories that were listed are rows, too: the time of a directory changes when a file is added
+to it, removed from it or renamed in it, so that a thousand of them tell this of a million files.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.errors import DatasetError
+from dali_train.runtime.object_store import is_remote
+from dali_train.text import printable
+
+UNKNOWN_TIME = -1  # of an object in a bucket
+_MOST_CHECKED = 20_000  # files whose sizes and times are compared at the start of a run, in 0.1 s on a local disk
+_MOST_READ = 64  # of those with another time
+
+
+def is_table(dtype: np.dtype[Any]) -> bool:
+    """Return whether a table of files has this type: ``name`` in as many bytes as the longest, ``num_bytes``, ``time``
+    of change in ns. The name of a directory ends in "/"."""
+    return bool(dtype.names) and dtype["name"].kind == "S" and dtype == table_type(dtype["name"].itemsize)
+
+
+def table_type(longest: int) -> np.dtype[Any]:
+    return np.dtype([("name", f"S{longest}"), ("num_bytes", "<u8"), ("time", "<i8")])
+
+
+def make_table(source: str, names: Sequence[str], sizes: Sequence[int] | None) -> NDArray[np.void]:
+    """Return the table of files below a directory as they are now, or of objects, whose `sizes` are known.
+
+    On a disk the directories follow, and before them what else lies there, so that it is not taken for new later.
+
+    Raises:
+        OSError: a file is missing.
+    """
+    if sizes is not None:
+        table = _table(names)
+        table["num_bytes"] = sizes
+        return table
+    files = SourceFiles(source, _table(names), len(names), "")
+    directories = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    others = [
+        str(PurePosixPath(directory, name))
+        for directory in sorted(directories)
+        for name in files.names_in(f"{source}/{directory}", directory)
+        if name not in files.names[directory] and str(PurePosixPath(directory, name)) not in directories
+    ]
+    table = _table([*names, *others, *(f"{directory}/" for directory in sorted(directories))])
+    for number, name in enumerate(map(os.fsdecode, table["name"].tolist())):
+        status = Path(f"{source}/{name}").stat()
+        table["num_bytes"][number], table["time"][number] = status.st_size, status.st_mtime_ns
+    return table
+
+
+def _table(names: Sequence[str]) -> NDArray[np.void]:
+    encoded = [os.fsencode(name) for name in names]
+    table = np.zeros(len(encoded), dtype=table_type(max(map(len, encoded))))
+    table["name"], table["time"] = encoded, UNKNOWN_TIME
+    return table
+
+
+class SourceFiles:
+    """The files of a table.
+
+    Args:
+        source: the directory or the URL that they lie below.
+        table: see `is_table`.
+        num_files: how many rows are files.
+        remedy: for messages.
+    """
+
+    def __init__(self, source: str, table: NDArray[np.void], num_files: int, remedy: str) -> None:
+        self.source, self.remedy = source, remedy
+        self._table, self._num_files = table, num_files
+        self.num_bytes: NDArray[np.uint64] = table["num_bytes"]
+
+    def __len__(self) -> int:
+        return self._num_files
+
+    def name(self, number: int) -> str:
+        """Return the name below the source; bytes that are not UTF-8 are surrogates."""
+        return os.fsdecode(bytes(self._table["name"][number]))
+
+    def path(self, number: int) -> str:
+        return f"{self.source}/{self.name(number)}"
+
+    def read(self, number: int, begin: int, end: int) -> bytes:
+        """Return bytes `begin` to `end` of a file on a disk. Raises DatasetError: it is missing or shorter."""
+        descriptor = self.open(number)
+        try:
+            return self.read_open(descriptor, number, begin, end)
+        finally:
+            os.close(descriptor)
+
+    def open(self, number: int) -> int:
+        """Return a descriptor. Raises DatasetError: there is no such file."""
+        try:
+            return os.open(self.path(number), os.O_RDONLY | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self.fault(number, "is missing, the index names it: restore it") from None
+
+    def read_open(self, descriptor: int, number: int, begin: int, end: int) -> bytes:
+        content = os.pread(descriptor, end - begin, begin)
+        if len(content) < end - begin:
+            size = os.fstat(descriptor).st_size
+            raise self.fault(number, f"has {size} bytes, the index has an image at byte {begin}: restore it")
+        return content
+
+    def fault(self, number: int, what: str) -> DatasetError:
+        return DatasetError(f"{printable(self.path(number))} {what}, or {self.remedy}")
+
+    def check(self, rows: NDArray[np.void], checksums: NDArray[np.uint32]) -> None:
+        """Compare names, sizes and times on a disk with the table.
+
+        All directories are looked at, and up to 20,000 files. A file with another time may only have been copied: its
+        images are compared with their checksums, up to a number of files. Whatever else has changed is found when it
+        is read.
+
+        Raises:
+            DatasetError: a file is missing, was added, or has another size or content.
+        """
+        if is_remote(self.source):
+            return
+        self._check_directories()
+        newer = []
+        for number in np.unique(np.linspace(0, len(self) - 1, min(len(self), _MOST_CHECKED)).astype(np.int64)).tolist():
+            try:
+                status = Path(self.path(number)).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                raise self.fault(number, "is missing, the index names it: restore it") from None
+            if status.st_size != self.num_bytes[number]:
+                found = f"has {status.st_size} bytes, the index was made for {self.num_bytes[number]}"
+                raise self.fault(number, f"{found}: restore it")
+            if status.st_mtime_ns != self._table["time"][number]:
+                newer.append(number)
+        for number in newer[:_MOST_READ]:
+            images = np.flatnonzero(rows["shard"] == number)
+            images = images[[0, -1][: len(images)]]  # of another split there may be none
+            for row, expected in zip(rows[images].tolist(), checksums[images].tolist(), strict=True):
+                offset, size = row[:2]
+                if crc32c(self.read(number, offset, offset + size)) != expected:
+                    raise self.fault(number, "is newer than the index and has other images: restore it")
+
+    def _check_directories(self) -> None:
+        for row in self._table[self._num_files :]:
+            name = os.fsdecode(bytes(row["name"]))
+            if not name.endswith("/"):
+                continue  # what else lies there
+            name = name.removesuffix("/")
+            directory = f"{self.source}/{name}"
+            try:
+                if Path(directory).stat().st_mtime_ns == row["time"]:
+                    continue
+                there = {*self.names_in(directory, name)}
+            except OSError as error:
+                where = f"{printable(directory)} cannot be read ({error.strerror}), the index names it: restore it"
+                raise DatasetError(f"{where}, or {self.remedy}") from None
+            for names, what in (
+                (there - self.names[name], "is not in the index: move it away"),
+                (self.names[name] - there, "is missing, the index names it: restore it"),
+            ):
+                if names:
+                    others = f" ({len(names) - 1} more like it there)" if len(names) > 1 else ""
+                    location = printable(f"{directory}/{min(names)}")
+                    raise DatasetError(f"{location} {what}{others}, or {self.remedy}")
+
+    @cached_property
+    def names(self) -> dict[str, set[str]]:
+        """Directory, "." for the source -> the files and directories in it."""
+        names: dict[str, set[str]] = defaultdict(set)
+        for encoded in self._table["name"].tolist():
+            path = PurePosixPath(os.fsdecode(encoded))
+            names[str(path.parent)].add(path.name)
+        names["."].discard("")  # itself
+        return names
+
+    @cached_property
+    def _suffixes(self) -> frozenset[str]:
+        """Those of the files that the converter would list."""
+        suffix = PurePosixPath(self.name(0)).suffix.lower()
+        return IMAGE_SUFFIXES if suffix in IMAGE_SUFFIXES else frozenset({suffix})
+
+    def names_in(self, directory: str, name: str) -> Iterator[str]:
+        """Yield the names of files that the converter would list, and of directories that are listed or have such."""
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if not entry.is_dir():
+                    if PurePosixPath(entry.name).suffix.lower() in self._suffixes:
+                        yield entry.name
+                elif entry.name in self.names[name] or any(self.names_in(entry.path, f"{name}/{entry.name}")):
+                    yield entry.name
