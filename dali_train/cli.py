@@ -560,6 +560,18 @@ def _add_init(commands: Commands) -> None:
     init.add_argument(
         "--gpu-memory", type=float, metavar="GB", help="memory of the GPU to train on (default: this machine's)"
     )
+    init.add_argument(
+        "--from-timm",
+        metavar="ARGS",
+        help="translate arguments of timm's train.py: an args.yaml, or the command line in quotes (docs/from-timm.md)",
+    )
+    init.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="with --from-timm: the GPUs that the arguments are for (default: what a launcher on the command line "
+        "starts, or 1)",
+    )
 
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -567,7 +579,16 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"{' '.join(overrides)}: init takes no settings; edit the file that it writes")
     from dali_train.commands.init import write_config
 
-    _refuse_numbers(options, "gpu_memory")
+    _refuse_numbers(options, "gpu_memory", "ranks")
+    if options.from_timm is not None:
+        from dali_train.commands.from_timm import write_translation
+
+        if options.gpu_memory is not None:
+            raise ConfigError("--gpu-memory with --from-timm, whose batch is that of the arguments: leave it out")
+        write_translation(options.from_timm, options.root, options.output, options.ranks)
+        return FINISHED
+    if options.ranks is not None:
+        raise ConfigError("--ranks needs --from-timm: the number of GPUs is known when a run starts, leave it out")
     write_config(options.root, options.output, options.gpu_memory)
     return FINISHED
 

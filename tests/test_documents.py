@@ -1,6 +1,7 @@
 """The pages for those who begin: their commands and configs, run as they stand there."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,28 @@ def test_a_folder_becomes_an_exported_model(
     assert "photos.py: 16 images to train on in 2 classes, 4 to validate; the median is 50 x" in output
     assert "step 1: top-1" in output and "Read back, its logits differ by" in output
     assert Path("runs/photos/configs/photos.py").read_text() == Path("photos.py").read_text()
+
+
+def test_timms_arguments_become_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a smaller network."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(20):
+        path = Path("photos") / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photograph(number, 80 + number, 70).save(path)
+    page = (REPOSITORY / "docs" / "from-timm.md").read_text()
+    commands = re.findall(r"^dali-train (.*)", page.partition("```")[2].partition("```")[0], flags=re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["data", "init", "plan", "train"]
+    for command in commands:
+        words = shlex.split(command)
+        assert main([*words, *(SMALL if words[0] == "train" else ())]) == 0, command
+    output = capsys.readouterr().out
+    assert "8 images per step are 8 x 1 GPU (--ranks) x 1 accumulated" in output and "best top-1 of the EMA" in output
+    assert "  --sync-bn: BatchNorm normalises by the micro-batch" in output
+    lines = page.split("```")[3].strip().splitlines()
+    assert len(lines) == 3 and all(f"        {line}\n" in Path("photos.py").read_text() for line in lines)
 
 
 def fine_tuning() -> list[str]:

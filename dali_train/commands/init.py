@@ -55,12 +55,7 @@ def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) ->
     """
     if not is_remote(root):
         root = str(Path(root))
-    if output is None:
-        name = PurePosixPath(root.partition("://")[2]).name if is_remote(root) else Path(root).resolve().name
-        output = Path(f"{name or 'config'}.py")
-    if output.suffix != ".py" or output.exists():
-        reason = "this file exists" if output.exists() else "not a Python file, whose name ends in .py"
-        raise ConfigError(f"--output {output}: {reason}; use another name")
+    output = checked_output(root, output)
     split = Split(root, "train")
     is_here = gpu_memory_gb is None  # the machine to train on is this one
     if is_here and torch.cuda.is_available():
@@ -102,6 +97,21 @@ def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) ->
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(_config_file(split, root, output, choice))
     print(message)
+
+
+def checked_output(root: str, output: Path | None) -> Path:
+    """Return the config file to write: `output`, or one with the name of the dataset in `root`.
+
+    Raises:
+        ConfigError: the file exists, or its name is no Python file's.
+    """
+    if output is None:
+        name = PurePosixPath(root.partition("://")[2]).name if is_remote(root) else Path(root).resolve().name
+        output = Path(f"{name or 'config'}.py")
+    if output.suffix != ".py" or output.exists():
+        reason = "this file exists" if output.exists() else "not a Python file, whose name ends in .py"
+        raise ConfigError(f"--output {output}: {reason}; use another name")
+    return output
 
 
 def _loaded(text: str) -> Config:

@@ -1,0 +1,198 @@
+"""The arguments of timm's train.py: their types and defaults, and reading them, from an args.yaml or a command line.
+
+They are those of timm's train.py at aa4b5850 (August 2026), and a few of earlier versions. The package of timm does not
+hold that script.
+"""
+
+import argparse
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from timm.utils import ParseKwargs
+
+from dali_train.errors import ConfigError
+from dali_train.files import read_limited
+
+FLAGS = """
+dataset_download dataset_trust_remote_code pretrained no_resume_opt channels_last grad_checkpointing fast_norm amp
+torchscript no_ddp_bb synchronize_step sched_on_updates warmup_prefix no_aug jsd_loss bce_loss bce_sum resplit sync_bn
+split_bn model_ema model_ema_force_cpu model_ema_warmup save_images pin_mem no_prefetcher use_multi_epochs_loader
+log_wandb naflex_loader naflex_patchify_channels_first
+"""
+# A name without = has no default, one with nothing behind it an empty one.
+TEXTS = """
+config= data data_dir dataset= train_split=train val_split=validation class_map= input_img_mode input_key target_key
+model=resnet50 pretrained_path initial_checkpoint= resume= gp interpolation= fuser= torchcompile torchcompile_mode
+device=cuda amp_dtype=float16 model_dtype opt=sgd clip_mode=norm sched=cosine lr_base_scale= train_crop_mode aa
+remode=pixel mixup_mode=batch train_interpolation=random dist_bn=reduce worker_seeding=all output= experiment=
+eval_metric=top1 wandb_project wandb_resume_id= train_size_schedule=constant variable_batch_loss_scale=none
+naflex_loss_scale=linear kd_model_name kd_distill_type=logit kd_loss_type=kl kd_token_distill_type=soft
+"""
+INTEGERS = """
+train_num_samples val_num_samples num_classes img_size in_chans batch_size=128 validation_batch_size grad_accum_steps=1
+local_rank=0 lr_base_size=256 lr_cycle_limit=1 epochs=300 start_epoch warmup_epochs=5 cooldown_epochs=0
+patience_epochs=10 aug_splits=0 recount=1 mixup_off_epoch=0 seed=42 log_interval=50 val_interval=1 recovery_interval=0
+checkpoint_hist=10 workers=4 tta=0 train_batches_per_epoch naflex_max_seq_len=576 kd_student_feature_dim
+kd_teacher_feature_dim
+"""
+NUMBERS = """
+crop_pct head_init_scale head_init_bias opt_eps momentum=0.9 weight_decay=2e-5 clip_grad layer_decay
+layer_decay_min_scale=0 layer_decay_no_opt_scale lr lr_base=0.1 lr_noise_pct=0.67 lr_noise_std=1 lr_cycle_mul=1
+lr_cycle_decay=0.5 lr_k_decay=1 warmup_lr=1e-5 min_lr=0 epoch_repeats=0 decay_epochs=90 decay_rate=0.1 hflip=0.5 vflip=0
+color_jitter=0.4 color_jitter_prob grayscale_prob gaussian_blur_prob aug_repeats=0 bce_target_thresh bce_pos_weight
+reprob=0 mixup=0 cutmix=0 mixup_prob=1 mixup_switch_prob=0.5 smoothing=0.1 drop=0 drop_connect drop_path drop_block
+bn_momentum bn_eps model_ema_decay=0.9998 train_size_schedule_spread=0.65 train_size_random_mix=0.1 distill_loss_weight
+task_loss_weight kd_temperature=4
+"""
+LISTS: dict[str, tuple[type, list[Any] | None]] = {
+    "input_size train_img_sizes train_batch_sizes naflex_patch_sizes": (int, None),
+    "mean std opt_betas lr_noise cutmix_minmax train_size_probs naflex_patch_size_probs": (float, None),
+    "device_modules": (str, None),
+    "wandb_tags": (str, []),
+    "scale": (float, [0.08, 1.0]),
+    "ratio": (float, [3 / 4, 4 / 3]),
+    "decay_milestones": (int, [90, 180, 270]),
+    "naflex_train_seq_lens": (int, [128, 256, 576, 784, 1024]),
+}
+DICTS = "model_kwargs opt_kwargs"
+EARLIER = "native_amp apex_amp jsd bn_tf force_cpu"
+"""Flags of earlier versions, whose args.yaml are still about."""
+
+
+def _rows(table: str, kind: type) -> dict[str, tuple[type, Any]]:
+    rows = (word.partition("=") for word in table.split())
+    return {name: (kind, kind(default) if equals else None) for name, equals, default in rows}
+
+
+_LIST_ROWS = {name: row for names, row in LISTS.items() for name in names.split()}
+_TYPES: dict[str, tuple[type, Any]] = {
+    **dict.fromkeys((FLAGS + EARLIER).split(), (bool, False)),
+    **_rows(TEXTS, str),
+    **_rows(INTEGERS, int),
+    **_rows(NUMBERS, float),
+    **_LIST_ROWS,
+    **{name: (dict, {}) for name in DICTS.split()},
+}
+DEFAULTS = {name: default for name, (_, default) in _TYPES.items()}
+_ALSO = {"batch_size": "-b", "workers": "-j", "validation_batch_size": "-vb", "decay_rate": "--dr", "config": "-c"}
+_ALSO |= {"local_rank": "--local_rank", "train_batches_per_epoch": "--train-steps-per-epoch"}
+
+_NOT_TIMMS = "not an argument of timm's train.py"
+
+
+class _KeyValues(ParseKwargs):
+    """timm's, with an argparse error for a word without =."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if wrong := [value for value in values if "=" not in value]:
+            parser.error(f"argument {option_string}: {wrong[0]!r} is not of the form NAME=VALUE")
+        super().__call__(parser, namespace, values, option_string)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"--from-timm: {message}")
+
+
+def read_arguments(source: str) -> tuple[dict[str, Any], int | None, dict[str, str]]:
+    """Return the arguments in an args.yaml, or on a command line with or without its launcher.
+
+    Returns:
+        All arguments by name; the number of processes that the launcher starts, None if it does not say; the unknown
+        names in a file, with the reason why they are left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or an argument is not timm's or has a value that it does not take.
+    """
+    words = ["--config", source] if Path(source).suffix in (".yaml", ".yml") else _words(source)
+    words, num_ranks = _without_launcher(words)
+    parser = _parser()
+    file, unknown = parser.parse_known_args(words)[0].config, {}
+    if file:
+        given = _read_yaml(Path(file))
+        unknown = {f"{name} {given.pop(name)}": _NOT_TIMMS for name in given.keys() - DEFAULTS.keys()}
+        parser.set_defaults(**{name: value for name, value in given.items() if value is None})
+        words = [*(word for name, value in given.items() for word in _as_words(name, value)), *words]
+    arguments, more = parser.parse_known_args(words)
+    if more:
+        raise ConfigError(f"--from-timm: {shlex.join(more)}: {_NOT_TIMMS}, leave it out")
+    return vars(arguments), num_ranks, unknown
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line.replace("\\\n", " "))
+    except ValueError as error:
+        raise ConfigError(f"--from-timm: the command line cannot be split into words ({error})") from None
+
+
+def _without_launcher(words: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return the words after the script, and the number of processes that the launcher before it starts."""
+    scripts = [number for number, word in enumerate(words) if word.endswith((".py", "distributed_train.sh"))]
+    if not scripts:
+        return list(words), None
+    launcher, script, rest = words[: scripts[0]], Path(words[scripts[0]]).name, list(words[scripts[0] + 1 :])
+    if script == "distributed_train.sh":
+        is_number = bool(rest) and rest[0].isdigit()
+        return rest[1:] if is_number else rest, int(rest[0]) if is_number else None
+    if script != "train.py":
+        raise ConfigError(
+            f"--from-timm: the command runs {script}, whose arguments have other defaults; only those of timm's "
+            "train.py are known. `dali-train recipes` lists recipes of DeiT, ConvNeXt and others"
+        )
+    line = " ".join(launcher).replace("_", "-")
+    counts = [re.search(rf"--{name}[= ](\d+)", line) for name in ("nproc-per-node", "nnodes")]
+    return rest, math.prod(int(count[1]) for count in counts if count) if any(counts) else None
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="train.py", add_help=False)
+    parser.add_argument("data", nargs="?")
+    for name, (kind, default) in _TYPES.items():
+        options: dict[str, Any] = {"type": kind}
+        if kind is bool:
+            options = {"action": "store_true"}
+        elif kind is dict:
+            options = {"nargs": "*", "action": _KeyValues}
+        elif name in _LIST_ROWS:
+            options["nargs"] = "+"
+        elif name == "torchcompile":
+            options |= {"nargs": "?", "const": "inductor"}
+        if name != "data":
+            flags = [f"--{name.replace('_', '-')}", *([_ALSO[name]] if name in _ALSO else [])]
+            parser.add_argument(*flags, dest=name, default=default, **options)
+    return parser
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml  # type: ignore[import-untyped]  # timm needs it
+
+    try:
+        values = yaml.safe_load(read_limited(path, 1_000_000))
+    except (OSError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--from-timm {path}: cannot be read as timm's args.yaml: {reason}") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(f"--from-timm {path}: not arguments by name, as timm's train.py writes them")
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def _as_words(name: str, value: Any) -> list[str]:
+    """Return an argument from a file as it stands on a command line, so that its value is checked the same way."""
+    kind, _ = _TYPES[name]
+    if value is None or (kind is bool and value is False) or value in ([], {}):
+        return []
+    flag = f"--{name.replace('_', '-')}"
+    if kind is bool and value is True:
+        return [flag]
+    if kind is dict and isinstance(value, dict):
+        return [flag, *(f"{key}={one}" for key, one in value.items())]
+    if name in _LIST_ROWS and isinstance(value, list):
+        return [flag, *map(str, value)]
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return [f"{flag}={value}"] if name != "data" else []
