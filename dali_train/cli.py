@@ -1,7 +1,7 @@
 """The command line: each command's arguments, and what it does with them through the modules of dali_train/commands.
 
 Exit status: 0 finished, 2 a mistake in the command, the config or the dataset, 75 stopped on request after saving
-(start it again), anything else a failure.
+(start it again), 76 a device computes wrongly (start it elsewhere), anything else a failure.
 
 Every word is read once: ``--section.field VALUE`` by config/command_line.py, the others by argparse. torch takes
 seconds to import, so commands that need it are imported where they run, to keep --help fast.

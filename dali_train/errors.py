@@ -38,6 +38,8 @@ class NoDatasetError(DatasetError):
 class RunError(UserError, RuntimeError):
     """A failure that is not due to the command or config: exit status 1, and a message without a traceback."""
 
+    status = 1
+
 
 def explain(error: BaseException) -> tuple[str, int] | None:
     """Return the one line and the exit status for a fault of input: a value, a file, a store, memory or a signal.
@@ -45,7 +47,7 @@ def explain(error: BaseException) -> tuple[str, int] | None:
     None: a bug, ours or in the user's own code, which needs its traceback.
     """
     if isinstance(error, UserError):
-        return str(error), 1 if isinstance(error, RunError) else 2
+        return str(error), error.status if isinstance(error, RunError) else 2
     for cause in _chain(error):  # libraries wrap it in errors of their own
         if isinstance(cause, KeyboardInterrupt):
             return str(cause) or "stopped with Ctrl-C", 130

@@ -41,6 +41,10 @@ after=$(newest "$state")
 case $status in
     0 | 2) exit $status ;;
     75) echo "job $job: stopped on request at step $after, requeued" ;;
+    76)
+        echo "job $job: a device computes wrongly, its host is named above; submit again with sbatch --exclude=HOST" >&2
+        exit $status
+        ;;
     *)
         if [[ $after == "$before" ]]; then
             echo "job $job: failed with status $status and no checkpoint after step $before; not requeued" >&2

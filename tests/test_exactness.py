@@ -172,7 +172,7 @@ def test_what_differs_between_ranks_is_rounding(
 ) -> None:
     options += THREE_STEPS
     train("one", *options)
-    train("several", *options, ranks=ranks)
+    train("several", *options, "--run.audit_every_steps", "1", ranks=ranks)
     assert samples(tmp_path / "one") == samples(tmp_path / "several") and len(samples(tmp_path / "one")) == 3 * 8
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
     assert state_difference(tmp_path / "one", tmp_path / "several") < FLOAT64_BOUND
@@ -192,6 +192,7 @@ def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same
 def test_block_order_read_ahead_and_local_copy_keep_the_bits(train: Train, tmp_path: Path) -> None:
     train("plain", *BLOCK_ORDER, *OFTEN, "--data.read_ahead_mb", "0", ranks=2)
     copied = (*BLOCK_ORDER, *OFTEN, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
+    copied += ("--run.audit_every_steps", "2")
     first = train("copied", *copied, *FOUR_STEPS, ranks=2)
     second = train("copied", *copied, ranks=2)
     assert first.count("copying") == 1 and "resuming from step 4" in second

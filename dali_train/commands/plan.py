@@ -92,6 +92,9 @@ def print_plan(
         f"accumulation   {batch.describe_accumulation(layout.data_size)} micro-batches of {batch.micro_batch} per "
         f"rank: {batch.global_batch:,} images per step"
     )
+    if (every := config.run.audit_every_steps) is not None and layout.data_size > 1:
+        share = 1 / (every * (batch.num_micro_batches // layout.data_size))
+        print(f"audit          every {every} steps one more micro-batch per rank: {share:.1%} of the computation")
     if layout.pipeline > 1:
         print_pipeline(model, config, layout, ranks, grad_accum_steps)
     print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")

@@ -173,6 +173,13 @@ class Config:
             not self.data.progressive or not parallel.shares_images,
             f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave one of them out",
         )
+        remedy = "no other rank has the same part of the model, set run.audit_every_steps none"
+        for name, split in (
+            ("parallel.pipeline", parallel.pipeline > 1),
+            ("parallel.shard", shards),
+            ("parallel.tensor.size", parallel.tensor.size > 1),
+        ):
+            refuse(split and self.run.audit_every_steps is not None, self, (name, "run.audit_every_steps"), remedy)
         stages, distils = parallel.pipeline > 1, self.loss.distillation != "none"
         remedy = "the last stage has no images to show the teacher; leave one of them out"
         refuse(stages and distils, self, ("parallel.pipeline", "loss.distillation"), remedy)

@@ -819,6 +819,10 @@ class RunConfig:
     """Where the model runs. auto: on a GPU if there is one."""
     deterministic: NotInRecipe[bool] = False
     """Deterministic kernels: bit-identical resumes on GPUs too, at a cost in speed."""
+    audit_every_steps: NotInRecipe[Count | None] = None
+    """Every this many steps each data-parallel rank also computes a micro-batch of another one and compares all
+    gradients bit for bit; a rank that computes wrongly is named and ends the run with exit status 76. On GPUs it needs
+    run.deterministic. `plan` prints what it costs."""
     published_top1: NotInRecipe[Fraction | None] = None
     """Published accuracy of the recipe's source, a fraction, drawn as a line in the report."""
 

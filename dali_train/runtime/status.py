@@ -188,7 +188,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float)
 
 
-FINISHED, MISTAKE, START_AGAIN = 0, 2, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h. Anything else is a failure
+# Exit statuses; 75 is EX_TEMPFAIL of sysexits.h. Anything else is a failure.
+FINISHED, MISTAKE, START_AGAIN, WRONG_RESULT = 0, 2, 75, 76
 
 STOPPED_BY_TERM = "signal TERM"
 _FILE, _LARGEST_FILE = "status.json", 100_000

@@ -34,7 +34,7 @@ from torch.distributed.run import parse_args, run
 
 from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import LOCAL, exit_if_launcher_dies
-from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
+from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, WRONG_RESULT
 from dali_train.runtime.stop import StopReason
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if statuses == {START_AGAIN}:
             return START_AGAIN
         print(error, file=sys.stderr)
-        return MISTAKE if MISTAKE in statuses else 1
+        return next((status for status in (MISTAKE, WRONG_RESULT) if status in statuses), 1)
     return FINISHED
 
 

@@ -3,6 +3,7 @@
 The caller restores a checkpoint into the trainer; this package knows nothing of checkpoints.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from dali_train.parallel.parallelize import parallelize, warm_up
 from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
+from dali_train.training.audit import make_audit
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
 from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
@@ -35,6 +37,8 @@ from dali_train.training.pretrained import Tensors
 from dali_train.training.schedule import schedule_of
 from dali_train.training.timing import PhaseClock
 from dali_train.training.trainer import Trainer
+
+logger = logging.getLogger("dali_train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +239,12 @@ def build_trainer(
     num_steps = 0 if class_counts is None else config.steps(config.run.epochs, int(class_counts.sum()))
     # A sharded gradient, and a partial one of tensor parallelism, has no norm before it is reduced.
     has_noise = batch.num_micro_batches > 1 and not layout.shards_weights
+    audit, every = None, config.run.audit_every_steps
+    if every is not None:
+        deterministic = config.run.deterministic
+        audit, reason = make_audit(model, layout, every, batch.num_micro_batches, device, deterministic=deterministic)
+        if audit is None and layout.rank == 0:
+            logger.warning("run.audit_every_steps %d: nothing is audited, because %s", every, reason)
     arguments: dict[str, Any] = {
         "model": model,
         "parallel": parallel,
@@ -248,6 +258,7 @@ def build_trainer(
         "ema": Ema(model, config.ema, num_steps) if config.ema.decay is not None else None,
         "noise": NoiseScale(parallel, batch.num_micro_batches, batch.micro_batch, device) if has_noise else None,
         "num_micro_batches": batch.num_micro_batches,
+        "audit": audit,
         "clip": make_clip(optimizer, config.optimizer, description),
         "keep_gradients": config.model.compile == "cuda-graphs",
     }

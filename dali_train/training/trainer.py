@@ -1,6 +1,8 @@
 """One optimizer step, without making the host wait: accumulate this rank's micro-batches, all-reduce gradients, clip,
 update."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from dali_train.data.loading.loader import Loader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
+from dali_train.training.audit import Audit
 from dali_train.training.invariant import DropoutSeeding, RunningStatistics, seed_micro_batch
 from dali_train.training.loss import Objective, first_target_correct
 from dali_train.training.metrics import NoiseScale, TrainingMetrics, all_finite
@@ -42,6 +45,7 @@ class Trainer:
     keep_gradients: bool = False
     ema: Ema | None = None
     noise: NoiseScale | None = None
+    audit: Audit | None = None
 
     def begin_averages(self) -> None:
         """Begin all moving averages at the model's weights and statistics, after a checkpoint has replaced them."""
@@ -56,7 +60,11 @@ class Trainer:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # the layer's factor, with layer-wise decay
         if self.noise is not None:
             self.noise.begin_step(step, self.precision.loss_scale())
+        if self.audit is not None:
+            self.audit.begin_step(step)
         micro_batches, batch = self.forward_backward(step, loader)
+        if self.audit is not None:
+            self.audit.compare(step, self.gradients)
         self.parallel.finish_gradients()
         self.clock.enter("optimizer")
         layout = self.parallel.layout if self.parallel.layout.splits_model else None
@@ -95,7 +103,8 @@ class Trainer:
                     if counts:
                         loss, logits = self.objective(output, images, batch.targets, batch.lambdas)
                 self.clock.enter("backward", all_reduce_follows=last)
-                (self.scaled(loss) if counts else zero_loss(output)).backward()
+                with nullcontext() if self.audit is None else self.audit.recording(number, batch):
+                    (self.scaled(loss) if counts else zero_loss(output)).backward()
             if number == 0 and self.noise is not None:
                 self.noise.add_first_micro_batch(self.model)
             if not counts:  # the last micro-batch again, with zero loss: other ranks have collectives in every pass
@@ -105,6 +114,19 @@ class Trainer:
             self.metrics.add_micro_batch(loss, correct, num_images=len(batch.images), step=step, k=batch.micro_batch.k)
             micro_batches.append(batch.micro_batch)
         return tuple(micro_batches), batch
+
+    def gradients(
+        self, images: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor, dropout_seed: int
+    ) -> Sequence[torch.Tensor]:
+        """Return the gradient of each audited parameter for a micro-batch, as a pass of `forward_backward` adds it to
+        the step's. BatchNorm's statistics of this micro-batch, which the forward pass leaves in the model, are
+        overwritten at the end of the step."""
+        assert self.audit is not None
+        seed_micro_batch(dropout_seed, images.device)
+        with self.precision.autocast():
+            images = images.to(self.precision.image_dtype)
+            loss, _ = self.objective(self.model(images), images, targets, lambdas)
+        return torch.autograd.grad(self.scaled(loss), self.audit.parameters)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale the mean `loss` of one micro-batch by its weight in the step and by float16's loss scale. DDP and FSDP
