@@ -7,6 +7,7 @@ The modules that do the work are imported only by the commands that need them, s
 """
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,9 @@ from dali_train.runtime.object_store import is_remote
 from dali_train.text import printable, shortened
 
 if TYPE_CHECKING:
+    from dali_train.data.convert.datasets import InPlace
     from dali_train.data.convert.image import EncodingOptions
+    from dali_train.data.convert.listing import Within
     from dali_train.data.convert.sources import Sources
     from dali_train.data.dataset.build_index import Fetch
 
@@ -269,9 +272,9 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", type=_dataset, metavar="DATASET", help="directory or URL with the images")
     parser.add_argument(
         "--out",
-        type=_directory,
+        type=_dataset,
         metavar="OUT",
-        help="directory of the index, which is the one to train on (default, only for TFRecords: DATASET)",
+        help="directory or URL of the index, which is the one to train on (default, only for TFRecords: DATASET)",
     )
     _add_workers(parser)
     group = parser.add_argument_group("TFRecords")
@@ -319,51 +322,83 @@ def _index(options: argparse.Namespace) -> int:
     from dali_train.data.convert.datasets import in_place
     from dali_train.data.dataset.build_index import bucket_as_directory
 
-    kind = in_place(options.dataset) if isinstance(options.dataset, Path) else None
+    dataset = options.dataset
+    kind = in_place(dataset) if isinstance(dataset, Path) else _in_place_in_bucket(dataset) if options.out else None
     for name, default in (_IN_PLACE if kind is None else _TFRECORDS).items():
         if getattr(options, name) != default:
             what = "TFRecords, which are indexed" if kind is None else f"images that are read in place ({kind})"
-            option = {"decode_check": "--no-decode-check", "check_crc": "--no-crc"}.get(name, f"--{name}").replace(
-                "_", "-"
-            )
-            raise DatasetError(f"{option}: has no effect on {what}: leave it out")
+            option = {"decode_check": "--no-decode-check", "check_crc": "--no-crc"}.get(name, f"--{name}")
+            raise DatasetError(f"{option.replace('_', '-')}: has no effect on {what}: leave it out")
     if kind is not None:
-        return _index_in_place(options, kind, options.dataset)
-    if isinstance(options.dataset, Path):
-        return _index_directory(options, options.dataset, options.out or options.dataset, nullcontext)
+        return _index_in_place(options, kind)
+    if isinstance(dataset, Path):
+        if is_remote(str(options.out)):
+            raise DatasetError(f"--out {options.out}: name a directory, which is to hold links to the TFRecords")
+        return _index_directory(options, dataset, options.out or dataset, nullcontext)
     if options.out is not None:
         raise DatasetError(
-            f"--out {options.out} with {options.dataset}: the index of a bucket is written to it, leave --out out"
+            f"--out {options.out} with {dataset}: the index of a bucket is written to it, leave --out out; only "
+            "WebDataset's tars and MDS are indexed in place there"
         )
-    with bucket_as_directory(options.dataset) as (directory, fetch):
+    with bucket_as_directory(dataset) as (directory, fetch):
         return _index_directory(options, directory, directory, fetch)
 
 
-def _index_in_place(options: argparse.Namespace, kind: str, source: Path) -> int:
-    from dali_train.data.convert.index_in_place import IndexInPlace, index_in_place
+def _in_place_in_bucket(url: str) -> "InPlace | None":
+    from dali_train.data.convert.datasets import in_place_by_names
+    from dali_train.runtime.object_store import Bucket
 
-    if options.out is None:
+    if url.startswith("http"):
+        return None  # it lists nothing
+    kind = in_place_by_names([*Bucket(url).sizes("")])
+    if kind == "folder":
+        raise DatasetError(
+            f"{url}: holds single images, and a request for each would be slow: write them as tars, or convert them "
+            "with `dali-train data convert folder` where they lie on a disk"
+        )
+    return kind
+
+
+def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
+    from dali_train.data.convert import formats
+    from dali_train.data.convert.index_in_place import IndexInPlace, index_in_place
+    from dali_train.data.dataset.build_index import upload_index
+    from dali_train.data.dataset.manifest import cache_directory
+    from dali_train.runtime.object_store import Bucket
+
+    source, out = options.dataset, options.out
+    if out is None:
         raise DatasetError(
             f"{source}: its images are read in place ({kind}): name a directory for the index with --out"
         )
-    _check_destination(options.out, {"DATASET": source})
-    source = source.resolve()
-    options.source, options.train, options.validation = source, source, None
-    splits, class_names = DATASETS[kind].load(options)
+    if not isinstance(out, Path):
+        out = cache_directory() / "indexes" / hashlib.sha256(out.encode()).hexdigest()[:16]
+    if isinstance(source, Path):
+        _check_destination(out, {"DATASET": source})
+        source = source.resolve()
+
+    def load(directory: Path, within: "Within") -> "Sources":
+        options.source, options.train, options.validation, options.out = directory, directory, None, out
+        listing = {"webdataset": formats.webdataset, "mds": formats.mds}
+        return listing[kind](options, within) if kind in listing else DATASETS[kind].load(options)
+
     task = IndexInPlace(
         name=kind,
-        splits=splits,
-        class_names=class_names,
-        source=str(source if source.is_dir() else source.parent),
-        out=options.out,
+        load=load,
+        options={name: getattr(options, name) for name in ("image_key", "label_key")},
+        source=source,
+        out=out,
         seed=options.seed,
         keep_order=options.keep_order,
         decode=options.decode_check,
         on_bad=options.on_bad,
         workers=options.workers,
     )
+    url = options.out
     for line in index_in_place(task):
-        print(printable(line))
+        print(printable(line.replace(str(out), str(url))))
+    if not isinstance(url, Path):
+        upload_index(out, Bucket(url))
     return 0
 
 

@@ -16,14 +16,16 @@ from PIL import Image
 from dali_train.cli import main
 from dali_train.config import Config
 from dali_train.data.convert import index_in_place
-from dali_train.data.convert.sources import Images
+from dali_train.data.convert.image import RawImage
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.manifest import Manifest, fetched_metadata
 from dali_train.data.dataset.storage import open_shards
 from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import DatasetError
+from dali_train.runtime import object_store
+from dali_train.runtime.object_store import Bucket
 from tests.conftest import Train, encoded, photograph
-from tests.data.files import small_photograph, write_tar
+from tests.data.files import files_of, small_photograph, write_tar
 from tests.helpers import OFTEN, first_batches, losses, state_difference
 from tests.s3_server import S3Server
 
@@ -103,6 +105,19 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture
+def in_bucket(forms: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL below which the bucket has tars, MDS and single images."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fetched_metadata.cache_clear()
+    url = "s3://bucket/forms"
+    for form in ("tars", "mds"):
+        for name, content in files_of(forms / form).items():
+            Bucket(url).write(f"{form}/{name}", content)
+    Bucket(url).write("images/ant/1.jpg", b"")
+    return url
+
+
 def contents(root: Path | str, split: str) -> list[tuple[bytes, int]]:
     opened = Split(root, split)
     images = open_shards(opened).read(np.arange(len(opened)))
@@ -132,15 +147,49 @@ def test_every_form_has_the_images_of_the_conversion_in_its_order(forms: Path, c
 
 
 def test_runs_are_equal_to_the_bit_on_any_form_and_resumed(
-    forms: Path, train: Train, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    forms: Path, train: Train, tmp_path: Path, s3_server: S3Server, in_bucket: str
 ) -> None:
-    for form, ranks in (("folder", 1), ("tars", 3)):
+    data("index", f"{in_bucket}/tars", "--out", tmp_path / "remote.index", "--class-names", forms / "names")
+    for form, ranks in (("folder", 1), ("remote", 3)):
         train(f"converted-{ranks}", *OFTEN, "--data.root", str(forms / "converted"), ranks=ranks)
-        place = ("--data.root", str(forms / f"{form}.index"))
+        place = ("--data.root", str((tmp_path if form == "remote" else forms) / f"{form}.index"))
         train(form, *OFTEN, *place, "--run.max_steps", "4", ranks=ranks)
         assert "resuming from step 4" in train(form, *OFTEN, *place, ranks=ranks)
         assert losses(tmp_path / form) == losses(tmp_path / f"converted-{ranks}")
         assert state_difference(tmp_path / form, tmp_path / f"converted-{ranks}") == 0
+
+
+def test_objects_of_a_bucket_are_indexed_in_place(
+    forms: Path, tmp_path: Path, in_bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is fetched once, whatever happens; the index may be in the bucket, too."""
+    fetched: list[str] = []
+    monkeypatch.setattr(object_store, "RETRY_S", 0.2)
+
+    def lost(method: str, path: str) -> str | None:
+        if method == "GET" and path.endswith((".tar", ".mds")):
+            fetched.append(path.rpartition("/")[2])
+        return "503 Slow Down" if path.endswith("train-1.tar") and method == "GET" and not answers else None
+
+    for form, answers in (("tars", []), ("mds", [True])):
+        words = ("index", f"{in_bucket}/{form}", "--out", f"{in_bucket}/{form}.index")
+        s3_server.fault = lost
+        if not answers:
+            data(*words, "--class-names", forms / "names", status=1)
+            answers.append(True)
+        data(*words, "--class-names", forms / "names")
+        s3_server.fault = None
+        for split in ("train", "validation"):
+            assert contents(f"{in_bucket}/{form}.index", split) == contents(forms / "converted", split)
+        data("verify", f"{in_bucket}/{form}.index")
+    assert fetched.count("train-0.tar") == fetched.count("shard.00001.mds") - 1 == 1, "of two splits"
+    Bucket(in_bucket).write("tars/val-0.tar", b"x" * Bucket(in_bucket).size("tars/val-0.tar"))
+    data("verify", f"{in_bucket}/tars.index", status=1)
+    with pytest.raises(DatasetError, match=r"val-0.tar came 3 times with CRC32C"):
+        contents(f"{in_bucket}/tars.index", "validation")
+    Bucket(in_bucket).delete("tars/train-1.tar")
+    with pytest.raises(DatasetError, match=r"tars/train-1.tar does not exist, dataset.json names it: index "):
+        contents(f"{in_bucket}/tars.index", "train")
 
 
 Damage = Callable[[Path], Any]
@@ -254,11 +303,11 @@ def test_an_index_resumes_and_lists_what_cannot_be_decoded(
     monkeypatch.setattr(index_in_place, "_PORTION", 10)
     measure, begun = index_in_place.measure, []
 
-    def interrupted(images: Images, numbers: range, *, decode: bool) -> index_in_place.Measured:
+    def interrupted(read: Callable[[int], RawImage], numbers: range, *, decode: bool) -> index_in_place.Measured:
         begun.append(numbers.start)
         if begun == [0, 10]:
             raise KeyboardInterrupt
-        return measure(images, numbers, decode=decode)
+        return measure(read, numbers, decode=decode)
 
     words = ("index", root, "--out", out, "--workers", 1)
     monkeypatch.setattr(index_in_place, "measure", interrupted)
@@ -287,7 +336,9 @@ def test_an_index_resumes_and_lists_what_cannot_be_decoded(
     assert sum(one != other for one, other in zip(ours, theirs, strict=True)) == 2, "CMYK and PNG, re-encoded there"
 
 
-def test_what_cannot_be_indexed_in_place(forms: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_indexed_in_place(
+    forms: Path, in_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     compressed = Path(__file__).parent / "mds" / "val"
     write_tar(tmp_path / "packed" / "a.tar", [("1.jpg", small_photograph(1)), ("1.cls", b"0")], mode="w:gz")
     other = tmp_path / "other"
@@ -303,6 +354,7 @@ def test_what_cannot_be_indexed_in_place(forms: Path, tmp_path: Path, capsys: py
         ((forms / "converted", "--keep-order"), "--keep-order: has no effect on TFRecords"),
         ((compressed, *out), "is packed, and an image must be a range of bytes of a file"),
         ((tmp_path / "packed", *out), "is gzipped"),
+        ((f"{in_bucket}/images", *out), "holds single images, and a request for each would be slow"),
         ((other, *out), "nothing in the directory looks like a dataset"),
     ):
         data("index", *words, status=2)

@@ -321,22 +321,30 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     )
 
 
-def in_place(root: Path) -> Literal["folder", "webdataset", "mds"] | None:
-    """Return the converter whose listing can be indexed in place, judged only by the names of files in `root`."""
-    from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+InPlace = Literal["folder", "webdataset", "mds"]
+"""A converter whose listing can be indexed in place."""
 
+
+def in_place(root: Path) -> InPlace | None:
+    """Return how what lies at `root` can be indexed in place, judged only by the names of files."""
     if root.is_file():
-        return "webdataset" if root.suffix == ".tar" else None
+        return in_place_by_names([root.name])
     names, below = _look(root)
     if _has_tfrecords(names, below):
         return None
     inner = [_names(root / split / name) for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
-    found = [*names, *(name for inside in (*below.values(), *inner) for name in inside)]
-    if any(re.fullmatch(r"shard\.\d+\.mds(\..*)?", name) for name in found):
+    return in_place_by_names([*names, *(name for inside in (*below.values(), *inner) for name in inside)])
+
+
+def in_place_by_names(names: Sequence[str]) -> InPlace | None:
+    """Do the same for the names of files or objects; TFRecords among them are not looked for."""
+    from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+
+    if any(re.search(r"\bshard\.\d+\.mds(\..*)?$", name) for name in names):
         return "mds"
-    if any(name.endswith(".tar") for name in found):
+    if any(name.endswith(".tar") for name in names):
         return "webdataset"
-    return "folder" if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in found) else None
+    return "folder" if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names) else None
 
 
 def _look(root: Path) -> tuple[list[str], dict[str, list[str]]]:

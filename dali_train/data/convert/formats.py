@@ -25,11 +25,13 @@ from typing import Annotated, Any, Literal
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.listing import (
     PackedBlocks,
+    Within,
     checked_label,
     find_column,
     import_pyarrow,
     open_plain,
     sources_of,
+    where_it_lies,
 )
 from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
@@ -42,13 +44,17 @@ from dali_train.text import plural
 _MAX_LABEL_BYTES = 1 << 20  # of a JSON file
 
 
-def webdataset(options: Namespace) -> Sources:
+def webdataset(options: Namespace, within: Within = where_it_lies) -> Sources:
     """Return the splits and the class names. With ``options.label_key``, that field of KEY.json is the label.
 
     Raises:
         SourceError: a damaged tar, a sample without image or label or with two, or a label that cannot be.
     """
-    return sources_of(options, ".tar", lambda path: _samples_of_tar(open_plain(path), options.label_key))
+
+    def list_tar(path: Path) -> Iterator[Image]:
+        return _samples_of_tar(open_plain(path), options.label_key)
+
+    return sources_of(options, ".tar", lambda path: within(path, list_tar))
 
 
 def _samples_of_tar(archive: Archive, label_key: str | None) -> Iterator[Image]:
@@ -230,7 +236,7 @@ class _Columns:
     label_format: str  # of `struct`
 
 
-def mds(options: Namespace) -> Sources:
+def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
     """Return the splits and the class names; compressed shards are unpacked when they are read.
 
     Raises:
@@ -243,7 +249,9 @@ def mds(options: Namespace) -> Sources:
         if any((parent / path.name).exists() for parent in above):
             return  # Streaming's merge_index has put its shards into that one
         for shard in _read_index(path).shards:
-            yield from _list_shard(path, shard, _find_columns(path, shard, options), blocks)
+            columns = _find_columns(path, shard, options)
+            list_shard = partial(_list_shard, shard=shard, columns=columns, blocks=blocks)
+            yield from within(_file_of(path, shard), list_shard)
 
     return sources_of(options, "index.json", list_index, read=blocks.read)
 
@@ -274,17 +282,24 @@ def _find_columns(path: Path, shard: _Shard, options: Namespace) -> _Columns:
     return _Columns(shard.column_sizes, shard.column_names.index(image), number, kind)
 
 
-def _list_shard(index: Path, shard: _Shard, columns: _Columns, blocks: PackedBlocks) -> Iterator[Image]:
-    path = index.parent / shard.raw_data.basename
-    if path.exists():
+def _file_of(index: Path, shard: _Shard) -> Path:
+    """Return a shard's file, or else the compressed one. Raises SourceError: there is neither."""
+    for file in (shard.raw_data, shard.zip_data):
+        if file is not None and (path := index.parent / file.basename).exists():
+            return path
+    raise SourceError(
+        f"{index.parent / (shard.zip_data or shard.raw_data).basename}: is missing, and {index} names it: fetch it"
+    )
+
+
+def _list_shard(path: Path, shard: _Shard, columns: _Columns, blocks: PackedBlocks) -> Iterator[Image]:
+    if path.name == Path(shard.raw_data.basename).name:
         _check_size(path, shard.raw_data)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             content.madvise(mmap.MADV_RANDOM)  # reading ahead of each label would read the entire shard
             for number, (begin, size, label) in enumerate(_samples(path, content, shard, columns)):
                 yield Image(str(path), f"sample {number}", begin, size, label)
         return
-    if shard.zip_data is None or not (path := index.parent / shard.zip_data.basename).exists():
-        raise SourceError(f"{path}: is missing, and {index} names it: fetch it")
     samples = list(_samples(path, _unpack(path, shard), shard, columns))
     labels, sizes = [label for _, _, label in samples], [size for _, size, _ in samples]
     yield from blocks.add(path, "sample", labels, partial(_unpacked_images, path, shard, columns), sizes)

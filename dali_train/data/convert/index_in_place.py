@@ -1,15 +1,15 @@
 """An index of images where they lie: what a converter lists, with the size and the checksum of each image, and no copy.
 
 The images have the numbers that a conversion would give them, and so the same order, crops and losses. Each is read and
-decoded once, in portions by many threads. ``OUT/.indexing`` keeps what is known of finished portions, so that a killed
-index goes on where it was, if the files are still the same; it is removed at the end, when ``dataset.json`` is written.
+decoded once, in portions by many threads; an object of a bucket is fetched once, listed and measured. ``OUT/.indexing``
+keeps what is known of finished portions, so that a killed index goes on where it was, if the files are still the same;
+it is removed at the end, when ``dataset.json`` is written.
 """
 
+import hashlib
 import json
-import os
 import shutil
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -19,13 +19,15 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.convert.conversion import OnBad, explain_full_disk, locked, report_bad_images, shuffled_layout
-from dali_train.data.convert.image import orientation_of
+from dali_train.data.convert.image import RawImage, orientation_of
+from dali_train.data.convert.listing import ListFile, Within, where_it_lies
 from dali_train.data.convert.shards import BadImage, partial_path
-from dali_train.data.convert.sources import Image, Images, SourceError
-from dali_train.data.dataset.build_index import map_shards, write_array
+from dali_train.data.convert.sources import Image, Images, SourceError, Sources, read_range
+from dali_train.data.dataset.build_index import map_shards, objects_as_files, write_array
 from dali_train.data.dataset.files_in_place import make_table
 from dali_train.data.dataset.image_file import (
     BATCH_PIXELS,
+    IMAGE_FORMATS,
     BadImageError,
     DecodeChecker,
     decode_failures,
@@ -47,26 +49,32 @@ from dali_train.data.dataset.manifest import (
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.files import ForeignFileError, read_json, write_atomically
+from dali_train.runtime.object_store import Bucket
 from dali_train.text import plural
 
 _PORTION = 1000  # images; a kill loses some seconds of work
-_MEASURED = np.dtype([("crc32c", "<u4"), ("height", "<u2"), ("width", "<u2")])
+_FORMATS = ("JPEG", "CMYK JPEG", *IMAGE_FORMATS[1:])
+# What an index has of an image, beyond where it is, and what a conversion might have changed.
+_MEASURED = np.dtype([("crc32c", "<u4"), ("height", "<u2"), ("width", "<u2"), ("format", "u1"), ("sideways", "?")])
+_PLACE = np.dtype([("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
 _MAX_STATE_BYTES = 1 << 20
-_SIDEWAYS = "EXIF orientation not upright, which training ignores: `data convert --apply-orientation` turns them"
+_OWN = (".indexing", "index", "quarantine.jsonl")  # in OUT, beside dataset.json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What an index has of some images, beyond where they are."""
+    """What is known of some images."""
 
     rows: NDArray[np.void]  # _MEASURED, (N,); 0 for a bad image
     bad: dict[int, str]  # position -> reason
-    counts: Counter[str]  # what a conversion would have changed -> images
 
-    def save(self, path: Path) -> None:
-        facts = json.dumps({"bad": list(self.bad.items()), "counts": self.counts})
+    def save(self, path: Path, images: Sequence[Image] = ()) -> None:
+        """Write a file for `load`, and for `images` what `listed_in` returns."""
+        places = np.array([(image.offset, image.size, image.label) for image in images], dtype=_PLACE)
+        facts = json.dumps({"bad": list(self.bad.items()), "names": [image.name for image in images]})
+        path.parent.mkdir(exist_ok=True)
         with partial_path(path).open("wb") as file:
-            np.savez(file, rows=self.rows, facts=np.frombuffer(facts.encode(), np.uint8))
+            np.savez(file, rows=self.rows, places=places, facts=np.frombuffer(facts.encode(), np.uint8))
         partial_path(path).replace(path)
 
     @classmethod
@@ -74,17 +82,22 @@ class Measured:
         """Return what an earlier start has saved; None if there is nothing, or a power failure has spoilt it."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                facts = json.loads(arrays["facts"].tobytes())
-                return cls(rows=arrays["rows"], bad=dict(facts["bad"]), counts=Counter(facts["counts"]))
+                return cls(rows=arrays["rows"], bad=dict(json.loads(arrays["facts"].tobytes())["bad"]))
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return None
 
 
-def measure(images: Images, numbers: range, *, decode: bool) -> Measured:
-    """Read images and return what the index has of them; decode them too, if asked for."""
+def listed_in(path: Path, file: str) -> list[Image]:
+    """Return the images of `file` that were saved with `Measured.save`, and can be loaded."""
+    with np.load(path, allow_pickle=False) as arrays:
+        names = json.loads(arrays["facts"].tobytes())["names"]
+        return [Image(file, name, *place) for name, place in zip(names, arrays["places"].tolist(), strict=True)]
+
+
+def measure(read: Callable[[int], RawImage], numbers: Sequence[int], *, decode: bool) -> Measured:
+    """Read images by their numbers and return what the index has of them; decode them too, if asked for."""
     rows = np.zeros(len(numbers), dtype=_MEASURED)
     bad: dict[int, str] = {}
-    counts: Counter[str] = Counter()
     batch: dict[int, bytes] = {}  # that are decoded together
     pixels: list[int] = []
 
@@ -96,43 +109,39 @@ def measure(images: Images, numbers: range, *, decode: bool) -> Measured:
         pixels.clear()
 
     for position, number in enumerate(numbers):
-        content = images.read(number)
+        content = read(number)
         assert isinstance(content, bytes)
         try:
             height, width = image_size(content)
-            kinds = _differences(content)
+            rows[position] = crc32c(content), height, width, *_kind(content)
         except BadImageError as error:
             bad[position] = str(error)
             continue
-        rows[position] = crc32c(content), height, width
-        counts.update(kinds)
         batch[position] = content
         pixels.append(height * width)
         if len(batch) == DecodeChecker.BATCH or sum(pixels) >= BATCH_PIXELS:
             check()
     check()
-    return Measured(rows=rows, bad=bad, counts=counts)
+    return Measured(rows=rows, bad=bad)
 
 
-def _differences(content: bytes) -> list[str]:
-    """Return what a conversion would do to an image, or could do, in words for the user."""
+def _kind(content: bytes) -> tuple[int, bool]:
+    """Return the number of an image's format, and whether its EXIF orientation is not upright."""
     if is_jpeg(content):
         header = parse_jpeg_header(content)
-        sideways, kind = header.orientation != 1, "" if header.is_plain else "CMYK JPEG"
-    else:
-        with open_image(content) as image:
-            sideways, kind = orientation_of(image) != 1, str(image.format)
-    return [*([f"{kind}, which a conversion re-encodes"] if kind else []), *([_SIDEWAYS] if sideways else [])]
+        return _FORMATS.index("JPEG" if header.is_plain else "CMYK JPEG"), header.orientation != 1
+    with open_image(content) as image:
+        return _FORMATS.index(str(image.format)), orientation_of(image) != 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexInPlace:
     """What to index, and where to write it."""
 
-    name: str  # of the converter that listed the images
-    splits: Mapping[SplitName, Images]
-    class_names: Sequence[str]
-    source: str  # the directory that all files lie below
+    name: str  # of the converter that lists the images
+    load: Callable[[Path, Within], Sources]  # which lists them below a directory
+    options: Mapping[str, str | None]  # all that the listing depends on
+    source: Path | str  # a directory, a tar, or the URL of a bucket
     out: Path
     seed: int
     keep_order: bool  # number the images as they lie in their files, not as a conversion would
@@ -141,40 +150,143 @@ class IndexInPlace:
     workers: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Listing:
+    """Images that were listed, and their files."""
+
+    root: str  # the directory that the names of all files begin with
+    source: str  # what it stands for: itself, or a URL
+    splits: Mapping[SplitName, Images]
+    class_names: Sequence[str]
+    sizes: Mapping[str, int] | None = None  # of the objects of a bucket
+    measured: Mapping[str, tuple[NDArray[np.uint64], Measured]] | None = None  # of these, with the images' offsets
+
+
 def index_in_place(task: IndexInPlace) -> list[str]:
     """Write the index, and return lines to print.
 
     Raises:
         DatasetError: `out` holds something else, or images cannot be read by their range.
-        RunError: bad images and ``on_bad`` is fail, or the disk is full.
-        SourceError: a file changed meanwhile.
+        RunError: bad images and ``on_bad`` is fail, the disk is full, or the store does not answer.
+        SourceError: a file is not what it should be, or changed meanwhile.
     """
     _check_out(task.out)
     state = task.out / ".indexing"
     task.out.mkdir(parents=True, exist_ok=True)
     with locked(state, shared=False), explain_full_disk(task.out):
-        names: dict[str, int] = {}  # of the files -> their numbers
-        rows = {split: _rows(task, images, names) for split, images in task.splits.items()}
-        table = make_table(task.source, [*names], None)
-        _claim(task, state, crc32c(table.data))
-        measured = {split: _measure_split(task, split, state) for split in task.splits}
-        left_out = {split: _bad_images(task.splits[split], measured[split]) for split in task.splits}
-        report_bad_images(task.out, left_out, task.on_bad)
-        report = {
-            split: {**each.counts, "left out, see quarantine.jsonl": len(each.bad)} for split, each in measured.items()
-        }
-        _write(task, rows, measured, table, len(names), report)
+        lines = _index_files(task, state, task.source) if isinstance(task.source, Path) else _index_bucket(task, state)
         shutil.rmtree(state)
+    return lines
+
+
+def _index_files(task: IndexInPlace, state: Path, source: Path) -> list[str]:
+    root = str(source if source.is_dir() else source.parent)
+    splits, class_names = task.load(source, where_it_lies)
+    return _index(task, state, _Listing(root=root, source=root, splits=splits, class_names=class_names))
+
+
+def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
+    """Fetch one object after the other; each is listed and measured while it is there."""
+    bucket = Bucket(str(task.source))
+    sizes = {name: size for name, size in bucket.sizes("").items() if _is_read(name)}
+    measured: dict[str, tuple[NDArray[np.uint64], Measured]] = {}
+    with objects_as_files(bucket, sizes) as (directory, fetch):
+        for name in sizes:
+            if name.endswith("index.json"):
+                (directory / name).unlink()
+                bucket.download(name, directory / name, sizes[name])
+
+        def within(path: Path, list_file: ListFile) -> Iterator[Image]:
+            name = str(path.relative_to(directory))
+            key = json.dumps([name, sizes[name], task.decode, task.options], sort_keys=True)
+            saved = state / "objects" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+            found = Measured.load(saved)
+            if found is None:
+                with fetch(path):
+                    images = [*list_file(path)]
+                    found = _measure_object(task, images)
+                found.save(saved, images)
+            else:
+                images = listed_in(saved, str(path))
+            measured[str(path)] = np.array([image.offset for image in images], np.uint64), found
+            yield from images
+
+        splits, class_names = task.load(directory, within)
+        listing = _Listing(
+            root=str(directory),
+            source=bucket.url,
+            splits=splits,
+            class_names=class_names,
+            sizes=sizes,
+            measured=measured,
+        )
+        return _index(task, state, listing)
+
+
+def _measure_object(task: IndexInPlace, images: Sequence[Image]) -> Measured:
+    _refuse_packed(task, images)
+    parts = np.array_split(np.arange(len(images)), min(task.workers, max(1, len(images))))
+
+    def measured(part: NDArray[np.int64]) -> Measured:
+        return measure(lambda number: read_range(images[number]), part.tolist(), decode=task.decode)
+
+    return _joined(map_shards(parts, measured, workers=task.workers))
+
+
+def _is_read(name: str) -> bool:
+    """Return whether an object is a tar, or of MDS."""
+    leaf = name.rpartition("/")[2]
+    return not leaf.startswith(".") and (leaf.endswith(".tar") or leaf == "index.json" or ".mds" in leaf)
+
+
+def _joined(parts: Iterator[Measured]) -> Measured:
+    rows: list[NDArray[np.void]] = []
+    bad: dict[int, str] = {}
+    for part in parts:
+        first = sum(map(len, rows))
+        bad |= {first + position: reason for position, reason in part.bad.items()}
+        rows.append(part.rows)
+    return Measured(rows=np.concatenate(rows), bad=bad)
+
+
+def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
+    names: dict[str, int] = {}  # of the files -> their numbers
+    rows = {split: _rows(task, listing, images, names) for split, images in listing.splits.items()}
+    table = make_table(
+        listing.root, [*names], None if listing.sizes is None else [listing.sizes[name] for name in names]
+    )
+    if listing.measured is None:
+        _claim(task, state, listing, crc32c(table.data))
+        measured = {split: _measure_split(task, split, images, state) for split, images in listing.splits.items()}
+    else:
+        measured = {split: _look_up(images, listing.measured) for split, images in listing.splits.items()}
+    left_out = {split: _bad_images(listing.splits[split], each) for split, each in measured.items()}
+    report_bad_images(task.out, left_out, task.on_bad)
+    report = {split: _report(each) for split, each in measured.items()}
+    _write(task, listing, rows, measured, table, len(names), report)
     lines = [
-        f"{split}: {plural(count, 'image')}: {kind}"
-        for split, kinds in report.items()
-        for kind, count in kinds.items()
-        if count
+        f"{split}: {plural(count, 'image')}: {kind}" for split, kinds in report.items() for kind, count in kinds.items()
     ]
-    for split, images in task.splits.items():
-        num_images = len(images.labels) - len(measured[split].bad)
-        lines.append(f"{split}: {num_images:,} images, {len(task.class_names)} classes")
-    return [*lines, f"{task.out} indexes {plural(len(names), 'file')} in {task.source}"]
+    for split, each in measured.items():
+        lines.append(f"{split}: {len(each.rows) - len(each.bad):,} images, {len(listing.class_names)} classes")
+    return [*lines, f"{task.out} indexes {plural(len(names), 'file')} in {listing.source}"]
+
+
+def _report(measured: Measured) -> dict[str, int]:
+    """Return what a conversion would have done -> to how many images."""
+    sound = np.delete(measured.rows, [*measured.bad])
+    counts = np.bincount(sound["format"], minlength=len(_FORMATS)).tolist()
+    found = {
+        **{
+            f"{name}, which a conversion re-encodes": count
+            for name, count in zip(_FORMATS[1:], counts[1:], strict=True)
+        },
+        "EXIF orientation not upright, which training ignores and a conversion with --apply-orientation turns": int(
+            sound["sideways"].sum()
+        ),
+        "left out, see quarantine.jsonl": len(measured.bad),
+    }
+    return {kind: count for kind, count in found.items() if count}
 
 
 def _check_out(out: Path) -> None:
@@ -188,12 +300,9 @@ def _check_out(out: Path) -> None:
         raise DatasetError(f"--out {out}: holds {', '.join(foreign[:5])}: name a new directory, or an empty one")
 
 
-_OWN = (".indexing", "index", "quarantine.jsonl")
-
-
-def _claim(task: IndexInPlace, state: Path, files_crc32c: int) -> None:
+def _claim(task: IndexInPlace, state: Path, listing: _Listing, files_crc32c: int) -> None:
     """Keep what an earlier start has found out about the same files, and remove what it has about others."""
-    splits = {split: images.identity() for split, images in task.splits.items()}
+    splits = {split: images.identity() for split, images in listing.splits.items()}
     identity = json.loads(json.dumps({"splits": splits, "files_crc32c": files_crc32c, "decode": task.decode}))
     try:
         if read_json(state / "task.json", _MAX_STATE_BYTES) == identity:
@@ -205,7 +314,7 @@ def _claim(task: IndexInPlace, state: Path, files_crc32c: int) -> None:
     write_atomically(state / "task.json", json.dumps(identity).encode())
 
 
-def _rows(task: IndexInPlace, images: Images, names: dict[str, int]) -> NDArray[np.void]:
+def _rows(task: IndexInPlace, listing: _Listing, images: Images, names: dict[str, int]) -> NDArray[np.void]:
     """Return the rows of the index, in the order of the listing and without sizes in pixels; add files to `names`.
 
     Raises:
@@ -213,17 +322,22 @@ def _rows(task: IndexInPlace, images: Images, names: dict[str, int]) -> NDArray[
     """
     rows = np.zeros(len(images.labels), dtype=INDEX_DTYPE)
     if not len(rows):
-        raise SourceError(f"{task.source}: has no images")
+        raise SourceError(f"{listing.source}: has no images")
     for number in range(len(rows)):
         image = images[number]
+        _refuse_packed(task, [image])
+        name = file_of(image).removeprefix(f"{listing.root}/")
+        rows[number] = image.offset, image.size, names.setdefault(name, len(names)), image.label, 0, 0
+    return rows
+
+
+def _refuse_packed(task: IndexInPlace, images: Sequence[Image]) -> None:
+    for image in images:
         if image.is_packed:
             raise SourceError(
                 f"{image.location}: is packed, and an image must be a range of bytes of a file to be read in place: "
                 f"unpack the file, or convert it with `dali-train data convert {task.name}`"
             )
-        name = file_of(image).removeprefix(f"{task.source}/")
-        rows[number] = image.offset, image.size, names.setdefault(name, len(names)), image.label, 0, 0
-    return rows
 
 
 def file_of(image: Image) -> str:
@@ -231,29 +345,34 @@ def file_of(image: Image) -> str:
     return image.file + image.name if image.file.endswith("/") else image.file
 
 
-def _measure_split(task: IndexInPlace, split: SplitName, state: Path) -> Measured:
-    images = task.splits[split]
+def _measure_split(task: IndexInPlace, split: SplitName, images: Images, state: Path) -> Measured:
     num_images = len(images.labels)
     portions = [range(first, min(first + _PORTION, num_images)) for first in range(0, num_images, _PORTION)]
-
-    def measured(numbers: range) -> Measured:
-        path = state / f"{split}-{numbers.start}.npz"
-        found = Measured.load(path)
-        if found is None:
-            found = measure(images, numbers, decode=task.decode)
-            found.save(path)
-        return found
-
-    rows = np.zeros(num_images, dtype=_MEASURED)
-    bad: dict[int, str] = {}
-    counts: Counter[str] = Counter()
     with Progress(f"indexing {split}", total=num_images, unit="images") as progress:
-        for numbers, each in zip(portions, map_shards(portions, measured, workers=task.workers), strict=True):
-            rows[numbers.start : numbers.stop] = each.rows
-            bad |= {numbers.start + position: reason for position, reason in each.bad.items()}
-            counts += each.counts
+
+        def measured(numbers: range) -> Measured:
+            path = state / f"{split}-{numbers.start}.npz"
+            found = Measured.load(path)
+            if found is None:
+                found = measure(images.read, numbers, decode=task.decode)
+                found.save(path)
             progress.update(len(numbers))
-    return Measured(rows=rows, bad=bad, counts=counts)
+            return found
+
+        return _joined(map_shards(portions, measured, workers=task.workers))
+
+
+def _look_up(images: Images, measured: Mapping[str, tuple[NDArray[np.uint64], Measured]]) -> Measured:
+    """Return what was found when the files were listed."""
+    rows, bad = np.zeros(len(images.labels), dtype=_MEASURED), {}
+    for number in range(len(rows)):
+        image = images[number]
+        offsets, found = measured[image.file]
+        position = int(np.searchsorted(offsets, np.uint64(image.offset)))
+        rows[number] = found.rows[position]
+        if position in found.bad:
+            bad[number] = found.bad[position]
+    return Measured(rows=rows, bad=bad)
 
 
 def _bad_images(images: Images, measured: Measured) -> list[BadImage]:
@@ -263,6 +382,7 @@ def _bad_images(images: Images, measured: Measured) -> list[BadImage]:
 
 def _write(
     task: IndexInPlace,
+    listing: _Listing,
     rows: Mapping[SplitName, NDArray[np.void]],
     measured: Mapping[SplitName, Measured],
     table: NDArray[np.void],
@@ -272,14 +392,14 @@ def _write(
     """Write the index, ``dataset.json`` last: a kill in between leaves no dataset instead of a mixture of two."""
     (task.out / "dataset.json").unlink(missing_ok=True)
     splits: dict[str, SplitManifest] = {}
-    for split, images in task.splits.items():
-        num_images, found = len(images.labels), measured[split]
+    for split, found in measured.items():
         for side in ("height", "width"):
             rows[split][side] = found.rows[side]
+        num_images = len(found.rows)
         order = np.arange(num_images) if task.keep_order else shuffled_layout(num_images, 1, seed=task.seed)[0]
         order = order[~np.isin(order, [*found.bad])]
         if not len(order):
-            raise SourceError(f"{task.source}: the {split} split has no image that can be decoded")
+            raise SourceError(f"{listing.source}: the {split} split has no image that can be decoded")
         splits[split] = SplitManifest(
             num_records=len(order),
             image_bytes=int(rows[split]["size"][order].sum(dtype=np.int64)),
@@ -289,10 +409,10 @@ def _write(
     files_crc32c = write_array(files_path(task.out), table)
     options = {"dataset": task.name, "seed": None if task.keep_order else task.seed, "decode_check": task.decode}
     Manifest(
-        num_classes=len(task.class_names),
-        class_names=tuple(task.class_names),
+        num_classes=len(listing.class_names),
+        class_names=tuple(listing.class_names),
         label_base=0,
         splits=splits,
         conversion={"options": options, "report": dict(report)},
-        in_place=InPlace(source=os.fspath(task.source), num_files=num_files, files_crc32c=files_crc32c),
+        in_place=InPlace(source=listing.source, num_files=num_files, files_crc32c=files_crc32c),
     ).write(task.out)

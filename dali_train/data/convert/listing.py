@@ -40,6 +40,9 @@ from dali_train.files import NO_SPACE
 ListFile = Callable[[Path], Iterable[Image]]
 """Yields the images of one file."""
 
+Within = Callable[[Path, ListFile], Iterable[Image]]
+"""Lists one file while its content is there."""
+
 _SPLIT_WORD = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
@@ -124,6 +127,11 @@ def _list_files(paths: Iterable[Path], list_file: ListFile, progress: Progress) 
     for path in paths:
         yield from list_file(path)
         progress.update(1)
+
+
+def where_it_lies(path: Path, list_file: ListFile) -> Iterable[Image]:
+    """List a file on a disk: the usual `Within`."""
+    return list_file(path)
 
 
 def open_plain(path: Path) -> Archive:

@@ -9,7 +9,7 @@ import io
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -468,8 +468,8 @@ Fetch = Callable[[Path], AbstractContextManager[Path]]
 
 @contextmanager
 def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
-    """Yield a directory that looks like the dataset at `url`: shards have their names and sizes, and their content only
-    while they are fetched. At the end the index written there is uploaded to `url`, dataset.json last.
+    """Yield a directory that looks like the dataset at `url`, see `objects_as_files`. At the end the index written
+    there is uploaded to `url`, dataset.json last.
 
     Raises:
         DatasetError, RunError: also those that are raised within, with the URL in place of the directory.
@@ -477,6 +477,28 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
     if url.startswith("http"):
         raise DatasetError(f"{url}: a server of this kind is only read; index the dataset where it can be written")
     bucket = Bucket(url)
+    sizes = {name: size for split in SPLITS for name, size in bucket.sizes(f"{split}/").items()}
+    if not sizes:
+        raise DatasetError(f"{url} has no objects in train/ or validation/, where a dataset has its shards")
+    with objects_as_files(bucket, sizes) as (directory, fetch):
+        yield directory, fetch
+        upload_index(directory, bucket)
+
+
+def upload_index(directory: Path, bucket: Bucket) -> None:
+    """Upload the index in a directory, dataset.json last."""
+    for path in (*directory.glob("index/*"), *directory.glob("idx_files/*/*"), directory / "dataset.json"):
+        bucket.upload(str(path.relative_to(directory)), path)
+
+
+@contextmanager
+def objects_as_files(bucket: Bucket, sizes: Mapping[str, int]) -> Iterator[tuple[Path, Fetch]]:
+    """Yield a directory with a file for each of these objects, and a function that fetches one: a file has its object's
+    content only while it is fetched.
+
+    Raises:
+        DatasetError, RunError: those that are raised within, with the URL in place of the directory.
+    """
     with TemporaryDirectory(prefix="dali-train-") as temporary:
         directory = Path(temporary)
 
@@ -490,17 +512,12 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
             _stand_in(path, size)
 
         try:
-            sizes = {name: size for split in SPLITS for name, size in bucket.sizes(f"{split}/").items()}
-            if not sizes:
-                raise DatasetError(f"{url} has no objects in train/ or validation/, where a dataset has its shards")
             for name, size in sizes.items():
                 _stand_in(directory / name, size)
             yield directory, fetch
-            for path in (*directory.glob("index/*"), *directory.glob("idx_files/*/*"), directory / "dataset.json"):
-                bucket.upload(str(path.relative_to(directory)), path)
         except (DatasetError, RunError) as error:
             kind = DatasetError if isinstance(error, DatasetError) else RunError
-            raise kind(str(error).replace(temporary, url)) from error
+            raise kind(str(error).replace(temporary, bucket.url)) from error
 
 
 def _stand_in(path: Path, size: int) -> None:
