@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from huggingface_hub import ModelCard
 from PIL import ExifTags, Image, ImageOps
 from safetensors.torch import load_file
 
@@ -25,6 +26,7 @@ from dali_train.commands.doctor import model_and_batch
 from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.status import read_events
 from dali_train.training.model import build_model
 
 from .conftest import REPOSITORY, TINY_CONFIG, photograph
@@ -70,6 +72,16 @@ def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: py
     assert model.pretrained_cfg["mean"] == [0.5, 0.5, 0.5] and model.pretrained_cfg["crop_pct"] == pytest.approx(
         32 / 36
     )
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    events = [event for event in read_events(finished / "metrics.jsonl") if event["event"] == "eval"]
+    best = max(events, key=lambda event: (event["ema_top1"], event["step"]))
+    assert [(result.metric_type, result.metric_value) for result in card.data.eval_results or []] == [
+        ("accuracy", best["top1"]),
+        ("top-5 accuracy", best["top5"]),
+    ]
+    assert card.data.library_name == "timm" and f"{best['step']} steps of " in card.text and "lr 0.01" in card.text
+    record = load_trained(finished, weights="raw").record
+    assert record["digest"] in card.text and record["record"] in card.text
     preprocessing = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
     assert (preprocessing["resize_to"], preprocessing["center_crop"], preprocessing["weights"]) == (36, 32, "raw")
     assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]

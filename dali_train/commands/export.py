@@ -1,22 +1,30 @@
-"""``dali-train export``: write a run's model for other programs, then read it back and compare its logits."""
+"""``dali-train export``: write a run's model for other programs, then read it back and compare its logits.
+
+With --format timm it also writes a model card, so that the directory can be published on the Hugging Face Hub as it is.
+"""
 
 import importlib.util
 import io
 import json
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import timm
 import torch
+from huggingface_hub import EvalResult, ModelCardData
 from safetensors import SafetensorError
 from timm.models import save_for_hf
 
 from dali_train.checkpoint.mirror import local_run
+from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
+from dali_train.commands.plan import changed_settings
 from dali_train.errors import ConfigError, RunError
 from dali_train.files import write_atomically
 from dali_train.runtime.object_store import is_remote
+from dali_train.runtime.status import decisive
+from dali_train.training.model import describe_parameters
 
 TOLERANCE = 1e-4
 """The largest accepted difference of a logit, relative to the largest logit or 1."""
@@ -45,8 +53,11 @@ def export(
     output = output or Path(run) / "export" / format_name
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
+        card = model_card(trained, RunDirectory(run_dir))
     try:
         difference = _write(trained, format_name, output)
+        if format_name == "timm":
+            write_atomically(output / "README.md", card.encode())
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise RunError(
@@ -109,6 +120,71 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
         "weights": trained.weights,
         **trained.record,
     }
+
+
+def model_card(trained: TrainedModel, run: RunDirectory) -> str:
+    """Return a model card in Markdown, with the metadata that the Hugging Face Hub reads."""
+    config, checkpoint, facts = trained.config, trained.checkpoint, run.environment
+    name, dataset = config.run.dir.rstrip("/"), PurePosixPath(config.data.root)
+    rows = {
+        "model": f"`{config.model.name}`, {describe_parameters(trained.model)}",
+        "classes": f"{len(trained.class_names)}",
+        "images": f"{config.data.train_size} pixels to train, {config.data.eval_size} to evaluate",
+        "dataset": f"{dataset.name}: {checkpoint.values['recipe'].get('dataset', 'unknown')}",
+        "length": f"{checkpoint.step} steps of {config.batch.global_batch:,} images",
+        "weights": f"{'moving average, ' if trained.weights == 'ema' else ''}digest {trained.record['digest']}",
+        "record of the steps": trained.record["record"] or "none",
+        "trained with": ", ".join(f"{key} {facts[key]}" for key in ("torch", "timm", "dali", "device") if key in facts),
+    }
+    results = []
+    for event in run.events:
+        if event["event"] == "eval" and event["step"] == checkpoint.step:
+            shown = {"accuracy": decisive(event, "top1"), "top-5 accuracy": decisive(event, "top5")}
+            if trained.weights == "raw":
+                shown = {"accuracy": event["top1"], "top-5 accuracy": event["top5"]}
+            rows |= {metric: f"{value:.2%} of {event['num_images']:,} images" for metric, value in shown.items()}
+            results = [
+                EvalResult("image-classification", dataset.name, dataset.name, metric, value)
+                for metric, value in shown.items()
+            ]
+    data = ModelCardData(
+        model_name=PurePosixPath(name).name,
+        library_name="timm",
+        pipeline_tag="image-classification",
+        tags=["image-classification", "timm", "dali_train"],
+        eval_results=results or None,
+    )
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    recipe = "\n".join(f"- {section}: {values}" for section, values in changed_settings(config).items())
+    return f"""---
+{data.to_yaml()}
+---
+# {PurePosixPath(name).name}
+
+| | |
+|---|---|
+{table}
+
+## Use
+
+```python
+import timm
+
+model = timm.create_model("hf-hub:USER/NAME", pretrained=True).eval()  # or "local-dir:DIRECTORY"
+transform = timm.data.create_transform(**timm.data.resolve_data_config({{}}, model=model))
+# model(transform(image)[None]) are the logits; model.pretrained_cfg["label_names"] are the classes
+```
+
+## Recipe
+
+Settings that differ from the defaults of dali_train:
+
+{recipe}
+
+```
+{" ".join(facts.get("command", ["unknown"]))}
+```
+"""
 
 
 def _export_timm(trained: TrainedModel, output: Path) -> Logits:
