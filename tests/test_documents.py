@@ -145,3 +145,18 @@ def test_examples_follow_their_rules() -> None:
         assert "Last run: " in text and "Maintained by: " in text and list(folder.glob("test_*.py"))
     for path in (REPOSITORY / "dali_train").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) examples\b", path.read_text(), flags=re.MULTILINE), path
+
+
+PAGES = [
+    path.relative_to(REPOSITORY).as_posix()
+    for path in sorted(REPOSITORY.rglob("*.md"))
+    if not any(part.startswith(".") for part in path.relative_to(REPOSITORY).parts)
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_belongs_to_a_table(page: str) -> None:
+    """A row after a paragraph is shown as text with bars."""
+    lines = ["", *(REPOSITORY / page).read_text().splitlines(), ""]
+    starts = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+    assert [lines[i] for i in starts if not re.fullmatch(r"\|[-:| ]+\|", lines[i + 1])] == []
