@@ -144,7 +144,7 @@ def test_status_tells_what_the_trainer_ended_with(
         printed = run_command(*words, status=status)
         assert re.search(f"run: {expected}", printed), printed
 
-    status(1, "not started, newest checkpoint None")
+    status(1, "not started, no checkpoint")
     train("run", *LONG, "--run.max_seconds", "0.001", status=75)
     status(75, r"stopped \(run.max_seconds is over\), step 1 of \d+, newest checkpoint 1, last trained by pid \d+ on ")
     train("run", *LONG, "--run.max_steps", "2", "--run.max_seconds", "0.001")  # a stop at the last step is the end

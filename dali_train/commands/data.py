@@ -20,7 +20,7 @@ from dali_train.commands.boundary import run_command
 from dali_train.data.convert.datasets import DATASETS, load_sources
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
-from dali_train.text import printable, shortened
+from dali_train.text import plural, printable, shortened
 
 if TYPE_CHECKING:
     from dali_train.data.convert.datasets import InPlace
@@ -424,7 +424,8 @@ def _index_directory(options: argparse.Namespace, dataset: Path, out: Path, fetc
         manifest = replace(manifest, class_names=tuple(names))
         manifest.write(out)
     for name, split in manifest.splits.items():
-        print(f"{name}: {split.num_records:,} images in {len(split.shards)} shards, {manifest.num_classes} classes")
+        images, shards = plural(split.num_records, "image"), plural(len(split.shards), "shard")
+        print(f"{name}: {images} in {shards}, {plural(manifest.num_classes, 'class')}")
     unused = unused_classes(out)
     if unused:
         labels = ", ".join(str(number + manifest.label_base) for number in unused[:10]) + (

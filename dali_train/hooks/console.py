@@ -217,9 +217,11 @@ class Console(Hook):
     def _show_plan(self, record: RunPlan) -> None:
         config, batch = record.config, record.config.batch
         layout = Layout.from_config(record.launch, record.config.parallel)
-        ranks = f"{plural(layout.data_size, 'rank')} ({record.launch.launcher})"
+        ranks = plural(layout.data_size, "rank")
         if layout.splits_model:
-            ranks = f"{layout.data_size} data-parallel of {layout.describe()} ({record.launch.launcher})"
+            ranks = f"{layout.data_size} data-parallel of {layout.describe()}"
+        if record.launch.launcher != "none":
+            ranks += f" ({record.launch.launcher})"
         accumulated = f"{batch.describe_accumulation(layout.data_size)} accumulated"
         idle = layout.describe_idle(batch.num_micro_batches)
         lines = {

@@ -240,7 +240,7 @@ def describe(run_directory: Path) -> str:
     if status is None:
         holder = find_holder(run_directory)
         state = f"starting ({holder.describe()})" if holder is not None else "not started"
-        return f"{run_directory}: {state}, newest checkpoint {newest}"
+        return f"{run_directory}: {state}, {_newest(newest)}"
     state = status.state + (f" ({status.reason})" if status.reason else "")
     best = (
         f", best top-1{' of the EMA' if status.ema else ''} {status.best_top1:.2%}"
@@ -252,7 +252,7 @@ def describe(run_directory: Path) -> str:
     with suppress(OSError):  # then without it
         if (found := goodput(read_events(run_directory / METRICS))) is not None:
             holder_text += f", goodput {found.describe()}"
-    return f"{run_directory}: {state}, step {progress}{best}, newest checkpoint {newest}{holder_text}"
+    return f"{run_directory}: {state}, step {progress}{best}, {_newest(newest)}{holder_text}"
 
 
 def describe_all(run_directories: Sequence[Path]) -> tuple[list[str], int]:
@@ -271,12 +271,22 @@ def describe_all(run_directories: Sequence[Path]) -> tuple[list[str], int]:
         holder = find_holder(directory) if status is None else None
         if status is None:
             note = holder.describe() if holder is not None else ""
-            cells = ["not started" if holder is None else "starting", "", "", f"{newest}", note]
+            cells = ["not started" if holder is None else "starting", "", "", _newest(newest, ""), note]
         else:
             best = "-" if status.best_top1 is None else f"{status.best_top1:.2%}{' (EMA)' if status.ema else ''}"
-            cells = [status.state, _progress(status, newest), best, f"{newest}", status.reason or status.lock_holder]
+            cells = [
+                status.state,
+                _progress(status, newest),
+                best,
+                _newest(newest, ""),
+                status.reason or status.lock_holder,
+            ]
         rows.append([str(directory), *cells])
     return aligned(rows), 1 if 1 in statuses else max(statuses)
+
+
+def _newest(step: int | None, words: str = "newest checkpoint ") -> str:
+    return "no checkpoint" if step is None else f"{words}{step}"
 
 
 def _progress(status: RunStatus, newest: int | None) -> str:

@@ -113,7 +113,7 @@ def test_unused_class_numbers_are_mentioned(tmp_path: Path, capsys: pytest.Captu
     write_shard(tmp_path / "train" / "a", [(small_photograph(seed), label) for seed, label in enumerate((1, 2, 5))])
     assert data("index", tmp_path) == 0
     printed = capsys.readouterr().out
-    assert "train: 3 images in 1 shards, 5 classes" in printed
+    assert "train: 3 images in 1 shard, 5 classes" in printed
     assert "note: no record has the label 3, 4: 2 of 5 classes are unused" in printed
     assert data("index", tmp_path, "--label-base", 0) == 0
     assert "note: no record has the label 0, 3, 4: 3 of 6 classes are unused" in capsys.readouterr().out
