@@ -9,6 +9,7 @@ seconds to import, so commands that need it are imported where they run, to keep
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ def _with_config(commands: Commands, name: str, summary: str, run: Run) -> argpa
         f"`dali-train {name} --config FILE --help` lists them all.",
     )
     _add_launch_options(command)
-    command.set_defaults(run=run, help=command.print_help)
+    command.set_defaults(run=run, parser=command)
     config = command.add_argument(
         "--config",
         metavar="FILE",
@@ -158,12 +159,14 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
         SystemExit: --help, with status 0.
     """
     if options.config is None and {"-h", "--help"} & set(overrides):
-        options.help()
+        options.parser.print_help()
         raise SystemExit(0)
+    own_options = re.findall(r"--([\w-]+)", options.parser.format_usage())
     try:
         if options.config is None:
+            read_overrides(overrides, own_options)  # --confg, if that is why
             raise ConfigError("--config FILE is missing; `dali-train recipes` lists those that ship")
-        return config_with(options.config, overrides, f"dali-train {options.command}")
+        return config_with(options.config, overrides, f"dali-train {options.command}", own_options)
     except ConfigError as error:
         error.reported_elsewhere = not is_first_on_host(_launch_options(options).local_rank)
         raise
@@ -462,9 +465,7 @@ def _add_diff(commands: Commands) -> None:
 def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     if len(options.run_dir) != 2:
-        raise ConfigError(
-            f"{' '.join(map(str, options.run_dir))}: diff compares two runs, but {len(options.run_dir)} are given"
-        )
+        raise ConfigError(f"{' '.join(map(str, options.run_dir))}: diff compares two runs, not {len(options.run_dir)}")
     from dali_train.commands.diff import diff
 
     return FINISHED if diff(*options.run_dir, steps=options.steps) else 1

@@ -401,7 +401,11 @@ def unknown_setting(name: str, known: Iterable[str], *, prefix: str = "") -> str
     parts = {each.rpartition(".")[2] for each in known}
     close = get_close_matches(last, parts, n=2, cutoff=0.75)  # in another section only if it is much alike
     right = right or [each for each in known if each.rpartition(".")[2] in close]
-    remedy = f"use {' or '.join(prefix + each for each in right)}" if right else "README and --help list the settings"
+    remedy = (
+        f"use {' or '.join(prefix + each for each in right)}"
+        if right
+        else "`dali-train train --config FILE --help` lists the settings"
+    )
     return f"{prefix}{name} is not a setting: {remedy}"
 
 

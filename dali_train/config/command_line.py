@@ -24,8 +24,11 @@ from dali_train.config.config import KWARGS, SETTINGS, Config, load_config, reci
 from dali_train.errors import ConfigError
 
 
-def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
+def config_with(path: Path | str, overrides: list[str], command: str, options: Sequence[str] = ()) -> Config:
     """Return the config of a file, changed by the options ``--section.field value`` of a `command`.
+
+    Args:
+        options: the command's other options without --, for the remedy of one that is mistyped.
 
     Raises:
         ConfigError: there is no such file or setting, or a value is not valid.
@@ -37,11 +40,14 @@ def config_with(path: Path | str, overrides: list[str], command: str) -> Config:
         only = [word.removeprefix("--") for word in rest]
         print(settings_help(config, f"{command} --config {path}", only), end="")
         raise SystemExit(0)
-    return config.replace(read_overrides(overrides))
+    return config.replace(read_overrides(overrides, options))
 
 
-def read_overrides(words: list[str]) -> dict[str, Any]:
+def read_overrides(words: list[str], options: Sequence[str] = ()) -> dict[str, Any]:
     """Return values by full name; a later one replaces an earlier one.
+
+    Args:
+        options: as in `config_with`.
 
     Raises:
         ConfigError: an unknown setting, a setting without a value, or a value without a setting.
@@ -51,7 +57,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     for word in words:
         if word.startswith("--"):
             written, equals, value = word.removeprefix("--").partition("=")
-            current = values[_name(written)] = [value] if equals else []
+            current = values[_name(written, options)] = [value] if equals else []
         elif current is not None:
             current.append(word)
         else:
@@ -61,13 +67,13 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     return {name: _value(name, words) for name, words in values.items()}
 
 
-def _name(written: str) -> str:
+def _name(written: str, options: Sequence[str]) -> str:
     name = written.replace("-", "_")
     for prefix in KWARGS:
         if name.startswith(prefix) and name != prefix:
             return prefix + written[len(prefix) :]  # kept as typed
     if name not in SETTINGS:
-        raise ConfigError(unknown_setting(written, SETTINGS, prefix="--"))
+        raise ConfigError(unknown_setting(written, [*SETTINGS, *options], prefix="--"))
     return name
 
 
@@ -139,7 +145,8 @@ def settings_help(config: Config, command: str, only: Sequence[str] = ()) -> str
     """
     for name in only:
         if not any(f"{known}.".startswith(f"{name}.") for known in SETTINGS):
-            raise ConfigError(unknown_setting(name, SETTINGS))
+            sections = {known.partition(".")[0]: None for known in SETTINGS}
+            raise ConfigError(unknown_setting(name, [*SETTINGS, *sections]))
     columns = min(_WIDEST, shutil.get_terminal_size().columns)
     bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() and "NO_COLOR" not in os.environ else ("", "")
     lines = [
