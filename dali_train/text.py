@@ -82,7 +82,7 @@ def span(least: int, most: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return the two largest units: ``85 ms``, ``2.22 s``, ``3 min 5 s``, ``78 h 35 min``."""
+    """Return the two largest units: ``85 ms``, ``2.22 s``, ``3 min 5 s``, ``78 h 35 min``, ``1,646 h``."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"
     if seconds < 0.9995:  # three digits of more would be 1e+03
@@ -93,4 +93,6 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     hours, rest = divmod(round(seconds / 60), 60)
+    if hours >= 1000:
+        return f"{round(seconds / 3600):,} h"
     return f"{hours} h {rest} min" if rest else f"{hours} h"

@@ -59,7 +59,7 @@ def test_plan_shows_what_is_in_no_config(tiny_config: Path, capsys: pytest.Captu
     assert "optimizer      sgd: lr 0.1, momentum 0.9," in printed and "nesterov true" in printed
     assert "peak 0.0125: optimizer.lr 0.1 is for a global batch of 256, scale_lr linear" in printed
     assert re.search(r"time +at least \d+.* per epoch, .* in all, on .* in fp32", printed)
-    assert re.search(r"products +this machine's CPU takes fp32 [\d.]+ ms, bf16 [\d.]+ ms, fp16 [\d.]+ ms", printed)
+    assert re.search(r"products +this machine's CPU takes fp32 [\d.]+ m?s, bf16 [\d.]+ m?s, fp16 [\d.]+ m?s", printed)
     assert "weights        runs/tomorrow/model.safetensors does not exist yet" in printed
     assert main(["plan", "--config", str(tiny_config), "--data.train_size", "64"]) == 2
     assert "set data.train_size 32, or build the model for 64 pixels with --model.kwargs.img_size 64" in (

@@ -352,6 +352,7 @@ def test_many_points_and_runs_of_one_name(tmp_path: Path) -> None:
         (185, "3 min 5 s"),
         (7199.9, "2 h"),
         (282_888, "78 h 35 min"),
+        (5_926_320, "1,646 h"),
     ],
 )
 def test_durations(seconds: float, text: str) -> None:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dali_train.config import Config, OptimizerConfig
+from dali_train.text import duration
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import KEPT_RESULTS, build_model
 from dali_train.training.optim import make_optimizer
@@ -194,7 +195,7 @@ class Product:
         return self.seconds["fp32"] / self.seconds[dtype]
 
     def describe(self) -> str:
-        times = ", ".join(f"{dtype} {1e3 * seconds:.3g} ms" for dtype, seconds in self.seconds.items())
+        times = ", ".join(f"{dtype} {duration(seconds)}" for dtype, seconds in self.seconds.items())
         words = f"this machine's CPU takes {times} for the model's largest product"
         if self.speedup(self.fastest) < FASTER:
             return words
