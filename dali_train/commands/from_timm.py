@@ -171,7 +171,7 @@ class Translation:
         self._rate()
         self._run()
         for name, reason in _REASONS.items():
-            if self.arguments[name] not in (DEFAULTS[name], "rrc" if name == "train_crop_mode" else DEFAULTS[name]):
+            if self.arguments[name] not in (DEFAULTS[name], "rrc"):  # the crop mode that is meant without one
                 self.lose(name, reason)
 
     def _images(self) -> None:
@@ -256,6 +256,8 @@ class Translation:
         task, teacher = self.task_loss_weight, self.distill_loss_weight
         teacher = (1.0 if task is None else 1.0 - task) if teacher is None else teacher
         task = 1.0 if task is None else task
+        if task + teacher <= 0:
+            raise ConfigError(f"{self.written('task_loss_weight')} leaves no loss: use weights over 0")
         self.put("loss.distillation_weight", teacher / (task + teacher), "distill_loss_weight", "task_loss_weight")
         if not math.isclose(task + teacher, 1):
             self.lose("distill_loss_weight", f"both losses' weights sum to 1 here, there to {task + teacher:g}")
@@ -280,7 +282,9 @@ class Translation:
         name, ahead = self.opt.lower().removeprefix("fused"), self.opt.lower().startswith("lookahead_")
         name = name.removeprefix("lookahead_")
         if name not in list_optimizers():
-            raise ConfigError(f"--opt {self.opt}: timm has no such optimizer; timm.optim.list_optimizers() lists them")
+            raise ConfigError(
+                f"--opt {printable(self.opt)}: timm has no such optimizer; timm.optim.list_optimizers() lists them"
+            )
         self.put("optimizer.name", name, "opt")
         self._peak(name)
         if ahead and self.model_ema:
@@ -325,6 +329,8 @@ class Translation:
         if self.lr:
             self.put("optimizer.lr", self.lr, "lr")
             return
+        if self.lr_base_size < 1:
+            raise ConfigError(f"{self.written('lr_base_size')}: use a batch of 1 or more")
         root = any(part in optimizer for part in ("ada", "lamb"))
         scale = self.lr_base_scale or ("sqrt" if root else "linear")
         ratio = 256 / self.lr_base_size

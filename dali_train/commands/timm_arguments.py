@@ -16,6 +16,7 @@ from timm.utils import ParseKwargs
 
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
+from dali_train.text import printable
 
 FLAGS = """
 dataset_download dataset_trust_remote_code pretrained no_resume_opt channels_last grad_checkpointing fast_norm amp
@@ -115,11 +116,11 @@ def read_arguments(source: str) -> tuple[dict[str, Any], int | None, dict[str, s
     if file:
         given = _read_yaml(Path(file))
         unknown = {f"{name} {given.pop(name)}": _NOT_TIMMS for name in given.keys() - DEFAULTS.keys()}
-        parser.set_defaults(**{name: value for name, value in given.items() if value is None})
+        parser.set_defaults(**{name: _null(name) for name, value in given.items() if value is None})
         words = [*(word for name, value in given.items() for word in _as_words(name, value)), *words]
     arguments, more = parser.parse_known_args(words)
     if more:
-        raise ConfigError(f"--from-timm: {shlex.join(more)}: {_NOT_TIMMS}, leave it out")
+        raise ConfigError(f"--from-timm: {printable(shlex.join(more))}: {_NOT_TIMMS}, leave it out")
     return vars(arguments), num_ranks, unknown
 
 
@@ -153,7 +154,7 @@ def _parser() -> _Parser:
     parser = _Parser(prog="train.py", add_help=False)
     parser.add_argument("data", nargs="?")
     for name, (kind, default) in _TYPES.items():
-        options: dict[str, Any] = {"type": kind}
+        options: dict[str, Any] = {"type": _number if kind is float else kind}
         if kind is bool:
             options = {"action": "store_true"}
         elif kind is dict:
@@ -179,6 +180,23 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"--from-timm {path}: not arguments by name, as timm's train.py writes them")
     return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def _null(name: str) -> Any:
+    """Return what null in a file means. Raises ConfigError: timm's train.py needs a value there."""
+    kind, default = _TYPES[name]
+    if name in ("color_jitter", "train_interpolation"):  # no jitter, the model's own filter
+        return None
+    if default is None or kind in (bool, dict) or default == "" or name in _LIST_ROWS:
+        return default
+    raise ConfigError(f"--from-timm: {name} is null: use a value, or leave it out")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
 
 
 def _as_words(name: str, value: Any) -> list[str]:
