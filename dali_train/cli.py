@@ -478,13 +478,25 @@ def _add_prove(commands: Commands) -> None:
         "--dataset", metavar="DIR", help="the dataset, of which only dataset.json and the index are read"
     )
     prove.add_argument("--all-draws", action="store_true", help="check the draws of all steps, not of a part of them")
+    prove.add_argument(
+        "--replay",
+        type=int,
+        metavar="STEP",
+        help="instead, train this step again (counted from 1) from the checkpoint before it and compare; to get the "
+        "same bits, start as many processes as the run had",
+    )
+    _add_launch_options(prove)
 
 
 def _prove(options: argparse.Namespace, overrides: list[str]) -> int:
     _refuse_settings(options, overrides)
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.prove import prove
+        from dali_train.commands.replay import replay
 
+    if options.replay is not None:
+        (run,), launch = options.run_dir, _launch_options(options)
+        return FINISHED if replay(run, options.replay, dataset=options.dataset, options=launch) else 1
     return FINISHED if prove(*options.run_dir, dataset=options.dataset, all_draws=options.all_draws) else 1
 
 

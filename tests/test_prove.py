@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from dali_train.checkpoint.record import draws_digest, order_digest, parsed, weights_digest, written
 from dali_train.checkpoint.run_directory import MANIFEST, MANIFEST_DIGEST, RunDirectory, checkpoint_paths
-from dali_train.commands.diff import samples_of
+from dali_train.commands.diff import compare_records, samples_of
 from dali_train.commands.prove import prove
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
 
-from .conftest import StartTraining, Train, finished_run
+from .conftest import StartTraining, Train, finished_run, run_in_pool
 from .helpers import events, kill_after_step_4
 
 CHECKPOINTS = ("--run.checkpoint_every_steps", "2", "--run.eval_every_epochs", "None")
@@ -258,12 +259,45 @@ def test_an_honest_run_agrees_however_it_was_interrupted(
     assert verdict(tmp_path / "killed", capsys) == {}
     train("killed", *options, "--run.max_steps", "6", ranks=3)
     train("killed", *options, "--hooks.log_every_steps", "5")
+    # On as many ranks the same bits, on another number the same but for rounding.
+    assert replayed(tmp_path / "killed", 6, ranks=3) == {"loss", "gradient", "weights", "tensors"}
+    assert replayed(tmp_path / "killed", 6) == {"there", "here", "loss", "gradient", "tensors"}
     for checkpoint in checkpoint_paths(tmp_path / "killed" / "checkpoints"):
         shutil.rmtree(checkpoint)
     assert verdict(tmp_path / "killed", capsys) == {}  # from the small files and the final model alone
     statuses = [read_status(run) for run in (proven_run, tmp_path / "killed")]
     assert statuses[0] and statuses[1] and statuses[0].record == statuses[1].record != ""
     assert verdict(proven_run, capsys) == {}
+
+
+def replayed(run: Path, step: int, *, ranks: int = 1, status: int = 0) -> set[str]:
+    """What ``prove --replay`` compares, or with status 1, what of it differs."""
+    log = run.with_name("replay.log")
+    log.unlink(missing_ok=True)
+    printed = run_in_pool(["prove", str(run), "--replay", str(step)], log, ranks=ranks, status=status)
+    lines = printed.partition("replayed ")[2].splitlines()[1:]
+    print(printed)
+    return {line.split()[0] for line in lines if status == 0 or "DIFFERS" in line}
+
+
+def on_another_processor(run: Path) -> None:
+    """Make the run's machine another one, in name."""
+    content = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(content.replace(", CPU, ", ", CPU, another "))
+
+
+def test_a_step_is_trained_again(proven_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(proven_run, run, symlinks=True)
+    assert replayed(run, 2) == {"loss", "gradient", "weights", "tensors"}  # from the initial weights
+    assert replayed(run, 5) == {"loss", "gradient"}
+    # Whoever changes the newest checkpoint and its digests is not found by the digests.
+    edit_weights(run / "checkpoints" / "step-00000007", hides="checksum digest")
+    assert verdict(run, capsys) == {}
+    assert replayed(run, 7, status=1) == {"weights", "tensors"}
+    on_another_processor(run)
+    assert replayed(run, 7, status=1) == {"tensors"}
+    assert replayed(run, 6) == {"there", "here", "loss", "gradient", "tensors"}
 
 
 GOLDEN = "cc3b9963f96d8abbcc593c1abc663bf93f02ae760443b4732d3f3b22552eab0f"
@@ -274,3 +308,12 @@ def test_what_is_recorded_never_changes(proven_run: Path) -> None:
     which depend on the JPEG library."""
     sums = [parsed(event["record"]) for event in events(proven_run, "start") + events(proven_run, "train")]
     assert written(sums[7][0] - sums[0][0], sums[7][1]) == GOLDEN
+
+
+def test_diff_compares_records(proven_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(proven_run, run, symlinks=True)
+    one, other = ReportedRun(proven_run), ReportedRun(run)
+    assert compare_records(one, other) == ""
+    exchange_a_sample(run)
+    assert "order of steps 4 to 4" in compare_records(one, ReportedRun(run))

@@ -5,11 +5,13 @@ for both runs, and compared in training order.
 """
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dali_train.checkpoint.record import parsed
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
@@ -40,9 +42,11 @@ def diff(first: Path, second: Path, *, steps: int) -> bool:
         print(f"  {printable(finding)}")
     samples = compare_samples(*(run.config for run in runs), steps=steps)
     print(f"samples\n  {printable(samples) or 'the same'}")
+    records = compare_records(*runs)
+    print(f"records\n  {records or 'the same samples between all lines that both logged'}")
     losses = compare_losses(*runs)
     print(f"losses\n  {losses or 'the same in every line that both logged'}")
-    return not (findings or samples or losses)
+    return not (findings or samples or records or losses)
 
 
 def compare_samples(first: Config, second: Config, *, steps: int) -> str:
@@ -79,6 +83,19 @@ def samples_of(config: Config) -> tuple[Split, MicroBatches]:
         )
     split = Split(config.data.root, "train", local=False)
     return split, MicroBatches(split.rows, config)
+
+
+def compare_records(first: ReportedRun, second: ReportedRun) -> str:
+    """Return the first steps in which the runs had other samples or draws, by their own records; empty if there are
+    none. Unlike `compare_samples` this needs no dataset, and says what they had, not what they should have had."""
+    one, other = (
+        {event["step"]: parsed(event["record"]) for event in run.events if "record" in event} for run in (first, second)
+    )
+    for before, step in pairwise(sorted(one.keys() & other.keys())):
+        for part, name in enumerate(("order", "draws")):  # the recipe's digest is in all, so not in the differences
+            if (one[step][part] - one[before][part] - other[step][part] + other[before][part]) % (1 << 128):
+                return f"first difference: {name} of steps {before + 1} to {step}"
+    return ""
 
 
 def compare_losses(first: ReportedRun, second: ReportedRun) -> str:

@@ -28,6 +28,7 @@ from dali_train.checkpoint.record import (
 from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.commands.diff import samples_of
+from dali_train.config import Config
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
@@ -98,9 +99,8 @@ def prove(run_dir: Path, *, dataset: str | None, all_draws: bool) -> bool:
         ConfigError, DatasetError: there is no such run, it has no record, or its dataset is not here.
     """
     run = RunDirectory(run_dir)
-    config = run.config.replace({"data.root": dataset} if dataset is not None else {})
-    split, micro_batches = samples_of(config)
-    evidence, current = Evidence.of(run), recipe(config, split.manifest)
+    split, micro_batches = samples_of(with_dataset(run.config, dataset))
+    evidence, current = Evidence.of(run), recipe(run.config, split.manifest)
     keep_digests_of_lost_files(evidence.recipe, current)
     points, last = evidence.points, evidence.points[-1].step
     sums = order_sums(micro_batches, {point.step for point in points})
@@ -124,6 +124,16 @@ def prove(run_dir: Path, *, dataset: str | None, all_draws: bool) -> bool:
         for line in [f"DIFFERS: {fault}" for fault in faults] or [agreement]:
             print(f"{subject:8} {printable(line)}")
     return not any(faults for faults, _ in subjects.values())
+
+
+def with_dataset(config: Config, dataset: str | None) -> Config:
+    """Return the settings of a run with the `dataset` on this machine, of which no copies are made."""
+    return config.replace(
+        {
+            "data.root": dataset or config.data.root,
+            **dict.fromkeys(("data.local_copy", "data.cache", "data.cache_gb")),
+        }
+    )
 
 
 def order_sums(micro_batches: MicroBatches, steps: set[int]) -> dict[int, int]:
