@@ -92,6 +92,12 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert names(tmp_path) == ["best", "newest", "step-00000002", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").resolve().name == "step-00000002"
     assert CheckpointWriter(tmp_path, None, keep=2).prepare(6) == 0.7
+    scored = make_writer(tmp_path / "scored", keep=1)  # by the negative loss, which is higher for a worse accuracy
+    for step, top1, score in ((1, 0.2, -1.5), (2, 0.7, -2.5), (3, 0.1, -9.0)):
+        save(scored, step)
+        scored.record_top1(step, top1, score)
+    assert names(tmp_path / "scored") == ["best", "newest", "step-00000001", "step-00000003"]
+    assert (tmp_path / "scored" / "best").resolve().name == "step-00000001" and scored.prepare(3) == 0.2
     writer.held.add("step-00000005")  # a mirror reads it
     save(writer, 7)
     assert (tmp_path / "step-00000005").exists()

@@ -18,7 +18,7 @@ from dali_train.training.metrics import Evaluator
 from dali_train.training.precision import Precision
 
 from .conftest import Train, run_in_pool
-from .helpers import events
+from .helpers import events, words
 
 CPU = torch.device("cpu")
 
@@ -97,3 +97,13 @@ def test_every_number_of_ranks_counts_the_same(train: Train, tmp_path: Path) -> 
 def test_a_mistake_is_printed_by_one_of_two_ranks(tiny_config: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     output = run_in_pool(["eval", "--config", str(tiny_config), *words], tmp_path / "log", ranks=2, status=2)
     assert output.count("dali-train eval: ") == 1 and words[-1] in output
+
+
+def test_the_best_checkpoint_is_chosen_as_asked(train: Train, tmp_path: Path) -> None:
+    options = "--run.best_by loss --run.keep_checkpoints 9 --run.epochs 4 --schedule.warmup_epochs 0 --optimizer.lr 0.3"
+    output = train("run", *words(options))
+    evaluations = events(tmp_path / "run", "eval")
+    best = min(evaluations, key=lambda event: (event["loss"], -event["step"]))
+    assert len(evaluations) == 4
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
+    assert f"best by loss, top-1 {best['top1']:.2%} at step {best['step']}: " in output

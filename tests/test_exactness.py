@@ -143,7 +143,7 @@ REPEATED = words(
     "--data.repeats 2 --data.crop_side 30 --data.crop_padding 4 --data.crop_padding_mode reflect "
     "--data.interpolation bicubic --mixup.alpha 0 "
     "--mixup.cutmix_alpha 1 --loss.name binary-cross-entropy --loss.target_threshold 0.2 "
-    "--loss.sum_classes true --loss.positive_weight 2 --model.head_bias -1 "
+    "--loss.sum_classes true --loss.positive_weight 2 --model.head_bias -1 --run.best_by loss "
     "--optimizer.clip_mode agc --optimizer.clip_grad_norm 0.05 "
     "--optimizer.layer_decay 0.7 --schedule.name polynomial --schedule.power 2 "
     "--ema.decay 0.9 --ema.power 1 --ema.every_steps 2 --ema.lookahead true"

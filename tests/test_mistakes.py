@@ -77,6 +77,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"optimizer.clip_mode": "agc", "optimizer.clip_grad_norm": None}, "optimizer.clip_mode is ... such as 0.01"),
     ({"optimizer.clip_mode": "agc", "parallel.shard": "full"}, "optimizer.clip_mode is agc ... the norms of whole"),
     ({"optimizer.clip_mode": "agc", "parallel.tensor.size": 2}, "optimizer.clip_mode is agc ... the norms of whole"),
+    ({"run.best_by": "loss", "run.mirror": "s3://bucket/run"}, "run.best_by is loss ... leave one of them out"),
     ({"loss.sum_classes": True}, "loss.sum_classes is true ... or use binary-cross-entropy"),
     ({"loss.positive_weight": 2}, "loss.positive_weight is 2 ... or use binary-cross-entropy"),
     ({"data.color_jitter_probability": 0.5}, "data.color_jitter_probability is ... set data.color_jitter, such as 0.4"),

@@ -152,8 +152,22 @@ def saved_top1(path: Path) -> float | None:
     Raises:
         OSError: the file cannot be read, so the accuracy is unknown.
     """
+    return _saved(path, "top1")
+
+
+def saved_score(path: Path) -> float | None:
+    """Return the number by which checkpoints are ranked, the best one's is the largest: by default the accuracy.
+
+    Raises:
+        OSError: see `saved_top1`.
+    """
+    score = _saved(path, "score")
+    return saved_top1(path) if score is None else score
+
+
+def _saved(path: Path, name: str) -> float | None:
     try:
-        return json_field(read_json(path / SCORE, 1000), "top1", float)
+        return json_field(read_json(path / SCORE, 1000), name, float)
     except FileNotFoundError:
         return None
     except ForeignFileError as error:
@@ -162,9 +176,10 @@ def saved_top1(path: Path) -> float | None:
         return None
 
 
-def record_top1(path: Path, top1: float) -> None:
-    """Write the accuracy of a checkpoint, a fraction, beside it."""
-    write_atomically(path / SCORE, (json.dumps({"top1": top1}) + "\n").encode())
+def record_top1(path: Path, top1: float, score: float | None = None) -> None:
+    """Write the accuracy of a checkpoint, a fraction, beside it, and its `score`, if that is another number."""
+    values = {"top1": top1} if score in (None, top1) else {"top1": top1, "score": score}
+    write_atomically(path / SCORE, (json.dumps(values) + "\n").encode())
 
 
 def wrong_path(path: Path) -> str:

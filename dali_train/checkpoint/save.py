@@ -36,6 +36,7 @@ from dali_train.checkpoint.run_directory import (
     is_unfinished,
     point_link,
     record_top1,
+    saved_score,
     saved_top1,
     set_aside,
     step_of,
@@ -56,7 +57,7 @@ class CheckpointWriter:
 
     Args:
         group: all ranks, for host memory, not used for anything else; None for a single process.
-        keep: how many of the newest checkpoints to keep, besides the one with the best top-1.
+        keep: how many of the newest checkpoints to keep, besides the best one.
         num_stages: stages of the pipeline, with equally many adjacent ranks; the ranks of a stage have tensors of the
             same names.
         weights: the digests of the weights in earlier checkpoints of the run, also of those that are gone. Every
@@ -128,8 +129,11 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._write, args=(step, values), name="checkpoint")
         self._thread.start()
 
-    def record_top1(self, step: int, top1: float) -> None:
+    def record_top1(self, step: int, top1: float, score: float | None = None) -> None:
         """Record the accuracy of a checkpoint that was saved before it was evaluated. Waits for that save.
+
+        Args:
+            score: the number that ranks it, if that is not the accuracy; the best one's is the largest.
 
         Raises:
             CheckpointError: the save failed.
@@ -137,7 +141,7 @@ class CheckpointWriter:
         self.wait()
         path = self._directory / f"step-{step:08d}"
         if self._rank == 0 and path.is_dir():
-            record_top1(path, top1)
+            record_top1(path, top1, score)
             self._retire()
 
     def wait(self) -> None:
@@ -219,7 +223,7 @@ class CheckpointWriter:
         paths = checkpoint_paths(self._directory)
         point_link(self._directory / "newest", paths[-1])
         try:
-            scores = {path: top1 for path in paths if (top1 := saved_top1(path)) is not None}
+            scores = {path: score for path in paths if (score := saved_score(path)) is not None}
         except OSError as error:
             logger.warning("no checkpoint is removed, since the best one is not known: %s", error)
             return

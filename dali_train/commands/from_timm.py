@@ -90,7 +90,6 @@ WITHOUT = {
     "bn_tf": "set model.kwargs.bn_momentum 0.01 and model.kwargs.bn_eps 0.001",
     "drop_connect": "timm ignores it: --drop-path",
     "save_images": "dali-train data show draws the images of any step",
-    "eval_metric": "top-1 chooses the best checkpoint, of the moving average of the weights if there is one",
     "tta": "data.eval_views averages views",
     "wandb_project wandb_tags wandb_resume_id": "WANDB_PROJECT, WANDB_TAGS, WANDB_RUN_ID in the environment",
     "train_img_sizes train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread "
@@ -377,6 +376,10 @@ class Translation:
         batch = self.batch_size * self.num_ranks * steps
         note = f"{plural(self.num_ranks, 'GPU')}, which no argument says: --ranks"
         self.put("batch.global_batch", batch, "batch_size", "grad_accum_steps", note=note)
+        if self.eval_metric in ("top1", "loss"):
+            self.put("run.best_by", self.eval_metric, "eval_metric")
+        else:
+            self.lose("eval_metric", "the best checkpoint is chosen by top1, balanced-top1 or loss")
         if self.model_ema:
             self.put("ema.decay", self.model_ema_decay, "model_ema", "model_ema_decay")
             self.put("ema.warmup", self.model_ema_warmup, "model_ema_warmup")

@@ -40,7 +40,7 @@ from dali_train.report import write_report
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process import device_name, processor_name
 from dali_train.runtime.process_group import host_group, joined, locked
-from dali_train.runtime.status import RunStatus, newest_step
+from dali_train.runtime.status import RunStatus, newest_step, score
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
 from dali_train.runtime.torchrun import count_processes, launch_locally
 from dali_train.runtime.watchdog import Watchdog
@@ -479,11 +479,12 @@ def evaluate(run: Run) -> None:
         with trainer.ema.weights_in(trainer.model):
             average = run.evaluator.run(model, trainer.precision.autocast())
     run.hooks.evaluation(EvaluationRecord(step=run.step, epoch=run.epoch, result=result, details=details, ema=average))
-    top1 = (average or result).top1
+    decisive = average or result
+    top1 = decisive.top1
     run.accuracies.append(top1)
     run.best_top1 = max(top1, run.best_top1 or 0.0)
     trainer.clock.enter("checkpoint")
-    run.saver.record_top1(run.step, top1)
+    run.saver.record_top1(run.step, top1, score(vars(decisive), run.plan.config.run.best_by))
     run.write_status("running")
     run.write_accuracies()
 

@@ -340,6 +340,7 @@ _ELSEWHERE = {
     "run.dir": "output output_dir out save_dir log_dir",
     "run.epochs": "max_epochs num_epochs num_train_epochs",
     "run.max_steps": "steps",
+    "run.best_by": "eval_metric metric_for_best_model monitor",
     "run.keep_checkpoints": "checkpoint_hist save_total_limit",
     "run.checkpoint_every_steps": "recovery_interval save_steps save_freq",
     "run.device": "accelerator",

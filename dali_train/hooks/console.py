@@ -141,7 +141,7 @@ class Console(Hook):
             f"{record.num_parameters / 1e6:.1f} M" if record.num_parameters >= 100_000 else f"{record.num_parameters:,}"
         )
         logger.info(f"ready      {size} parameters, after {duration(record.startup_s)}{resumed}")
-        self._directory = record.directory
+        self._directory, self._best_by = record.directory, record.config.run.best_by
         self._total = record.total_steps
         self._steps_per_epoch = record.num_images / record.config.batch.global_batch
         self._interval: TrainRecord | None = None
@@ -207,12 +207,13 @@ class Console(Hook):
         state = "failed" if record.error is not None else "finished" if record.finished else "stopped"
         spent = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in record.seconds.items() if seconds >= 0.5)
         logger.info(f"{state} at step {record.step}/{self._total}{': ' if spent else ''}{spent}")
-        best = best_evaluation(read_events(self._directory / METRICS)) if self._rank == 0 else None
+        best = best_evaluation(read_events(self._directory / METRICS), self._best_by) if self._rank == 0 else None
         if best is not None:
             checkpoint = self._directory / "checkpoints" / f"step-{best['step']:08d}"
             kept = checkpoint if checkpoint.is_dir() else "its checkpoint was not kept"
             average = " of the EMA" if "ema_top1" in best else ""
-            logger.info(f"best top-1{average} {decisive(best, 'top1'):.2%} at step {best['step']}: {kept}")
+            chosen = "best top-1" if self._best_by == "top1" else f"best by {self._best_by}, top-1"
+            logger.info(f"{chosen}{average} {decisive(best, 'top1'):.2%} at step {best['step']}: {kept}")
 
     def _show_plan(self, record: RunPlan) -> None:
         config, batch = record.config, record.config.batch

@@ -212,7 +212,11 @@ def overview(runs: list[ReportedRun], name: Callable[[ReportedRun], str] = lambd
 
 
 def _overview_row(run: ReportedRun) -> list[str]:
-    best, rate, last = best_evaluation(run.events), run.median("images_per_second"), run.events[-1]
+    best, rate, last = (
+        best_evaluation(run.events, run.config.run.best_by),
+        run.median("images_per_second"),
+        run.events[-1],
+    )
     of_ema = " (EMA)" if best is not None and "ema_top1" in best else ""
     return [
         "-" if best is None else f"{decisive(best, 'top1'):.2%}{of_ema}",
@@ -276,7 +280,7 @@ def _epochs(run: ReportedRun) -> str:
 
 def _best(run: ReportedRun) -> str:
     """Describe the evaluation by which the best checkpoint is chosen: the moving average's, if the run has one."""
-    best, published = best_evaluation(run.events), run.config.run.published_top1
+    best, published = best_evaluation(run.events, run.config.run.best_by), run.config.run.published_top1
     if best is None:
         return "no evaluation yet"
     which, raw = (

@@ -141,7 +141,7 @@ class ReportedRun(RunDirectory):
     @property
     def best_top1(self) -> float | None:
         """The top-1 of the best checkpoint, see `best_evaluation`."""
-        best = best_evaluation(self.events)
+        best = best_evaluation(self.events, self.config.run.best_by)
         return None if best is None else decisive(best, "top1")
 
     @property

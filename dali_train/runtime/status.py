@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -55,11 +56,19 @@ def decisive(event: Event, name: str) -> float:
     return float(event[average if average in event else name])
 
 
-def best_evaluation(events: Iterable[Event]) -> Event | None:
-    """Return the evaluation with the best `decisive` top-1, the latest if several are equal, as checkpoints/best; None
-    if there is none."""
+def score(event: Event, best_by: str) -> float:
+    """Return the number by which run.best_by ranks an evaluation: the best one has the largest, and it is finite."""
+    value = decisive(event, best_by.replace("-", "_"))
+    if best_by == "loss":
+        value = -value
+    return value if math.isfinite(value) else -sys.float_info.max
+
+
+def best_evaluation(events: Iterable[Event], best_by: str = "top1") -> Event | None:
+    """Return the evaluation with the best `score`, the latest if several are equal, as checkpoints/best; None if there
+    is none."""
     evaluations = (event for event in events if event["event"] == "eval" and not math.isnan(decisive(event, "top1")))
-    return max(evaluations, key=lambda event: (decisive(event, "top1"), event["step"]), default=None)
+    return max(evaluations, key=lambda event: (score(event, best_by), event["step"]), default=None)
 
 
 @dataclass(frozen=True)
