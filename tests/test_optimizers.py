@@ -25,7 +25,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process_group import process_group
-from dali_train.training.optim import check_groups, check_shardwise, make_clip, make_optimizer
+from dali_train.training.optim import check_groups, check_shardwise, make_clip, make_optimizer, register_optimizer
 from dali_train.training.precision import Precision
 
 from .helpers import in_ranks
@@ -232,6 +232,24 @@ def test_a_first_step_that_overflows_leaves_no_trace() -> None:
 def test_an_optimizer_that_cannot_be_made_is_one_sentence(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_optimizer(nn.Linear(3, 2), OptimizerConfig(lr=0.1, **fields))
+
+
+class Heavy(Optimizer):
+    """Takes no weight decay, and has a momentum that is not timm's."""
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.5, scale: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "scale": scale})
+
+
+def test_a_registered_optimizer_gets_only_what_its_constructor_takes() -> None:
+    register_optimizer("heavy", Heavy, defaults={"scale": 3.0})
+    model = nn.Linear(2, 2)
+    (group,) = make_optimizer(model, OptimizerConfig(name="heavy", lr=0.3)).param_groups
+    assert (group["lr"], group["momentum"], group["scale"]) == (0.3, 0.5, 3.0)
+    (group,) = make_optimizer(model, OptimizerConfig(name="heavy", lr=0.3, kwargs={"momentum": 0.2})).param_groups
+    assert group["momentum"] == 0.2
+    with pytest.raises(ConfigError, match=r"optimizer\.weight_decay is 0\.1, which heavy does not take"):
+        make_optimizer(model, OptimizerConfig(name="heavy", lr=0.3, weight_decay=0.1))
 
 
 def test_vectors_are_excluded_with_every_optimizer() -> None:

@@ -75,7 +75,6 @@ def register_optimizer(
             opt_class=optimizer_class,
             has_eps="eps" in parameters,
             has_betas="betas" in parameters,
-            has_momentum="momentum" in parameters,
             num_betas=num_betas,
             defaults=defaults,
         )
@@ -105,9 +104,11 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         groups = _groups(model, config) if by_layer is None else _groups_by_layer(model, config, by_layer)
         if issubclass(get_optimizer_class(config.name, bind_defaults=False), muon.Muon):
             groups = _with_classifier_apart(model, groups)
-        optimizer = create_optimizer_v2(
-            groups, config.name, lr=config.lr, weight_decay=config.weight_decay, **arguments
-        )
+        if "weight_decay" in _accepted(config.name):
+            arguments["weight_decay"] = config.weight_decay
+            optimizer = create_optimizer_v2(groups, config.name, lr=config.lr, **arguments)
+        else:  # timm's factory passes weight_decay to every class
+            optimizer = get_optimizer_class(config.name)(groups, lr=config.lr, **arguments)
     except ConfigError:
         raise
     except (
@@ -281,10 +282,11 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
     }
     if info.num_betas != len(config.betas):  # from kwargs, or timm's defaults
         del defaults["betas"]
-    accepted = inspect.signature(get_optimizer_class(config.name, bind_defaults=False).__init__).parameters.keys() - {
-        "self",
-        "params",
-    }
+    accepted = _accepted(config.name)
+    if config.weight_decay and "weight_decay" not in accepted:
+        raise ConfigError(
+            f"optimizer.weight_decay is {config.weight_decay:g}, which {config.name} does not take: leave it out"
+        )
     for name in ("betas", "eps"):
         value = getattr(config, name)
         if value != getattr(OptimizerConfig, name) and (name not in accepted or name not in defaults):
@@ -300,6 +302,14 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
         if name in ("lr", "weight_decay") or (name in ("betas", "eps") and name in defaults):
             raise ConfigError(f"optimizer.kwargs has {name}: set optimizer.{name} instead")
     return {name: value for name, value in defaults.items() if name in accepted} | config.kwargs
+
+
+def _accepted(name: str) -> set[str]:
+    """Return the names of the arguments of an optimizer's constructor."""
+    return inspect.signature(get_optimizer_class(name, bind_defaults=False).__init__).parameters.keys() - {
+        "self",
+        "params",
+    }
 
 
 def ema_decay(config: EmaConfig, step: int, total_steps: int) -> float:
