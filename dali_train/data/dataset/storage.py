@@ -1,6 +1,6 @@
 """Storages, which return the bytes of images: memory-mapped shards; or byte ranges that are read, verified and kept
-until they are used, of objects in a store or of any files. To add a storage, write a class with `read` and `prefetch`,
-and add a row to `STORAGES`.
+until they are used, of objects in a store or of any files. To add a storage, write a class with the members of
+`Storage`, and add a row to `STORAGES`.
 """
 
 import os
