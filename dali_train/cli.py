@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -251,7 +252,9 @@ def _evaluate_run(options: argparse.Namespace, overrides: list[str], *, name: st
     if options.directory is not None:
         _load_user_extensions(options)
         options.config = RunDirectory(options.directory).directory / "config.json"
-    config = _config(options, overrides)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*hooks.user")  # which observe training alone
+        config = _config(options, overrides)
     chosen = read_overrides(overrides)
     named = options.directory is not None or options.checkpoint is not None
     if named and "model.weights" in chosen:

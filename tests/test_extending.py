@@ -7,6 +7,7 @@ import math
 import re
 import runpy
 import sys
+import warnings
 from collections import defaultdict
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -76,6 +77,7 @@ def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
 
 def after_the_run(run: Path) -> None:
     """The model, in what follows a run: its file is run where that is asked for, and not otherwise."""
+    warnings.filterwarnings("error", message=".*hooks.user")  # hooks are left out, and observe nothing here
     own, picture = ["--config", str(run / "configs" / "own_parts.py")], run / "picture.jpg"
     photograph(0, 40, 50).save(picture)
     for words, status, message in (

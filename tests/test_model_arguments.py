@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.models import register_model
 
 from dali_train.errors import ConfigError
 from dali_train.training.model import build_model, check_sizes
@@ -63,6 +64,16 @@ def test_an_argument_that_a_forward_pass_refuses_is_not_taken_for_a_size() -> No
         ConfigError, match=r"data\.train_size is 32, .* model\.kwargs .*'drop_rate': 'x'.* other values"
     ):
         build("test_efficientnet", {"drop_rate": "x"})
+
+
+@register_model
+def model_without_timms_arguments(pretrained: bool = False, num_classes: int = 5) -> torch.nn.Module:
+    return torch.nn.Linear(num_classes, num_classes)
+
+
+def test_a_function_that_does_not_take_what_timm_passes() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name is model_without\w+: .* 'pretrained_cfg'.* take \*\*kwargs"):
+        build("model_without_timms_arguments", {})
 
 
 def test_weights_that_are_larger_than_the_hosts_memory() -> None:
