@@ -117,6 +117,7 @@ def test_training_images_are_those_of_the_cpu(config: Config, hw_decoder_load: f
     [
         {"data.augment": "rand-m9-mstd0.5-inc1", "data.color_jitter": 0.3},
         {"data.augment": "3-augment"},
+        {"data.interpolation": "random", "data.vertical_flip": 0.5, "data.hue_jitter": 0.1, "data.gaussian_blur": 0.5},
         {"data.random_erasing": 1.0, "data.random_erasing_fill": "noise"},
         {"data.crop_side": 32, "data.crop_padding": 4},
         {"data.progressive": ((1, 16),), "model.kwargs.dynamic_img_size": True},
