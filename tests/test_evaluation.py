@@ -1,5 +1,6 @@
 """Evaluation counts every image once, on any number of ranks."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dali_train.cli import main
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import pixel_format
@@ -70,6 +72,40 @@ def test_the_logits_of_all_views_are_averaged(tiny_config: Path, views: str, shi
         logits += weight * (FirstPixels()(view) + FirstPixels()(view.flip(-1))).double()
     result = evaluator(tiny_config, 4, eval_views=views).run(FirstPixels(), Precision(config.precision, CPU).autocast())
     assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
+
+
+def test_only_the_classes_of_a_set_compete_in_its_order(tiny_config: Path) -> None:
+    config = load_config(tiny_config)
+    split = Split(config.data.root, "validation")
+    classes = np.array([6, 0, 3, 2, 5])  # of the seven logits, those that are the set's classes
+    images, labels = EvaluationPipeline(split, [np.arange(13)], config.data, pixel_format(config, CPU, 1)).run()
+    logits = FirstPixels()(images)[:, classes]
+    of_set = Evaluator(split, config, CPU, Layout(rank=0), num_threads=1, classes=classes)
+    result = of_set.run(FirstPixels(), Precision(config.precision, CPU).autocast())
+    assert result.top1 == (logits.argmax(1) == labels).sum() / 13
+    assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_several_sets_are_evaluated_in_a_run_and_by_eval(
+    train: Train, run_command: Train, dataset: Path, tmp_path: Path
+) -> None:
+    assert main(["data", "subset", str(dataset), "--classes", "2", "--out", str(tmp_path / "two")]) == 0
+    sets = ("--data.eval_sets", f"same,{dataset}", f"two-of-5,{tmp_path / 'two'}")
+    twice = ("--data.eval_sets", *sets[1:], "same,x")
+    assert "use each name once" in run_command("plan", "--config", str(tmp_path / "tiny-config.py"), *twice, status=2)
+    log = train("run", *sets, "--run.max_steps", "2", "--ema.decay", "0.5", ranks=2)
+    event = events(tmp_path / "run", "eval")[-1]
+    assert event["same_top1"] == event["ema_top1"] and event["same_loss"] == pytest.approx(event["ema_loss"])
+    assert 0 < event["two-of-5_num_images"] < event["same_num_images"] == 13
+    assert f"  same {event['ema_top1']:.2%}  two-of-5 {event['two-of-5_top1']:.2%}" in log
+    assert "Top-1 on data.eval_sets" in (tmp_path / "run" / "report" / "index.html").read_text()
+    output = run_command("eval", str(tmp_path / "run"), *sets)
+    images, top1 = event["two-of-5_num_images"], event["two-of-5_top1"]
+    assert re.search(rf"^two-of-5: top-1 {top1:.2%} .* \({images} images", output, re.MULTILINE), output
+    manifest = tmp_path / "two" / "dataset.json"
+    manifest.write_text(manifest.read_text().replace('"class ', '"other '))
+    assert "class 'other " in train("bad", *sets, "--run.max_steps", "1", status=2)
 
 
 def test_scores_that_are_not_numbers_are_wrong(tiny_config: Path) -> None:

@@ -1,7 +1,7 @@
 """``dali-train eval``: accuracy on the validation split, of a run's checkpoint with the run's settings, or of any
 weights."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from dali_train.errors import ConfigError
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
-from dali_train.training.build import RunPlan, build_evaluator, prepare
+from dali_train.training.build import RunPlan, build_evaluator, build_set_evaluators, prepare
 from dali_train.training.metrics import ClassTables, EvaluationResult, Evaluator
 from dali_train.training.model import build_model, check_sizes, compare_with_timm
 from dali_train.training.precision import Precision
@@ -58,17 +58,20 @@ def evaluate_checkpoint(
         model = model_from(loaded, config, plan.num_classes, device)
         check_sizes(model, config, trains=False)
         evaluator = _evaluator(plan)
-        precision = Precision(config.precision, device)
-        result, average = evaluator.run(model, precision.autocast()), None
+        evaluators, autocast = (
+            {"": evaluator, **build_set_evaluators(plan)},
+            Precision(config.precision, device).autocast,
+        )
+        results, averages = _run_all(evaluators, model, autocast), None
         if "ema" in loaded.state:
             restore_weights(loaded, model, "ema")
-            average = evaluator.run(model, precision.autocast())
+            averages = _run_all(evaluators, model, autocast)
     if launch.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}")
-        print(f"{name or path}\nstep {loaded.step}: {_describe(result)}  ({result.num_images} images)")
-        if average is not None:
-            print(f"moving average of the weights: {_describe(average)}")
+        print(f"{name or path}\nstep {loaded.step}: {_describe(results)}")
+        if averages is not None:
+            print(f"moving average of the weights: {_describe(averages)}")
         _print_classes(evaluator, plan.split)
 
 
@@ -105,9 +108,10 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
         evaluator = _evaluator(replace(plan, config=config))
         if launch.rank == 0:
             _print_preparation(model, config, "timm's for these weights" if from_timm else "the config's")
-        result = evaluator.run(model, Precision(config.precision, device).autocast())
+        evaluators = {"": evaluator, **build_set_evaluators(replace(plan, config=config))}
+        results = _run_all(evaluators, model, Precision(config.precision, device).autocast)
     if launch.rank == 0:
-        print(f"{weights}: {_describe(result)}  ({result.num_images} images)")
+        print(f"{weights}: {_describe(results)}")
         _print_classes(evaluator, plan.split)
 
 
@@ -158,8 +162,19 @@ def _print_classes(evaluator: Evaluator, split: Split) -> None:
         print(line)
 
 
-def _describe(result: EvaluationResult) -> str:
-    return f"top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}{result.views}"
+def _run_all(
+    evaluators: dict[str, Evaluator], model: nn.Module, autocast: Callable[[], torch.autocast]
+) -> dict[str, EvaluationResult]:
+    return {name: evaluator.run(model, autocast()) for name, evaluator in evaluators.items()}
+
+
+def _describe(results: dict[str, EvaluationResult]) -> str:
+    """Describe the result of the validation split, whose name is empty, and those of data.eval_sets, one a line."""
+    return "\n".join(
+        f"{name + ': ' if name else ''}top-1 {result.top1:.2%}  top-5 {result.top5:.2%}  loss {result.loss:.4f}"
+        f"{result.views}  ({result.num_images} images)"
+        for name, result in results.items()
+    )
 
 
 # The evaluation size may differ from the run's; normalisation, model and classes may not.

@@ -49,13 +49,14 @@ from dali_train.training.build import (
     RunPlan,
     build_evaluator,
     build_loader,
+    build_set_evaluators,
     build_trainer,
     fit_to_ranks,
     prepare,
     warm_up_trainer,
 )
 from dali_train.training.cost import ModelFlops, model_flops
-from dali_train.training.metrics import Evaluator, NonFiniteError
+from dali_train.training.metrics import EvaluationResult, Evaluator, NonFiniteError
 from dali_train.training.optim import resolved_arguments
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import StepImages, Trainer
@@ -87,6 +88,7 @@ class Run:
     trainer: Trainer
     loader: Loader
     evaluator: Evaluator | None
+    set_evaluators: dict[str, Evaluator]  # of data.eval_sets
     saver: CheckpointWriter
     hooks: HookList
     flops: ModelFlops | None  # None: no figure for this device, such as a CPU
@@ -311,6 +313,7 @@ def build(
     writer_group = host_group(launch, config.parallel)
     plan = prepare(config, launch, device)
     evaluator = build_evaluator(plan)
+    set_evaluators = build_set_evaluators(plan) if evaluator is not None else {}
     hooks = make_hooks(config.hooks, plan.layout)
     hooks.announce(plan)
     start = find_start(config, plan.split, group)
@@ -326,6 +329,7 @@ def build(
         trainer=trainer,
         loader=loader,
         evaluator=evaluator,
+        set_evaluators=set_evaluators,
         saver=CheckpointWriter(
             plan.directory / "checkpoints",
             writer_group,
@@ -472,13 +476,20 @@ def evaluate(run: Run) -> None:
     assert run.evaluator is not None
     trainer = run.trainer
     trainer.clock.enter("evaluation")
-    model = trainer.forward_model()
-    result, details = run.evaluator.run(model, trainer.precision.autocast()), run.evaluator.details
-    average = None
-    if trainer.ema is not None:
+    model, autocast = trainer.forward_model(), trainer.precision.autocast
+
+    def evaluate_sets() -> dict[str, EvaluationResult]:
+        return {name: evaluator.run(model, autocast()) for name, evaluator in run.set_evaluators.items()}
+
+    result, details, average = run.evaluator.run(model, autocast()), run.evaluator.details, None
+    if trainer.ema is None:
+        sets = evaluate_sets()
+    else:
         with trainer.ema.weights_in(trainer.model):
-            average = run.evaluator.run(model, trainer.precision.autocast())
-    run.hooks.evaluation(EvaluationRecord(step=run.step, epoch=run.epoch, result=result, details=details, ema=average))
+            average, sets = run.evaluator.run(model, autocast()), evaluate_sets()
+    run.hooks.evaluation(
+        EvaluationRecord(step=run.step, epoch=run.epoch, result=result, details=details, ema=average, sets=sets)
+    )
     decisive = average or result
     top1 = decisive.top1
     run.accuracies.append(top1)

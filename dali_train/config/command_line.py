@@ -101,9 +101,11 @@ def _value(name: str, words: list[str]) -> Any:
     sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if sequence is not None and _are_words(sequence):
         return tuple(text.replace(",", " ").split())
-    if sequence is not None and get_args(get_args(sequence)[0])[:1] == (str,):  # rows that begin with a name
-        rows = (word.split(",") for word in words)
-        return tuple((name, *(_literal([number]) for number in numbers)) for name, *numbers in rows)
+    row = get_args(get_args(sequence)[0]) if sequence is not None else ()
+    if row and str in alternatives(row[0]):  # rows that begin with a name
+        is_text = [str in alternatives(kind) for kind in row]
+        rows = (zip(word.split(","), (*is_text, *[False] * word.count(",")), strict=False) for word in words)
+        return tuple(tuple(part if as_text else _literal([part]) for part, as_text in parts) for parts in rows)
     value = _literal(words)
     if sequence is not None and Ellipsis in get_args(sequence) and value != text:  # one element needs no brackets
         is_nested = get_origin(get_args(sequence)[0]) is tuple

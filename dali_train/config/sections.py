@@ -45,6 +45,11 @@ Blocks = Annotated[int, Rule("a whole number from 1 to 16,777,216", 1, 1 << 24)]
 Probability = Annotated[float, Rule("a probability from 0 to 1", 0, 1)]
 
 
+SetName = Annotated[
+    str, Rule("a name of small letters, digits and -, other than ema", pattern=r"(?!ema$)[a-z][a-z0-9-]*")
+]
+
+
 @section("data")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -173,6 +178,12 @@ class DataConfig:
     eval_interpolation: NotInRecipe[Literal["bilinear", "bicubic"] | None] = None
     """How evaluation images are resized (timm's --interpolation). None: as data.interpolation says, and bicubic if that
     is random."""
+    eval_sets: NotInRecipe[
+        Annotated[tuple[tuple[SetName, str], ...], Rule("pairs of a name and a dataset, such as v2,data/imagenet-v2")]
+    ] = ()
+    """More datasets that every evaluation measures, such as ImageNet-V2, -A, -R and -Sketch: (name, directory or URL).
+    Their classes are found by name among those of data.root, and only these compete, as is usual for -A and -R. They
+    are shown and recorded by their names; the validation split of data.root decides which checkpoint is best."""
     eval_views: NotInRecipe[Literal["one", "mirrored", "mirrored-and-shifted"]] = "one"
     """Views of each evaluation image whose logits are averaged (test-time augmentation). mirrored: the image and its
     mirror image, as FFCV's lr_tta. mirrored-and-shifted: these two, and both shifted by one pixel up and left and down
@@ -209,6 +220,13 @@ class DataConfig:
         return NORMALISATIONS[self.normalise] if isinstance(self.normalise, str) else self.normalise
 
     def __post_init__(self) -> None:
+        for _, root in self.eval_sets:
+            if "://" in root:
+                refuse_credentials("data.eval_sets", root)
+        require(
+            len(dict(self.eval_sets)) == len(self.eval_sets),
+            f"data.eval_sets has the names {', '.join(name for name, _ in self.eval_sets)}: use each name once",
+        )
         if "://" in self.root:
             refuse_credentials("data.root", self.root)
             require(

@@ -62,15 +62,22 @@ class EvaluationRecord:
     result: EvaluationResult
     details: EvaluationDetails | None  # with hooks.predictions
     ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
+    sets: dict[str, EvaluationResult] = field(default_factory=dict)  # of data.eval_sets; of the average if there is one
 
     def scalars(self) -> dict[str, float]:
-        """Return everything by name, as it goes into files and trackers; the moving average's begin with ema_."""
+        """Return everything by name, as it goes into files and trackers; the moving average's begin with ema_,
+        those of another set with its name."""
         average = (
             {f"ema_{name}": getattr(self.ema, name) for name in ("loss", "top1", "top5", "balanced_top1")}
             if self.ema is not None
             else {}
         )
-        return {**vars(self.result), **average}
+        sets = {
+            f"{name}_{metric}": getattr(result, metric)
+            for name, result in self.sets.items()
+            for metric in ("loss", "top1", "top5", "num_images")
+        }
+        return {**vars(self.result), **average, **sets}
 
 
 @dataclass(frozen=True, kw_only=True)

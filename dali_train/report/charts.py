@@ -125,7 +125,10 @@ def sections(runs: list[ReportedRun]) -> dict[str, list[Chart]]:
     published = {run.config.run.published_top1 for run in runs} - {None}
     measured = dict.fromkeys(f"train/{field}" for run in runs for event in run.train for field in event)
     by_hooks = [field for field in measured if field not in _KNOWN][:_MOST_MEASURED]
+    names = dict.fromkeys(name for run in runs for name, _ in run.config.data.eval_sets)
+    of_sets = Chart(title="Top-1 on data.eval_sets", fields={f"eval/{name}_top1": name for name in names}, percent=True)
     charts = {**SECTIONS, "Measured by hooks": tuple(_measured(field) for field in by_hooks)}
+    charts["Accuracy and loss"] += (of_sets,)
     shown = {}
     for heading, candidates in charts.items():
         present = [chart for chart in (_present(chart, runs) for chart in candidates) if chart.fields]

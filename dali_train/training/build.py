@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import Config, ParallelConfig
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.loader import Loader, blank_images, make_loader, pixel_format
 from dali_train.data.loading.local_copy import DatasetRoot, find_dataset
@@ -180,6 +181,35 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
         num_shown=plan.config.hooks.predictions if num_shown is None else num_shown,
         node=plan.node,
     )
+
+
+def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
+    """Return the evaluators of data.eval_sets by name: of their validation split, or of the only one that there is.
+
+    Raises:
+        ConfigError: one has a class that data.root lacks.
+        DatasetError: one does not exist, or is damaged.
+    """
+    evaluators, known = {}, {name: number for number, name in enumerate(plan.class_names)}
+    for name, root in plan.config.data.eval_sets:
+        splits = Manifest.read(root).splits
+        split = Split(root, "validation" if "validation" in splits else "train")
+        unknown = [class_name for class_name in split.manifest.class_names if class_name not in known]
+        if unknown or not split.manifest.class_names:
+            what = f"class {unknown[0]!r} of {root}" if unknown else f"{root}, whose classes have no names,"
+            raise ConfigError(
+                f"data.eval_sets {name}: {what} is not among the {plan.num_classes} of {plan.config.data.root}: "
+                "convert it with the same class names"
+            )
+        evaluators[name] = Evaluator(
+            split,
+            plan.config,
+            plan.device,
+            plan.layout,
+            num_threads=plan.num_threads,
+            classes=np.array([known[class_name] for class_name in split.manifest.class_names]),
+        )
+    return evaluators
 
 
 def build_trainer(

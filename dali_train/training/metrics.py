@@ -248,6 +248,7 @@ class Evaluator:
     Args:
         num_shown: images whose scores go into `details`; 0 collects no details.
         node: this process's part in the cache of its node, if it has one.
+        classes: the model's class of each class of `split`, (classes,) int64; only these compete. None: the same.
     """
 
     def __init__(
@@ -260,7 +261,9 @@ class Evaluator:
         num_threads: int,
         num_shown: int = 0,
         node: Node | None = None,
+        classes: NDArray[np.int64] | None = None,
     ) -> None:
+        self._classes = None if classes is None else torch.from_numpy(classes).to(device)
         size, stride = config.batch.micro_batch, layout.data_size * config.batch.micro_batch
         starts = range(layout.data_rank * size, len(split), stride)
         self._batches = [np.arange(start, min(start + size, len(split))) for start in starts]
@@ -308,6 +311,8 @@ class Evaluator:
             if not self._counts:
                 continue
             logits = weighted_mean(outputs, self._views)
+            if self._classes is not None:
+                logits = logits[:, self._classes]
             if len(self._shown):  # the numbers of a batch are ascending and without gaps
                 rows_of_batch = slice(int(numbers[0]), int(numbers[-1]) + 1)
                 predictions[rows_of_batch] = predicted = logits.argmax(dim=-1)
