@@ -369,7 +369,7 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int, setting: str, 
         own = input_size(model)
         if own is not None and own != size and _takes(model, own):
             problem, advice = f"takes images of {own} pixels", f"set {setting} {own}"
-            if "img_size" in argument_names(type(model)):
+            if "img_size" in config.kwargs or "img_size" in argument_names(type(model)):
                 advice += f", or build the model for {size} pixels with --model.kwargs.img_size {size}"
         else:
             kwargs = config.kwargs
