@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -114,7 +115,8 @@ def measure(case: Case, options: argparse.Namespace) -> float:
 
 
 def drop_pages(split: Split) -> None:
-    for path in split.paths:
+    files = [] if split.files is None else [Path(split.files.path(number)) for number in range(len(split.files))]
+    for path in files or split.paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())  # dirty pages cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

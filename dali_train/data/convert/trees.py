@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -88,10 +88,11 @@ class _Listing:
     classes: list[str]  # that have images, as they appear: labels are places in this list
     skipped: dict[str, Counter[str]]  # class -> suffix -> files that are no images; of an empty folder none
 
-    @property
+    @cached_property
     def empty(self) -> dict[str, Counter[str]]:
         """The class folders without images."""
-        return {name: suffixes for name, suffixes in self.skipped.items() if name not in set(self.classes)}
+        classes = set(self.classes)
+        return {name: suffixes for name, suffixes in self.skipped.items() if name not in classes}
 
 
 def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str | None]) -> _Listing:
