@@ -46,7 +46,7 @@ def build(name: str, kwargs: dict[str, Any], device: torch.device = META, size: 
         ({"features_only": True, "depth": 12}, r"model\.kwargs .*features_only.* returns no logits"),
         ({"global_pool": ""}, r"model\.kwargs .*global_pool.* returns no logits"),
         ({"img_size": 64}, r"data\.train_size is 32, .*: set data\.train_size 64, .* --model\.kwargs\.img_size 32"),
-        ({"img_size": 64, "features_only": 3}, r"data\.train_size is 32, .* --model\.kwargs\.img_size 32"),
+        ({"img_size": 64, "features_only": 2}, r"data\.train_size is 32, .* --model\.kwargs\.img_size 32"),
     ],
     ids=str,
 )
