@@ -324,7 +324,10 @@ def _index(options: argparse.Namespace) -> int:
 
     dataset = options.dataset
     kind = in_place(dataset) if isinstance(dataset, Path) else _in_place_in_bucket(dataset) if options.out else None
-    for name, default in (_IN_PLACE if kind is None else _TFRECORDS).items():
+    without = dict(_IN_PLACE if kind is None else _TFRECORDS)
+    if kind == "folder":  # whose names are the labels
+        without |= dict.fromkeys(("class_names", "image_key", "label_key"))
+    for name, default in without.items():
         if getattr(options, name) != default:
             what = "TFRecords, which are indexed" if kind is None else f"images that are read in place ({kind})"
             option = {"decode_check": "--no-decode-check", "check_crc": "--no-crc"}.get(name, f"--{name}")
