@@ -46,13 +46,18 @@ def build(name: str, kwargs: dict[str, Any], device: torch.device = META, size: 
         ({"features_only": True, "depth": 12}, r"model\.kwargs .*features_only.* returns no logits"),
         ({"global_pool": ""}, r"model\.kwargs .*global_pool.* returns no logits"),
         ({"img_size": 64}, r"data\.train_size is 32, .*: set data\.train_size 64, .* --model\.kwargs\.img_size 32"),
-        ({"img_size": 64, "features_only": 2}, r"data\.train_size is 32, .* --model\.kwargs\.img_size 32"),
     ],
     ids=str,
 )
 def test_arguments_that_no_model_takes(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build("vit_tiny_patch16_224", SMALL | kwargs)
+
+
+def test_a_model_for_another_size_is_told_with_the_argument() -> None:
+    small = {"embed_dim": 32, "depth": 1, "num_heads": 2}
+    with pytest.raises(ConfigError, match=r": set data\.train_size 64, .* --model\.kwargs\.img_size 32"):
+        build("dali_vit_small_patch16", {"img_size": 64, "out_indices": "", "features_only": 3, **small})
 
 
 def test_a_rate_that_a_forward_pass_uses() -> None:
