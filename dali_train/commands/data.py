@@ -492,7 +492,7 @@ def _verify(options: argparse.Namespace) -> int:
     for line in findings.summary():
         print(printable(line))
     if findings.problems:
-        print(f"{options.dataset}: {len(findings.problems)} faults", file=sys.stderr)
+        print(f"{options.dataset}: {plural(len(findings.problems), 'fault')}", file=sys.stderr)
         return 1
     return 0
 

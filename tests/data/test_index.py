@@ -185,7 +185,7 @@ def test_a_shard_that_changed_since_is_refused(indexed: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content + b"x")
     with pytest.raises(
-        DatasetError, match=rf"has {len(content) + 1} bytes, the index was made for {len(content)}: run"
+        DatasetError, match=rf"has {len(content) + 1} bytes, the index was made for {len(content)}: restore the shard"
     ):
         Split(indexed, "train")
     path.write_bytes(content)

@@ -260,7 +260,8 @@ class Split:
             raise DatasetError(f"{path} is not a regular file: restore the shard, or {self._remedy}")
         if status.st_size != shard.num_bytes:
             raise DatasetError(
-                f"{path} has {status.st_size} bytes, the index was made for {shard.num_bytes}: {self._remedy}"
+                f"{path} has {status.st_size} bytes, the index was made for {shard.num_bytes}: restore the shard, or "
+                f"{self._remedy}"
             )
         return status.st_mtime_ns
 
