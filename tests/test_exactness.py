@@ -1,6 +1,8 @@
 """The invariant through the real trainer: the number of ranks decides only who computes a micro-batch."""
 
+import json
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +10,15 @@ import pytest
 import torch
 
 from dali_train.checkpoint.format import load_newest
+from dali_train.checkpoint.recipe import dataset_content
+from dali_train.commands.prove import prove
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.runtime.status import read_status
 
-from .conftest import StartTraining, Train, final_weights, relative_differences
+from .conftest import REPOSITORY, StartTraining, Train, final_weights, relative_differences
 from .helpers import (
     BF16_ALL_REDUCE,
     CONVOLUTIONAL,
@@ -21,6 +27,7 @@ from .helpers import (
     FLOAT32_BOUND,
     FLOAT64_BOUND,
     OFTEN,
+    events,
     extended,
     kill_after_step_4,
     largest_difference,
@@ -162,20 +169,48 @@ VIT5_WITH_MUON = words(
 )
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks"),
-    [(AUGMENTED, 7), (REPEATED, 3), (IN_BLOCKS, 3), (VIT5_WITH_MUON, 4)],
-    ids=["augmented", "repeated", "in-blocks", "vit5-with-muon"],
-)
-def test_what_differs_between_ranks_is_rounding(
-    train: Train, tmp_path: Path, options: tuple[str, ...], ranks: int
-) -> None:
+# Options, and the number of ranks that is compared with one. docs/exactness.md has this table.
+TABLE = {
+    "augmented": (AUGMENTED, 7),
+    "repeated": (REPEATED, 3),
+    "in-blocks": (IN_BLOCKS, 3),
+    "vit5-with-muon": (VIT5_WITH_MUON, 4),
+}
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_differs_between_ranks_is_rounding(name: str, train: Train, dataset: Path, tmp_path: Path) -> None:
+    options, ranks = TABLE[name]
     options += THREE_STEPS
     train("one", *options)
+    check_golden(name, tmp_path / "one", dataset)
     train("several", *options, "--run.audit_every_steps", "1", ranks=ranks)
     assert samples(tmp_path / "one") == samples(tmp_path / "several") and len(samples(tmp_path / "one")) == 3 * 8
     assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
     assert state_difference(tmp_path / "one", tmp_path / "several") < FLOAT64_BOUND
+    assert prove(tmp_path / "several", dataset=None, all_draws=True)
+
+
+def check_golden(name: str, run: Path, dataset: Path) -> None:
+    """Compare the weights after a run with those that golden.json has for this class of machine, so that a change which
+    moves numbers is seen in review."""
+    (start,), status = events(run, "start"), read_status(run)
+    assert status is not None and status.weights
+    # The stored images depend on the JPEG library, and the last bits on the machine.
+    machine = f"{start['machine']}, {dataset_content(Manifest.read(dataset))}"
+    known = json.loads(GOLDEN.read_text()).get(machine, {})
+    if name not in known:
+        warnings.warn(f'no golden weights: add to {GOLDEN} "{machine}": {{"{name}": "{status.weights}"}}', stacklevel=2)
+        return
+    assert known[name] == status.weights, f"{name} has other bits: a change moved numbers. If it should, edit {GOLDEN}"
+
+
+def test_the_document_has_this_table() -> None:
+    document = (REPOSITORY / "docs" / "exactness.md").read_text()
+    for options, ranks in TABLE.values():
+        settings = ", ".join(f"`{word.removeprefix('--')}`" for word in options if word.startswith("--"))
+        assert (row := f"| {settings} | 1 and {ranks} |") in document, f"docs/exactness.md lacks this row:\n{row}"
 
 
 def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same_bits(
@@ -187,6 +222,7 @@ def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same
     kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=2)
     assert "resuming from step" in train("killed", *options, ranks=2)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
+    assert prove(tmp_path / "killed", dataset=None, all_draws=True)
 
 
 def test_block_order_read_ahead_and_local_copy_keep_the_bits(train: Train, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ Most kills are a SIGKILL to all ranks, in random order: at a random step, or at 
 while checkpoints are written, moved and removed. Before some, one rank is frozen for a while (SIGSTOP), so that the
 others get ahead of it. Some starts meet a full disk instead: checkpoints do not fit any more, and the run must end by
 itself. In the end the sample trace must have each image exactly once per epoch, and the weights must be equal bit for
-bit to those of a run without kills, on the same number of ranks at each step. Uses a small dataset of noise that it
-makes itself.
+bit to those of a run without kills, on the same number of ranks at each step, and `prove` must agree with it. Uses a
+small dataset of noise that it makes itself.
 
 With --remote the run that is killed reads the dataset from an object store through a cache of a fifth of it, the other
 one from the disk. Now and then the store is frozen for a while, or a byte of a cached image is changed. After each kill
@@ -43,6 +43,7 @@ from crc32c import crc32c
 from PIL import Image
 
 from dali_train.checkpoint.format import load_newest
+from dali_train.commands.prove import prove
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
@@ -117,6 +118,8 @@ def main() -> None:
         if set(statuses) != {0}:
             sys.exit(f"the undisturbed run ended with {statuses}: see {directory / 'undisturbed.log'}")
     problems = compare(directory / "undisturbed", directory / "killed", total_steps)
+    if not prove(directory / "killed", dataset=str(directory / "data"), all_draws=True):
+        problems.append("the killed run's record is not that of its recipe")
     ranks = " or ".join(map(str, options.ranks))
     print(
         f"{sum(moments.values())} kills of {ranks} ranks in a run of {total_steps} steps, {epochs} epochs: "

@@ -92,12 +92,16 @@ def device_name(device: "torch.device") -> str:
 
 
 def processor_name() -> str:
-    """Return the model of this machine's processor; its architecture where Linux does not tell."""
+    """Return this machine's processor, such as "AMD EPYC 25.17": its name, which virtual machines shorten, with family
+    and model. Where Linux does not tell, its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in facts:
+        return platform.machine()
+    return f"{facts['model name']} {facts.get('cpu family', '')}.{facts.get('model', '')}"
 
 
 def cores_per_process(launch: Launch) -> int:
