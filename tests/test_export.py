@@ -377,7 +377,7 @@ def diff_of(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
 def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, output = diff_of(capsys, finished, finished)
     assert status == 0
-    assert output.count("the same") == 3
+    assert output.count("the same") == 4
 
 
 def test_diff_names_the_first_draw_that_differs(
