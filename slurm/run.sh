@@ -47,13 +47,13 @@ case $status in
         ;;
     *)
         if [[ $after == "$before" ]]; then
-            echo "job $job: failed with status $status and no checkpoint after step $before; not requeued" >&2
+            echo "job $job: failed with status $status and no new checkpoint${before:+ after step $before}; not requeued" >&2
             exit $status
         elif [[ ! $state =~ "Slurm job $SLURM_JOB_ID"(,|$) ]]; then
             echo "job $job: failed with status $status; the checkpoint of step $after is another job's; not requeued" >&2
             exit $status
         fi
-        echo "job $job: failed with status $status, but has come from step $before to $after; requeued" >&2
+        echo "job $job: failed with status $status, but has come from step ${before:-0} to $after; requeued" >&2
         ;;
 esac
 scontrol requeue "$job" || exit $status

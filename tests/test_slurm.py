@@ -162,7 +162,7 @@ def test_a_job_ends_or_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_
     """By the trainer's exit status and what this job has saved."""
     ends = {
         "mistake": ("os._exit(2)", 2, ""),
-        "at once": ("os._exit(1)", 1, "failed with status 1 and no checkpoint after step None; not requeued"),
+        "at once": ("os._exit(1)", 1, "failed with status 1 and no new checkpoint; not requeued"),
         "of another": ("save(3, 77); os._exit(1)", 1, "the checkpoint of step 3 is another job's; not requeued"),
         "end": ("os._exit(0)", 0, ""),
     }

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils.flop_counter import FlopCounterMode
 
 from dali_train.cli import main
-from dali_train.config import ModelConfig, PrecisionConfig, load_config
+from dali_train.config import ModelConfig, OptimizerConfig, PrecisionConfig, load_config
 from dali_train.errors import ConfigError
 from dali_train.training.cost import (
     ModelFlops,
@@ -34,7 +34,7 @@ from dali_train.training.model import (
     repeated_blocks,
     resample_position_embedding,
 )
-from dali_train.training.optim import make_optimizer
+from dali_train.training.optim import make_clip, make_optimizer
 from dali_train.training.precision import Precision, choose_tf32, compute_in
 
 CPU = torch.device("cpu")
@@ -387,7 +387,9 @@ def test_gradients_are_clipped_to_the_norm() -> None:
     for clip, moved in ((None, 5.0), (2.0, 2.0), (7.0, 5.0)):
         weight = nn.Parameter(torch.zeros(2))
         weight.grad = torch.tensor([3.0, 4.0])
-        norm = Precision(PrecisionConfig(), CPU).step(torch.optim.SGD([weight], lr=1.0), clip)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        clip_function = make_clip(optimizer, OptimizerConfig(lr=1.0, clip_grad_norm=clip), None)
+        norm = Precision(PrecisionConfig(), CPU).step(optimizer, clip_function)
         assert norm == 5 and weight.detach().norm() == pytest.approx(moved, rel=1e-5)
 
 

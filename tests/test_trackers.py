@@ -52,7 +52,8 @@ def scalars_of_metrics(directory: Path) -> Scalars:
     for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
         if line["event"] in ("train", "eval"):
             kind, step, _ = line.pop("event"), line.pop("step"), line.pop("time")
-            scalars |= {(f"{kind}/{name}", step): value for name, value in line.items()}
+            numbers = {name: value for name, value in line.items() if not isinstance(value, str)}
+            scalars |= {(f"{kind}/{name}", step): value for name, value in numbers.items()}
     return scalars
 
 

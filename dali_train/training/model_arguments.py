@@ -64,12 +64,12 @@ def build_on_meta(name: str, num_classes: int, kwargs: dict[str, Any]) -> nn.Mod
         unknown = re.search("unexpected keyword argument '(.*)'", reason)
         if unknown and unknown[1] in kwargs:
             raise ConfigError(_describe_unknown(unknown[1], name)) from error
-        if unknown:  # a user's own model, since timm's take them
+        wrong = _describe_wrong(name, num_classes, kwargs)
+        if wrong is None and unknown:  # a user's own model, since timm's take them
             raise ConfigError(
                 f"model.name is {name}: {_shown(reason)}. timm passes {unknown[1]} to every model: let its function "
                 "take **kwargs, and leave out what the class does not take"
             ) from error
-        wrong = _describe_wrong(name, num_classes, kwargs)
         if wrong is None:
             raise  # not the fault of `kwargs`
         reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__

@@ -51,6 +51,10 @@ def _orthogonalise(update: torch.Tensor, *arguments: Any, **named: Any) -> torch
 muon.zeropower_via_newtonschulz = _orthogonalise
 
 
+_REGISTERED = set[str]()
+"""Optimizers that timm lacks."""
+
+
 def register_optimizer(
     name: str,
     optimizer_class: type[Optimizer],
@@ -69,12 +73,14 @@ def register_optimizer(
         defaults: more arguments of the constructor, which optimizer.kwargs override.
     """
     parameters = inspect.signature(optimizer_class.__init__).parameters
+    _REGISTERED.add(name)
     default_registry.register(
         OptimInfo(
             name=name,
             opt_class=optimizer_class,
             has_eps="eps" in parameters,
             has_betas="betas" in parameters,
+            has_momentum="momentum" in parameters,
             num_betas=num_betas,
             defaults=defaults,
         )
@@ -106,9 +112,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
             groups = _with_classifier_apart(model, groups)
         if "weight_decay" in _accepted(config.name):
             arguments["weight_decay"] = config.weight_decay
-            optimizer = create_optimizer_v2(groups, config.name, lr=config.lr, **arguments)
-        else:  # timm's factory passes weight_decay to every class
+        if config.name in _REGISTERED:  # timm's factory passes weight_decay to every class, and a momentum of its own
             optimizer = get_optimizer_class(config.name)(groups, lr=config.lr, **arguments)
+        else:
+            optimizer = create_optimizer_v2(groups, config.name, lr=config.lr, **arguments)
     except ConfigError:
         raise
     except (

@@ -26,7 +26,7 @@ from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket
 from tests.conftest import Train, encoded, photograph
 from tests.data.files import files_of, small_photograph, write_tar
-from tests.helpers import OFTEN, first_batches, losses, state_difference
+from tests.helpers import OFTEN, extended, first_batches, losses, state_difference
 from tests.s3_server import S3Server
 
 CLASSES = ("ant", "bee", "cat")
@@ -147,14 +147,15 @@ def test_every_form_has_the_images_of_the_conversion_in_its_order(forms: Path, c
 
 
 def test_runs_are_equal_to_the_bit_on_any_form_and_resumed(
-    forms: Path, train: Train, tmp_path: Path, s3_server: S3Server, in_bucket: str
+    forms: Path, train: Train, tiny_config: Path, tmp_path: Path, s3_server: S3Server, in_bucket: str
 ) -> None:
+    config = extended(tiny_config, f"import os\nos.environ.update({s3_server.environment!r})\n")
     data("index", f"{in_bucket}/tars", "--out", tmp_path / "remote.index", "--class-names", forms / "names")
     for form, ranks in (("folder", 1), ("remote", 3)):
-        train(f"converted-{ranks}", *OFTEN, "--data.root", str(forms / "converted"), ranks=ranks)
+        train(f"converted-{ranks}", *OFTEN, "--data.root", str(forms / "converted"), ranks=ranks, config=config)
         place = ("--data.root", str((tmp_path if form == "remote" else forms) / f"{form}.index"))
-        train(form, *OFTEN, *place, "--run.max_steps", "4", ranks=ranks)
-        assert "resuming from step 4" in train(form, *OFTEN, *place, ranks=ranks)
+        train(form, *OFTEN, *place, "--run.max_steps", "4", ranks=ranks, config=config)
+        assert "resuming from step 4" in train(form, *OFTEN, *place, ranks=ranks, config=config)
         assert losses(tmp_path / form) == losses(tmp_path / f"converted-{ranks}")
         assert state_difference(tmp_path / form, tmp_path / f"converted-{ranks}") == 0
 
