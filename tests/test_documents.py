@@ -18,21 +18,31 @@ from .s3_server import S3Server
 SMALL = ("--model.name", "test_resnet", "--batch.global_batch", "4", "--batch.micro_batch", "4", "--run.max_steps", "1")
 
 
+def folder_of_photographs(height: int, width: int) -> None:
+    """Write ``photos`` into the working directory: two classes of ten, whose heights grow from `height`."""
+    for number in range(20):
+        path = Path("photos") / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        photograph(number, height + number, width).save(path)
+
+
+def run_commands_of(page: str, expected: list[str]) -> None:
+    """Run the commands in the first block of `page`, the `expected` ones, with a smaller network and without onnx."""
+    commands = re.findall(r"^dali-train (.*)", page.partition("```")[2].partition("```")[0], flags=re.MULTILINE)
+    assert [command.split()[0] for command in commands] == expected
+    for command in commands:
+        words = shlex.split(command.replace("--format onnx", "--format timm"))
+        assert main([*words, *(SMALL if words[0] == "train" else ())]) == 0, command
+
+
 def test_a_folder_becomes_an_exported_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a smaller network, and without onnx, which tests/test_export.py has."""
     monkeypatch.chdir(tmp_path)
-    for number in range(20):
-        path = Path("photos") / ("cat", "dog")[number % 2] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        photograph(number, 40 + number, 50).save(path)
+    folder_of_photographs(40, 50)
     page = (REPOSITORY / "docs" / "own-images.md").read_text()
-    commands = re.findall(r"^dali-train (.*)", page.partition("```")[2].partition("```")[0], flags=re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["data", "init", "plan", "train", "eval", "report", "export"]
-    for command in commands:
-        words = command.replace("--format onnx", "--format timm").split()
-        assert main([*words, *(SMALL if words[0] == "train" else ())]) == 0, command
+    run_commands_of(page, ["data", "init", "plan", "train", "eval", "report", "export"])
     output = capsys.readouterr().out
     assert "photos.py: 16 images to train on in 2 classes, 4 to validate; the median is 50 x" in output
     assert "step 1: top-1" in output and "Read back, its logits differ by" in output
@@ -44,16 +54,9 @@ def test_timms_arguments_become_a_run(
 ) -> None:
     """With a smaller network."""
     monkeypatch.chdir(tmp_path)
-    for number in range(20):
-        path = Path("photos") / ("cat", "dog")[number % 2] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        photograph(number, 80 + number, 70).save(path)
+    folder_of_photographs(80, 70)
     page = (REPOSITORY / "docs" / "from-timm.md").read_text()
-    commands = re.findall(r"^dali-train (.*)", page.partition("```")[2].partition("```")[0], flags=re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["data", "init", "plan", "train"]
-    for command in commands:
-        words = shlex.split(command)
-        assert main([*words, *(SMALL if words[0] == "train" else ())]) == 0, command
+    run_commands_of(page, ["data", "init", "plan", "train"])
     output = capsys.readouterr().out
     assert "8 images per step are 8 x 1 GPU (--ranks) x 1 accumulated" in output and "best top-1 of the EMA" in output
     assert "  --sync-bn: BatchNorm normalises by the micro-batch" in output

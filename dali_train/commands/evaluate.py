@@ -1,7 +1,7 @@
 """``dali-train eval``: accuracy on the validation split, of a run's checkpoint with the run's settings, or of any
 weights."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.build import RunPlan, build_evaluator, build_set_evaluators, prepare
-from dali_train.training.metrics import ClassTables, EvaluationResult, Evaluator
+from dali_train.training.metrics import ClassTables, EvaluationResult, Evaluator, evaluate_all
 from dali_train.training.model import build_model, check_sizes, compare_with_timm
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import image_settings, is_path
@@ -58,14 +58,12 @@ def evaluate_checkpoint(
         model = model_from(loaded, config, plan.num_classes, device)
         check_sizes(model, config, trains=False)
         evaluator = _evaluator(plan)
-        evaluators, autocast = (
-            {"": evaluator, **build_set_evaluators(plan)},
-            Precision(config.precision, device).autocast,
-        )
-        results, averages = _run_all(evaluators, model, autocast), None
+        evaluators = {"": evaluator, **build_set_evaluators(plan)}
+        autocast = Precision(config.precision, device).autocast
+        results, averages = evaluate_all(evaluators, model, autocast), None
         if "ema" in loaded.state:
             restore_weights(loaded, model, "ema")
-            averages = _run_all(evaluators, model, autocast)
+            averages = evaluate_all(evaluators, model, autocast)
     if launch.rank == 0:
         for warning in warnings:
             print(f"warning: {warning}")
@@ -109,7 +107,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
         if launch.rank == 0:
             _print_preparation(model, config, "timm's for these weights" if from_timm else "the config's")
         evaluators = {"": evaluator, **build_set_evaluators(replace(plan, config=config))}
-        results = _run_all(evaluators, model, Precision(config.precision, device).autocast)
+        results = evaluate_all(evaluators, model, Precision(config.precision, device).autocast)
     if launch.rank == 0:
         print(f"{weights}: {_describe(results)}")
         _print_classes(evaluator, plan.split)
@@ -160,12 +158,6 @@ def _print_classes(evaluator: Evaluator, split: Split) -> None:
     names = split.manifest.class_names or tuple(map(str, range(split.num_classes)))
     for line in ClassTables(details.labels, details.predictions, len(names)).describe(names):
         print(line)
-
-
-def _run_all(
-    evaluators: dict[str, Evaluator], model: nn.Module, autocast: Callable[[], torch.autocast]
-) -> dict[str, EvaluationResult]:
-    return {name: evaluator.run(model, autocast()) for name, evaluator in evaluators.items()}
 
 
 def _describe(results: dict[str, EvaluationResult]) -> str:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from timm.models import save_for_hf
 
 from dali_train.checkpoint.mirror import local_run
+from dali_train.checkpoint.recipe import saved_recipe
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.commands.plan import changed_settings
@@ -53,10 +54,10 @@ def export(
     output = output or Path(run) / "export" / format_name
     with local_run(run, checkpoint) as run_dir:
         trained = load_trained(run_dir, checkpoint, weights)
-        card = model_card(trained, RunDirectory(run_dir))
+        card = model_card(trained, RunDirectory(run_dir)) if format_name == "timm" else None
     try:
         difference = _write(trained, format_name, output)
-        if format_name == "timm":
+        if card is not None:
             write_atomically(output / "README.md", card.encode())
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
@@ -125,12 +126,12 @@ def preprocessing(trained: TrainedModel) -> dict[str, Any]:
 def model_card(trained: TrainedModel, run: RunDirectory) -> str:
     """Return a model card in Markdown, with the metadata that the Hugging Face Hub reads."""
     config, checkpoint, facts = trained.config, trained.checkpoint, run.environment
-    name, dataset = config.run.dir.rstrip("/"), PurePosixPath(config.data.root)
+    name, dataset = PurePosixPath(config.run.dir).name, PurePosixPath(config.data.root).name
     rows = {
         "model": f"`{config.model.name}`, {describe_parameters(trained.model)}",
         "classes": f"{len(trained.class_names)}",
         "images": f"{config.data.train_size} pixels to train, {config.data.eval_size} to evaluate",
-        "dataset": f"{dataset.name}: {checkpoint.values['recipe'].get('dataset', 'unknown')}",
+        "dataset": f"{dataset}: {saved_recipe(checkpoint.values, checkpoint.path).get('dataset', 'unknown')}",
         "length": f"{checkpoint.step} steps of {config.batch.global_batch:,} images",
         "weights": f"{'moving average, ' if trained.weights == 'ema' else ''}digest {trained.record['digest']}",
         "record of the steps": trained.record["record"] or "none",
@@ -139,27 +140,26 @@ def model_card(trained: TrainedModel, run: RunDirectory) -> str:
     results = []
     for event in run.events:
         if event["event"] == "eval" and event["step"] == checkpoint.step:
-            shown = {"accuracy": decisive(event, "top1"), "top-5 accuracy": decisive(event, "top5")}
-            if trained.weights == "raw":
-                shown = {"accuracy": event["top1"], "top-5 accuracy": event["top5"]}
+            value_of = decisive if trained.weights == "ema" else dict.__getitem__
+            shown = {name: value_of(event, field) for name, field in (("accuracy", "top1"), ("top-5 accuracy", "top5"))}
             rows |= {metric: f"{value:.2%} of {event['num_images']:,} images" for metric, value in shown.items()}
             results = [
-                EvalResult("image-classification", dataset.name, dataset.name, metric, value)
-                for metric, value in shown.items()
+                EvalResult("image-classification", dataset, dataset, metric, value) for metric, value in shown.items()
             ]
     data = ModelCardData(
-        model_name=PurePosixPath(name).name,
+        model_name=name,
         library_name="timm",
         pipeline_tag="image-classification",
         tags=["image-classification", "timm", "dali_train"],
         eval_results=results or None,
     )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    command = " ".join(map(str, words)) if isinstance(words := facts.get("command"), list) else "unknown"
     recipe = "\n".join(f"- {section}: {values}" for section, values in changed_settings(config).items())
     return f"""---
 {data.to_yaml()}
 ---
-# {PurePosixPath(name).name}
+# {name}
 
 | | |
 |---|---|
@@ -182,7 +182,7 @@ Settings that differ from the defaults of dali_train:
 {recipe}
 
 ```
-{" ".join(facts.get("command", ["unknown"]))}
+{command}
 ```
 """
 

@@ -56,7 +56,7 @@ from dali_train.training.build import (
     warm_up_trainer,
 )
 from dali_train.training.cost import ModelFlops, model_flops
-from dali_train.training.metrics import EvaluationResult, Evaluator, NonFiniteError
+from dali_train.training.metrics import Evaluator, NonFiniteError, evaluate_all
 from dali_train.training.optim import resolved_arguments
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import StepImages, Trainer
@@ -477,16 +477,13 @@ def evaluate(run: Run) -> None:
     trainer = run.trainer
     trainer.clock.enter("evaluation")
     model, autocast = trainer.forward_model(), trainer.precision.autocast
-
-    def evaluate_sets() -> dict[str, EvaluationResult]:
-        return {name: evaluator.run(model, autocast()) for name, evaluator in run.set_evaluators.items()}
-
     result, details, average = run.evaluator.run(model, autocast()), run.evaluator.details, None
     if trainer.ema is None:
-        sets = evaluate_sets()
+        sets = evaluate_all(run.set_evaluators, model, autocast)
     else:
         with trainer.ema.weights_in(trainer.model):
-            average, sets = run.evaluator.run(model, autocast()), evaluate_sets()
+            average = run.evaluator.run(model, autocast())
+            sets = evaluate_all(run.set_evaluators, model, autocast)
     run.hooks.evaluation(
         EvaluationRecord(step=run.step, epoch=run.epoch, result=result, details=details, ema=average, sets=sets)
     )

@@ -81,6 +81,11 @@ class Audit:
         if rest == 0:
             self._number, self._distance = audited_pass(audit - 1, self._num_passes, self._size)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether this step's audited pass has been recorded and is to be compared."""
+        return self._inputs is not None
+
     @contextmanager
     def recording(self, number: int, batch: Batch) -> Iterator[None]:
         """Keep what the backward pass of this rank's micro-batch `number` of the step yields, if it is to be audited.
@@ -108,13 +113,13 @@ class Audit:
         self._digests[index] = digest(gradient)
 
     def compare(self, step: int, gradients: Gradients) -> None:
-        """Compute the micro-batch of another rank and compare, if this step has an audit. All ranks call this.
+        """Compute the micro-batch of another rank and compare. All ranks call this together, in the steps that are
+        due; there the host waits for the device.
 
         Raises:
             HardwareFaultError: on all ranks, if one has computed something else than the others.
         """
-        if self._inputs is None:
-            return
+        assert self._inputs is not None
         inputs, self._inputs = self._inputs, None
         *theirs, expected = self._exchange([*inputs, self._digests])
         computed = self._compute(gradients, theirs)

@@ -63,8 +63,9 @@ def _binary_cross_entropy(
     soft = (1 - config.label_smoothing) * soft + config.label_smoothing / logits.shape[-1]
     if config.target_threshold is not None:
         soft = (soft > config.target_threshold).to(logits.dtype)
-    # The weight of the positive class is a tensor; without one the arithmetic stays that of earlier versions.
-    weight = None if config.positive_weight == 1 else logits.new_tensor(config.positive_weight)
+    # The weight of the positive class is a tensor, filled on the device: a copy from the host might wait. Without one
+    # the arithmetic stays that of earlier versions.
+    weight = None if config.positive_weight == 1 else logits.new_full((), config.positive_weight)
     loss = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weight)
     return loss * logits.shape[-1] if config.sum_classes else loss
 

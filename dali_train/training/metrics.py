@@ -12,7 +12,7 @@ a blank image through the model.
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -365,6 +365,13 @@ class Evaluator:
         if self._pipeline is not None:
             return self._pipeline.run()
         return torch.empty(len(numbers), 3, 0, 0), torch.from_numpy(self._labels[numbers])
+
+
+def evaluate_all(
+    evaluators: Mapping[str, Evaluator], model: nn.Module, autocast: Callable[[], torch.autocast]
+) -> dict[str, EvaluationResult]:
+    """Return the results of several evaluators by name. All ranks call this together."""
+    return {name: evaluator.run(model, autocast()) for name, evaluator in evaluators.items()}
 
 
 NOISE_EVERY_STEPS = 4
