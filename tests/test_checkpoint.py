@@ -38,8 +38,8 @@ from .helpers import LONG, events, in_ranks
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
 
-def make_writer(directory: Path, *, keep: int = 100, start_step: int = 0) -> CheckpointWriter:
-    writer = CheckpointWriter(directory, None, keep=keep)
+def make_writer(directory: Path, *, keep: int = 100, keep_best: int = 1, start_step: int = 0) -> CheckpointWriter:
+    writer = CheckpointWriter(directory, None, keep=keep, keep_best=keep_best)
     writer.prepare(start_step)
     return writer
 
@@ -98,6 +98,11 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         scored.record_top1(step, top1, score)
     assert names(tmp_path / "scored") == ["best", "newest", "step-00000001", "step-00000003"]
     assert (tmp_path / "scored" / "best").resolve().name == "step-00000001" and scored.prepare(3) == 0.2
+    several = make_writer(tmp_path / "several", keep=1, keep_best=2)
+    for step, top1 in ((1, 0.5), (2, 0.7), (3, 0.6), (4, 0.1)):
+        save(several, step, top1=top1)
+    assert names(tmp_path / "several") == ["best", "newest", "step-00000002", "step-00000003", "step-00000004"]
+    assert (tmp_path / "several" / "best").resolve().name == "step-00000002"
     writer.held.add("step-00000005")  # a mirror reads it
     save(writer, 7)
     assert (tmp_path / "step-00000005").exists()

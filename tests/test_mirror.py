@@ -71,8 +71,8 @@ def run(directory: Path, url: str = URL, **changes: object) -> RunConfig:
     return RunConfig(dir=str(directory), epochs=1.0, mirror=url, **changes)  # type: ignore[arg-type]
 
 
-def upload(directory: Path, url: str, grace_s: float | None = None) -> None:
-    mirror = Mirror(run(directory, url))
+def upload(directory: Path, url: str, grace_s: float | None = None, **changes: object) -> None:
+    mirror = Mirror(run(directory, url, **changes))
     mirror.grace_s = grace_s
     mirror.start(set())
     mirror.finish()
@@ -225,6 +225,16 @@ def test_the_further_one_of_directory_and_mirror_is_taken(
     assert steps(url) == [5]
     rest = {name.removeprefix("checkpoints/") for name in Bucket(url).sizes("checkpoints/")}
     assert theirs == {name for name in rest if not name.startswith("step-00000005")}
+
+
+def test_a_mirror_has_the_best_few(url: str, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "copy", symlinks=True)
+    record_top1(tmp_path / "copy" / "checkpoints" / "step-00000003", 0.4)
+    upload(tmp_path / "copy", url, keep_best=2)
+    assert steps(url) == [3, 5, 6]
+    assert restore(run(tmp_path / "two", url, keep_best=2)) == [3, 5, 6]
+    assert (tmp_path / "two" / "checkpoints" / "best").readlink().name == "step-00000005"
+    assert restore(run(tmp_path / "one", url)) == [5, 6]
 
 
 def test_other_runs_are_refused(url: str, finished: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -101,7 +101,7 @@ class Mirror:
         assert run.mirror is not None
         self.grace_s: float | None = _FAILED_S
         """Seconds that `finish` may take, before the few of `close`; None: as long as there is progress."""
-        self._directory = Path(run.dir)
+        self._directory, self._keep_best = Path(run.dir), run.keep_best
         self._bucket = Bucket(run.mirror)
         self._claim = Claim(self._bucket, say=partial(print, file=sys.stderr, flush=True))
         self._held: set[str] = set()
@@ -176,7 +176,7 @@ class Mirror:
     # Download
 
     def restore(self, run: RunConfig, current: Callable[[], dict[str, Any]]) -> None:
-        """Download the newest complete checkpoint, the best one and the metrics, if the mirror is ahead of run.dir.
+        """Download the newest complete checkpoint, the best ones and the metrics, if the mirror is ahead of run.dir.
 
         Args:
             current: returns the recipe of this run, which is compared before anything is downloaded.
@@ -221,10 +221,10 @@ class Mirror:
         if fetched is None:
             return
         point_link(self._directory / _CHECKPOINTS / "newest", self._path(fetched))
-        scores = {folder: top1 for folder, top1 in self._claim.checkpoints.items() if top1 is not None}
-        best = max(scores, key=lambda folder: (scores[folder], folder), default=fetched)
-        if best in scores and (best == fetched or self._path(best).exists() or self._fetch(best)):
-            point_link(self._directory / _CHECKPOINTS / "best", self._path(best))
+        wanted = _best(self._claim.checkpoints, self._keep_best)
+        best = [one for one in wanted if one == fetched or self._path(one).exists() or self._fetch(one)]
+        if best and best[0] == wanted[0]:
+            point_link(self._directory / _CHECKPOINTS / "best", self._path(best[0]))
         with suppress(MissingObjectError):
             size = self._bucket.size(METRICS)
             if (self._directory / METRICS).exists():
@@ -288,7 +288,7 @@ class Mirror:
             logger.warning("run.mirror: %s; the run continues, and the upload is retried", error)
 
     def _upload_new(self, last: bool) -> None:
-        """Upload the newest checkpoint and the best one, then the small files, and only then record them as complete;
+        """Upload the newest checkpoint and the best ones, then the small files, and only then record them as complete;
         remove checkpoints that are no longer in the run directory.
 
         For example: the mirror has steps 4 and 6, and 4 is the best. The run has saved 8 and removed 6. Then 8 is
@@ -318,7 +318,8 @@ class Mirror:
         for path in checkpoint_paths(self._directory / _CHECKPOINTS):
             with suppress(FileNotFoundError):  # removed just now
                 paths[_folder(path, step_of(path))] = path
-        return _Local(paths, {folder: saved_top1(path) for folder, path in paths.items()})
+        scores = {folder: saved_top1(path) for folder, path in paths.items()}
+        return _Local(paths, scores, {*list(paths)[-1:], *_best(scores, self._keep_best)})
 
     def _upload_checkpoint(self, folder: str, path: Path) -> None:
         self._held.add(path.name)
@@ -372,14 +373,13 @@ class _Local:
 
     paths: dict[str, Path]
     scores: dict[str, float | None]  # top-1, a fraction, of those that were evaluated
+    wanted: set[str]  # the newest and the best, which a mirror needs
 
-    @property
-    def wanted(self) -> set[str]:
-        """The newest and the best, which a mirror needs."""
-        evaluated = {folder: top1 for folder, top1 in self.scores.items() if top1 is not None}
-        best = max(evaluated, key=lambda folder: (evaluated[folder], folder), default=None)
-        newest = list(self.paths)[-1:]
-        return {*newest, best} if best is not None else {*newest}
+
+def _best(scores: Mapping[str, float | None], count: int) -> list[str]:
+    """Return the folders of the `count` best checkpoints, the best first, the later one of two that are equal."""
+    evaluated = {folder: top1 for folder, top1 in scores.items() if top1 is not None}
+    return sorted(evaluated, key=lambda folder: (evaluated[folder], _step(folder)), reverse=True)[:count]
 
 
 def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
@@ -436,7 +436,7 @@ def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
         return
     bucket = Bucket(str(run))
     scores = complete_checkpoints(bucket)
-    best = max((f for f in scores if scores[f] is not None), key=lambda f: (scores[f], _step(f)), default=None)
+    best = next(iter(_best(scores, 1)), None)
     newest = max(scores, key=_step, default=None)
     named = next((f for f in scores if checkpoint is not None and f.rpartition("-")[0] == checkpoint), None)
     folder = {None: best or newest, "best": best, "newest": newest}.get(checkpoint, named)

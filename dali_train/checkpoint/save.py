@@ -57,7 +57,7 @@ class CheckpointWriter:
 
     Args:
         group: all ranks, for host memory, not used for anything else; None for a single process.
-        keep: how many of the newest checkpoints to keep, besides the best one.
+        keep: how many of the newest checkpoints to keep, besides the `keep_best` best ones.
         num_stages: stages of the pipeline, with equally many adjacent ranks; the ranks of a stage have tensors of the
             same names.
         weights: the digests of the weights in earlier checkpoints of the run, also of those that are gone. Every
@@ -70,6 +70,7 @@ class CheckpointWriter:
         group: dist.ProcessGroup | None,
         *,
         keep: int,
+        keep_best: int = 1,
         num_stages: int = 1,
         weights: WeightsRecord | None = None,
     ) -> None:
@@ -79,7 +80,7 @@ class CheckpointWriter:
         self._num_stages = num_stages
         self._apart: list[int] = []
         self.held: set[str] = set()  # names of checkpoints that are being read and must not be removed
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
         self.weights = dict(weights or {})  # complete on rank 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -219,7 +220,7 @@ class CheckpointWriter:
         self._retire()
 
     def _retire(self) -> None:
-        """Point to the newest and the best checkpoint, and remove all but the best and the newest few."""
+        """Point to the newest and the best checkpoint, and remove all but the few best and newest."""
         paths = checkpoint_paths(self._directory)
         point_link(self._directory / "newest", paths[-1])
         try:
@@ -230,7 +231,7 @@ class CheckpointWriter:
         best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)
         if best:
             point_link(self._directory / "best", best[0])
-        for path in set(paths[: -self._keep]) - set(best[:1]):
+        for path in set(paths[: -self._keep]) - set(best[: self._keep_best]):
             if path.name not in self.held:
                 _remove(path)
 

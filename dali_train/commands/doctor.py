@@ -562,9 +562,9 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
 
 
 def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
-    """Check the space for checkpoints: run.keep_checkpoints, the best one, one being written before the oldest is
+    """Check the space for checkpoints: run.keep_checkpoints, run.keep_best, one being written before the oldest is
     removed, and one being uploaded."""
-    count = run.keep_checkpoints + 2 + (run.mirror is not None)
+    count = run.keep_checkpoints + run.keep_best + 1 + (run.mirror is not None)
     needed, free = count * checkpoint_bytes, shutil.disk_usage(directory).free
     text = f"{free / 1e9:,.1f} GB free, {count} checkpoints take {needed / 1e9:,.2f} GB"
     if free < needed:

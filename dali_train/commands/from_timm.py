@@ -56,7 +56,7 @@ SAME = {
     "cutmix": "mixup.cutmix_alpha",
     "batch_size": "batch.micro_batch",
     "val_interval": "run.eval_every_epochs",
-    "checkpoint_hist": "run.keep_checkpoints",
+    "checkpoint_hist": "run.keep_best",
     "log_interval": "hooks.log_every_steps",
 }
 """Argument -> the setting of the same meaning."""

@@ -334,6 +334,7 @@ def build(
             plan.directory / "checkpoints",
             writer_group,
             keep=config.run.keep_checkpoints,
+            keep_best=config.run.keep_best,
             num_stages=plan.layout.pipeline,
             weights=start.weights_record,
         ),

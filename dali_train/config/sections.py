@@ -821,7 +821,9 @@ class RunConfig:
     checkpoint_every_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None
     """Also save when the last checkpoint is this old, which bounds the loss if a node dies."""
     keep_checkpoints: NotInRecipe[Count] = 2
-    """How many of the newest checkpoints to keep, besides the best one, which is always kept."""
+    """How many of the newest checkpoints to keep, besides the best ones."""
+    keep_best: NotInRecipe[Count] = 1
+    """How many of the best checkpoints to keep, by run.best_by (timm's --checkpoint-hist)."""
     best_by: Literal["top1", "balanced-top1", "loss"] = "top1"
     """The measurement on the validation split by which the best checkpoint is chosen (timm's --eval-metric); of the
     moving average of the weights, if there is one. balanced-top1: the mean of the classes' accuracies."""
