@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tfrecord import writer
 
 from dali_train.cli import main
 from dali_train.config import Config
@@ -24,9 +25,9 @@ from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import DatasetError
 from dali_train.runtime import object_store
 from dali_train.runtime.object_store import Bucket
-from tests.conftest import Train, encoded, photograph
+from tests.conftest import StartTraining, Train, encoded, photograph
 from tests.data.files import files_of, small_photograph, write_tar
-from tests.helpers import OFTEN, extended, first_batches, losses, state_difference
+from tests.helpers import extended, first_batches, kill_after_step_4, losses, state_difference
 from tests.s3_server import S3Server
 
 CLASSES = ("ant", "bee", "cat")
@@ -146,18 +147,40 @@ def test_every_form_has_the_images_of_the_conversion_in_its_order(forms: Path, c
     assert len(Split(forms / "subset", "train")) == 40
 
 
-def test_runs_are_equal_to_the_bit_on_any_form_and_resumed(
-    forms: Path, train: Train, tiny_config: Path, tmp_path: Path, s3_server: S3Server, in_bucket: str
+def test_runs_are_equal_to_the_bit_on_any_form_killed_and_resumed(
+    forms: Path,
+    train: Train,
+    start_training: StartTraining,
+    tiny_config: Path,
+    tmp_path: Path,
+    s3_server: S3Server,
+    in_bucket: str,
 ) -> None:
-    config = extended(tiny_config, f"import os\nos.environ.update({s3_server.environment!r})\n")
+    """TFRecords are those of another writer, with other names of features and labels from 0, and no index."""
+    for split in ("train", "validation"):
+        (tmp_path / "foreign" / split).mkdir(parents=True)
+        other = writer.TFRecordWriter(str(tmp_path / "foreign" / split / f"{split}.tfrecord"))
+        for image, label in contents(forms / "converted", split):
+            other.write({"label": (label, "int"), "jpeg": (image, "byte")})
+        other.close()
+    keys = ("--image-key", "jpeg", "--label-key", "label", "--label-base", 0)
+    data("index", tmp_path / "foreign", *keys, "--class-names", forms / "names")
     data("index", f"{in_bucket}/tars", "--out", tmp_path / "remote.index", "--class-names", forms / "names")
-    for form, ranks in (("folder", 1), ("remote", 3)):
-        train(f"converted-{ranks}", *OFTEN, "--data.root", str(forms / "converted"), ranks=ranks, config=config)
-        place = ("--data.root", str((tmp_path if form == "remote" else forms) / f"{form}.index"))
-        train(form, *OFTEN, *place, "--run.max_steps", "4", ranks=ranks, config=config)
-        assert "resuming from step 4" in train(form, *OFTEN, *place, ranks=ranks, config=config)
-        assert losses(tmp_path / form) == losses(tmp_path / f"converted-{ranks}")
-        assert state_difference(tmp_path / form, tmp_path / f"converted-{ranks}") == 0
+    roots = {form: str(forms / f"{form}.index") for form in FORMS}
+    roots |= {"bucket": str(tmp_path / "remote.index"), "tfrecords": str(tmp_path / "foreign")}
+    extended(tiny_config, f"import os\nos.environ.update({s3_server.environment!r})\n").rename(tiny_config)
+    steps = ("--batch.global_batch", "12", "--run.epochs", "5", "--run.checkpoint_every_steps", "4")
+    steps += ("--run.eval_every_epochs", "None")
+    for ranks, names in ((1, ("folder", "tfrecords")), (3, ("bucket", "mds"))):
+        train(f"converted-{ranks}", *steps, "--data.root", str(forms / "converted"), ranks=ranks)
+        expected = losses(tmp_path / f"converted-{ranks}")
+        assert len(expected) == 25
+        for name in names:
+            run, place = f"{name}-{ranks}", (*steps, "--data.root", roots[name])
+            kill_after_step_4(start_training, tiny_config, run, *place, ranks=ranks)
+            assert "resuming from step" in train(run, *place, ranks=ranks)
+            assert losses(tmp_path / run) == expected, run
+            assert state_difference(tmp_path / run, tmp_path / f"converted-{ranks}") == 0
 
 
 def test_objects_of_a_bucket_are_indexed_in_place(
