@@ -183,7 +183,9 @@ class DataConfig:
     ] = ()
     """More datasets that every evaluation measures, such as ImageNet-V2, -A, -R and -Sketch: (name, directory or URL).
     Their classes are found by name among those of data.root, and only these compete, as is usual for -A and -R. They
-    are shown and recorded by their names; the validation split of data.root decides which checkpoint is best."""
+    are shown and recorded by their names; the validation split of data.root decides which checkpoint is best. A file
+    that ends in .json instead of a dataset has other labels of the same validation split, such as ReaL's real.json
+    (several right classes an image): real,real.json."""
     eval_views: NotInRecipe[Literal["one", "mirrored", "mirrored-and-shifted"]] = "one"
     """Views of each evaluation image whose logits are averaged (test-time augmentation). mirrored: the image and its
     mirror image, as FFCV's lr_tta. mirrored-and-shifted: these two, and both shifted by one pixel up and left and down

@@ -249,6 +249,9 @@ class Evaluator:
         num_shown: images whose scores go into `details`; 0 collects no details.
         node: this process's part in the cache of its node, if it has one.
         classes: the model's class of each class of `split`, (classes,) int64; only these compete. None: the same.
+        labels: all right classes of each image, (images, most) int64, padded with -1; an image without any is left out.
+            A prediction is right if it is among them, and the loss is that of their common probability. None: the
+            index has the only one.
     """
 
     def __init__(
@@ -262,17 +265,19 @@ class Evaluator:
         num_shown: int = 0,
         node: Node | None = None,
         classes: NDArray[np.int64] | None = None,
+        labels: NDArray[np.int64] | None = None,
     ) -> None:
         self._classes = None if classes is None else torch.from_numpy(classes).to(device)
         size, stride = config.batch.micro_batch, layout.data_size * config.batch.micro_batch
-        starts = range(layout.data_rank * size, len(split), stride)
-        self._batches = [np.arange(start, min(start + size, len(split))) for start in starts]
-        self._num_blank = -(-len(split) // stride) - len(self._batches) if layout.splits_model else 0
+        self._right = None if labels is None else torch.from_numpy(labels)
+        images = np.arange(len(split)) if labels is None else np.flatnonzero((labels >= 0).any(axis=1))
+        self._batches = [images[at : at + size] for at in range(layout.data_rank * size, len(images), stride)]
+        self._num_blank = -(-len(images) // stride) - len(self._batches) if layout.splits_model else 0
         self._blank = (1, 3, config.data.eval_size, config.data.eval_size)
-        self._num_images = len(split)
+        self._num_images = len(images)
         self._num_classes = split.num_classes
         self._labels = split.rows["label"].astype(np.int64)
-        self._class_counts = np.bincount(self._labels, minlength=split.num_classes)
+        self._class_counts = np.bincount(self._labels[images], minlength=split.num_classes)
         self._shown = np.unique(np.linspace(0, len(split) - 1, min(num_shown, len(split))).round().astype(np.int64))
         self.details: EvaluationDetails | None = None
         self._views = VIEWS[config.data.eval_views]
@@ -320,12 +325,15 @@ class Evaluator:
                 scores[rows_of_batch] = (
                     probabilities if all_scores else probabilities.gather(1, torch.stack([predicted, labels], dim=-1))
                 )
-            ranks = (logits > logits.gather(1, labels[:, None])).sum(dim=1)  # classes that score above the true one
+            right = labels[:, None] if self._right is None else self._right[numbers].to(self._device)
+            scores_of_right = logits.log_softmax(dim=-1).gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
+            best = logits.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf).amax(dim=1, keepdim=True)
+            ranks = (logits > best).sum(dim=1)  # classes that score above the true one, or the best of them
             ranks.masked_fill_(logits.isnan().any(dim=1), logits.shape[1])  # NaN would rank first
             correct.scatter_add_(0, labels, (ranks < 1).long())
             sums += torch.stack(
                 [
-                    F.cross_entropy(logits, labels, reduction="sum").double(),
+                    -scores_of_right.logsumexp(dim=1).sum().double(),
                     (ranks < 1).sum().double(),
                     (ranks < 5).sum().double(),
                     torch.full(

@@ -110,6 +110,26 @@ class Split:
         row = self.rows[image]
         return f"image {image} ({self.shard_location(int(row['shard']))}, {row['size']} bytes at byte {row['offset']})"
 
+    def file_names(self) -> Iterator[str]:
+        """Yield the name that every image's file had before the conversion (image/filename), or has in place.
+
+        Raises:
+            DatasetError: the records have none, or the images lie in an object store, where each costs a request.
+            TFRecordError: a shard is damaged.
+        """
+        if self.files is not None:
+            yield from map(self.files.name, self.rows["shard"].tolist())
+            return
+        if self.url is not None:
+            raise DatasetError(f"{self.url}: names of images are only read from a disk: copy this split to one")
+        for path in self.paths:
+            content = memoryview(map_file(path))
+            for record in walk_records(content, path, check_payload=False):
+                feature = parse_example(content, record, path).get("image/filename")
+                if feature is None or len(feature.spans) != 1:
+                    raise DatasetError(f"{path}: at byte {record.header}: the record has no image/filename")
+                yield bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
+
     def shard_location(self, shard: int) -> str:
         """Return the path or the URL of a shard, or of a file of an index in place."""
         if self.files is not None:
