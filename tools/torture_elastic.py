@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Change the nodes of an elastic run over and over, and compare it with an undisturbed one in one process.
 
-    python tools/torture_elastic.py --changes 20 --picture elastic.png
+    python -m tools.torture_elastic --changes 20 --picture elastic.png
 
 Each of up to four nodes is a torchrun agent of this machine with one rank. At steps spread over the run, a node is
 killed with its rank, or added, or its rank is frozen (SIGSTOP) until the others end because of it. The rendezvous is
@@ -15,7 +15,6 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from safetensors.torch import load_file
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import load_config
 from dali_train.runtime.status import METRICS, Event, goodput, read_events
-from tools.torture_resume import CONFIG, NUM_IMAGES, Attempt, compare, make_dataset
+from tools.torture import CONFIG, NUM_IMAGES, Node, Ranks, compare, make_dataset, prepare_server
 
 MOST_NODES = 4  # as many as a step has micro-batches
 STEP_S = 0.5  # a step takes at least this, until all changes are made: a node needs time to come
@@ -38,16 +37,7 @@ SETTLED_S = 30.0  # after the last change
 BOUND = 1e-11  # of weights and moments; summed in another order, they differ by rounding, which grows with the steps
 OPTIONS = (
     *("--precision.dtype", "fp64", "--run.checkpoint_every_steps", "1000000", "--run.checkpoint_every_seconds", "2"),
-    *(
-        "--run.eval_every_epochs",
-        "none",
-        "--hooks.log_every_steps",
-        "1",
-        "--parallel.timeout_s",
-        "10",
-        "--optimizer.lr",
-        "2e-3",
-    ),
+    *("--run.eval_every_epochs", "none", "--parallel.timeout_s", "10", "--optimizer.lr", "2e-3"),
 )
 PACE = f"""
 import time
@@ -86,20 +76,17 @@ def main() -> None:
         "--directory", type=Path, metavar="DIR", help="where to work, kept (default: a temporary directory)"
     )
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
     directory = options.directory or Path(tempfile.mkdtemp(prefix="elastic-"))
     make_dataset(directory / "data")
     epochs = max(2, 60 * (options.changes + 1) * 16 // NUM_IMAGES)  # 60 steps for each change
     for name, more in (("undisturbed", ""), ("killed", PACE)):
-        text = CONFIG.format(
-            run=str(directory / name), root=str(directory / "data"), cache="", epochs=epochs, shuffle="full"
-        )
+        text = CONFIG.format(run=str(directory / name), root=str(directory / "data"), epochs=epochs, shuffle="full")
         (directory / f"{name}.py").write_text(text + more)
     total_steps = load_config(directory / "undisturbed.py").steps(epochs, NUM_IMAGES)
 
     print(f"{total_steps} steps in one process", flush=True)
-    Attempt.context.set_forkserver_preload(["dali_train.commands.train", "dali_train.cli"])
-    if Attempt(directory / "undisturbed.py", 1, directory / "undisturbed.log", OPTIONS).wait() != [0]:
+    prepare_server()
+    if Ranks(directory / "undisturbed.py", 1, directory / "undisturbed.log", OPTIONS).wait() != [0]:
         sys.exit(f"the undisturbed run failed: see {directory / 'undisturbed.log'}")
     moments = list(elastic(directory, total_steps, options.changes, random.Random(options.seed)))
 
@@ -125,7 +112,7 @@ def main() -> None:
 def elastic(directory: Path, total_steps: int, changes: int, rng: random.Random) -> Iterator[Moment]:
     """Train with nodes that come and go, and yield now and then how far the run is."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    nodes = [Node(directory, store.port), Node(directory, store.port)]
+    nodes = [new_node(directory, store.port), new_node(directory, store.port)]
     began, before, changed = time.time(), Moment(0, 0, 0), 0.0
     steps = [total_steps * (number + 1) // (changes + 1) for number in range(changes)]
     try:
@@ -155,12 +142,12 @@ def look(run: Path, began: float) -> Moment:
     return Moment(time.time() - began, events[-1]["step"] if events else 0, ranks[-1] if ranks else 0)
 
 
-def change(nodes: list["Node"], directory: Path, port: int, rng: random.Random) -> str:
+def change(nodes: list[Node], directory: Path, port: int, rng: random.Random) -> str:
     """Add a node, kill one, or freeze a rank; say what."""
     possible = ["add"] * (3 * (len(nodes) < MOST_NODES)) + (["kill", "kill", "freeze"] if len(nodes) > 1 else [])
     what = rng.choice(possible)
     if what == "add":
-        nodes.append(Node(directory, port))
+        nodes.append(new_node(directory, port))
         return f"a node comes, {len(nodes)}"
     if what == "kill":
         nodes.pop(rng.randrange(len(nodes))).kill()
@@ -169,43 +156,8 @@ def change(nodes: list["Node"], directory: Path, port: int, rng: random.Random) 
     return "a rank is frozen"
 
 
-class Node:
-    """A torchrun agent, and its rank."""
-
-    def __init__(self, directory: Path, port: int) -> None:
-        words = [
-            "--nnodes",
-            f"1:{MOST_NODES}",
-            "--nproc-per-node",
-            "1",
-            "--max-restarts",
-            "1000",
-            "--rdzv-id",
-            "elastic",
-        ]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--local-addr", "localhost"]
-        words += ["--rdzv-conf", "is_host=0,last_call_timeout=3", "--monitor-interval", "0.5"]
-        train = ["-m", "dali_train", "train", "--config", str(directory / "killed.py"), *OPTIONS]
-        with (directory / "killed.log").open("ab") as log:
-            self.agent = subprocess.Popen(
-                [sys.executable, "-m", "dali_train.runtime.torchrun", *words, *train],
-                stdout=log,
-                stderr=log,
-            )
-
-    def workers(self) -> list[int]:
-        """Return the process ids of its ranks."""
-        children = Path(f"/proc/{self.agent.pid}/task").glob("*/children")
-        return [int(pid) for path in children for pid in path.read_text().split()]
-
-    def kill(self) -> None:
-        """End everything of it at once, as a power failure does."""
-        if self.agent.poll() is None:
-            workers = self.workers()
-            self.agent.kill()
-            for pid in workers:
-                os.kill(pid, signal.SIGKILL)
-            self.agent.wait()
+def new_node(directory: Path, port: int) -> Node:
+    return Node(directory / "killed.py", directory / "killed.log", OPTIONS, port=port, most_nodes=MOST_NODES)
 
 
 def draw(moments: list[Moment], undisturbed: list[Event], killed: list[Event], path: Path) -> None:
