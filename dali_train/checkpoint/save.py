@@ -220,20 +220,25 @@ class CheckpointWriter:
         self._retire()
 
     def _retire(self) -> None:
-        """Point to the newest and the best checkpoint, and remove all but the few best and newest."""
+        """Remove all checkpoints but the few best and newest, oldest first."""
         paths = checkpoint_paths(self._directory)
         point_link(self._directory / "newest", paths[-1])
         try:
-            scores = {path: score for path in paths if (score := saved_score(path)) is not None}
+            best = self._point_to_best(paths)
         except OSError as error:
             logger.warning("no checkpoint is removed, since the best one is not known: %s", error)
             return
+        for path in paths[: -self._keep]:
+            if path not in best[: self._keep_best] and path.name not in self.held:
+                _remove(path)
+
+    def _point_to_best(self, paths: list[Path]) -> list[Path]:
+        """Return those of `paths` that have a score, best first. Raises OSError: a score cannot be read."""
+        scores = {path: score for path in paths if (score := saved_score(path)) is not None}
         best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)
         if best:
             point_link(self._directory / "best", best[0])
-        for path in set(paths[: -self._keep]) - set(best[: self._keep_best]):
-            if path.name not in self.held:
-                _remove(path)
+        return best
 
     def _tidy(self, start_step: int) -> float | None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -246,6 +251,9 @@ class CheckpointWriter:
         for path in paths:
             if step_of(path) > start_step:
                 set_aside(path)
+        if kept := [path for path in paths if step_of(path) <= start_step]:  # a killed run may not have come to it
+            point_link(self._directory / "newest", kept[-1])
+            self._point_to_best(kept)
         return max((top1 for path in paths if path.exists() and (top1 := saved_top1(path)) is not None), default=None)
 
     def _explain(self, error: BaseException) -> str:
