@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,9 @@ class CheckpointWriter:
 
     def _tidy(self, start_step: int) -> float | None:
         self._directory.mkdir(parents=True, exist_ok=True)
+        for parent in self._directory.parents[:2]:  # which have the names of this directory and of the run's
+            with suppress(PermissionError):
+                sync_directory(parent)
         for rest in filter(is_unfinished, [*self._directory.iterdir()]):
             if rest.is_dir() and not rest.is_symlink():
                 shutil.rmtree(rest)
