@@ -13,7 +13,7 @@ from tools.simulate import explain, first_failure
 from tools.simulation.protocols import PROTOCOLS
 
 
-@pytest.mark.parametrize(("name", "num_histories"), [("lock", 1_000)])
+@pytest.mark.parametrize(("name", "num_histories"), [("lock", 500), ("checkpoint", 200), ("ranks", 50)])
 def test_no_invariant_is_violated(name: str, num_histories: int) -> None:
     failure = first_failure(PROTOCOLS[name], range(num_histories))
     assert failure is None, f"seed {failure[0]}: {failure[1]}\n{explain(PROTOCOLS[name], failure[0])}"

@@ -3,8 +3,9 @@
 What is between them is lost, kept or torn: bytes that were not flushed, and names (links, renames, removals) whose
 directory was not. With `Disk.journaled` names survive in order, and any flush keeps all names before it, as on ext4 and
 XFS; without it any subset of them survives, which is all that POSIX promises. A `Disk.shared` one is a server's (NFS):
-a machine may remember names for a while, its bytes reach the others when it closes or flushes a file, and opening a
-file asks the server.
+a machine may remember for up to 30 s what a name stood for, also that there was no such name, unless it has opened or
+changed the directory since; its bytes reach the others when it closes or flushes a file; and opening a file that it
+remembers asks the server, as Linux does (close-to-open, fs/nfs/dir.c: `nfs_lookup_verify_inode`).
 """
 
 import errno
@@ -195,30 +196,22 @@ class Disk:
         found = directory.entries.get(name)
         if not self.shared:
             return found
-        remembered = self.world.process.machine.remembered
-        until, known = remembered.get((directory, name), (-1.0, None))
+        remembered = self.world.process.machine.remembered.setdefault(directory, {})
+        until, known = remembered.get(name, (-1.0, None))
         if until > self.world.now and not (opening and known is not None):
             return known
-        remembered[directory, name] = self.world.now + self.world.random.choice((0.0, 0.0, 3.0, 30.0)), found
+        remembered[name] = self.world.now + self.world.random.choice((0.0, 0.0, 3.0, 30.0)), found
         return found
 
-    def _names(self, directory: Node) -> list[str]:
-        if not self.shared:
-            return [*directory.entries]
-        remembered = self.world.process.machine.remembered
-        until, known = remembered.get(directory, (-1.0, []))
-        if until > self.world.now:
-            return known
-        names = [*directory.entries]
-        remembered[directory] = self.world.now + self.world.random.choice((0.0, 0.0, 30.0)), names
-        return names
+    def _ask_server(self, *directories: Node) -> None:
+        """Forget what a machine remembers of these: it has opened or changed them, and learned their state by that."""
+        if self.shared:
+            for directory in directories:
+                self.world.process.machine.remembered.pop(directory, None)
 
     def _change(self, *changes: tuple[Node, str, Node | None]) -> None:
         self.change(*changes)
-        if self.shared:  # a machine knows what it did itself
-            for directory, name, node in changes:
-                self.world.process.machine.remembered[directory, name] = self.world.now + 3.0, node
-                self.world.process.machine.remembered.pop(directory, None)
+        self._ask_server(*(directory for directory, _, _ in changes))
 
     def _new(self, kind: int) -> Node:
         self.num_nodes += 1
@@ -242,6 +235,7 @@ class Disk:
             node = self._new(stat.S_IFREG)
             self._change((directory, name, node))
         elif flags & os.O_CREAT and flags & os.O_EXCL:
+            self._ask_server(directory)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         elif node.kind == stat.S_IFLNK:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
@@ -420,7 +414,8 @@ class Disk:
         node = self._existing(path)
         if node.kind != stat.S_IFDIR:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        return self._names(node)
+        self._ask_server(node)
+        return [*node.entries]
 
     def utime(self, path: str) -> None:
         self.world.call("utime", path)

@@ -25,7 +25,7 @@ class Group:
 
     def join(self, rank: int) -> None:
         process = self.world.process
-        process.rank = rank
+        process.rank, process.num_ranks = rank, self.size
         self.members[rank] = process
         process.at_end.append(self._wake)
 
@@ -73,12 +73,12 @@ class Group:
 
 
 def _broadcast(values: list[Any], src: int, group: Group) -> None:
-    """The source does not wait for the others; those may not get anything if it ends at once."""
+    """The source does not wait for the others; those may not get anything if it is killed."""
     number = group.give([*values])
     if group.world.process.rank == src:
         return
     given = group.take(number, lambda: src in group._given[number])
-    if group.members[src].is_dead and group.world.random.random() < 0.5:
+    if group.members[src].status == -9 and group.world.random.random() < 0.5:
         raise RuntimeError("Connection closed by peer")
     values[:] = given[src]
 
@@ -107,7 +107,7 @@ def _receive(tensor: torch.Tensor, source: int, group: Group) -> None:
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {
     "get_rank": lambda group=None: current_world().process.rank,
-    "get_world_size": lambda group: group.size,
+    "get_world_size": lambda group=None: current_world().process.num_ranks,
     "all_gather_object": _gather,
     "broadcast_object_list": _broadcast,
     "barrier": lambda group: group.take(group.give(None)),

@@ -4,15 +4,31 @@ A protocol is a class whose object is one history: its constructor starts the pr
 calls, and `end` when nothing is left to do.
 """
 
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from dali_train.errors import ConfigError
-from dali_train.runtime import lock
+import torch
+
+from dali_train.checkpoint import format as checkpoint_format
+from dali_train.checkpoint import run_directory, save
+from dali_train.checkpoint.format import CheckpointError, find_checkpoint
+from dali_train.checkpoint.run_directory import SCORE, step_of
+from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.errors import ConfigError, UserError
+from dali_train.files import sha256
+from dali_train.runtime import lock, process_group, stop
 from dali_train.runtime.lock import BEAT_S, FILE, STALE_S, RunLock
+from dali_train.runtime.process_group import locked
+from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
 from tools.simulation.disk import ROOT, Node
-from tools.simulation.world import Clock, Machine, Process, ViolationError, World
+from tools.simulation.group import Group
+from tools.simulation.world import Clock, Machine, Process, ViolationError, World, current_world
 
 RUN = Path(ROOT) / "run"
 
@@ -111,4 +127,226 @@ class Lock(Protocol):
                 self.lost.setdefault(process, self.world.now + BEAT_S - process.held_up_s)
 
 
-PROTOCOLS: dict[str, type[Protocol]] = {"lock": Lock}
+class Files:
+    """In the place of DCP and its safetensors, which would take a thousand times as long: one small file per rank, of
+    its tensors' names and values, flushed as DCP flushes its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.digests: dict[str, str] = {}
+
+    @staticmethod
+    def save(state: dict[str, torch.Tensor], *, storage_writer: "Files", process_group: Any, no_dist: bool) -> None:
+        path = storage_writer.path / f"rank{current_world().process.rank}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if state:
+            with path.open("wb", buffering=0) as file:
+                for name, tensor in state.items():
+                    file.write(f"{name} {int(tensor)}\n".encode())
+                os.fsync(file.fileno())
+            storage_writer.digests = {path.name: sha256(path)}
+        if not no_dist:  # DCP ends with a collective, which tells all ranks of an error of any
+            process_group.take(process_group.give(None))
+
+    @staticmethod
+    def read(directory: Path, names: set[str], section: str = "") -> dict[str, Any]:
+        if section:  # for the digests of the weights, which the protocol does not need
+            return {}
+        lines = [line for name in sorted(names) for line in (directory / name).read_text().splitlines()]
+        return {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
+
+
+class Signals:
+    """The module `signal`. Its handlers are called by `Run`, between two instructions of the main thread."""
+
+    SIGUSR1, SIGTERM, SIGINT, SIG_IGN = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIG_IGN
+
+    @staticmethod
+    def getsignal(number: int) -> None:
+        return None
+
+    @staticmethod
+    def signal(number: int, handler: Any) -> None:
+        current_world().process.handlers[number] = handler
+
+    @staticmethod
+    def set_wakeup_fd(fd: int, warn_on_full_buffer: bool = False) -> int:
+        return 1 << 19  # another's, which `StopRequests` leaves alone
+
+
+def weights_after(step: int) -> int:
+    """Return the weights after `step` steps: each step's depend on all before it."""
+    while len(_WEIGHTS) <= step:
+        digest = hashlib.sha256(f"{_WEIGHTS[-1]} {len(_WEIGHTS)}".encode()).hexdigest()
+        _WEIGHTS.append(int(digest[:12], 16))
+    return _WEIGHTS[step]
+
+
+_WEIGHTS = [0]
+_NUM_STEPS = 5
+_START_S = 4.0  # from the lock to the first step, at least: imports, the model, the process group
+
+
+class Run(Protocol):
+    """A run of one process or several ranks: its lock, checkpoints, their links and retention, and the agreement to
+    stop, over crashes, signals and starts on another number of ranks.
+
+    What a rank has seen saved can be resumed from at any later time, and the last start finishes: its weights are those
+    of all steps, each taken once. All ranks of a start stop after the same step.
+    """
+
+    modules = (lock, save, checkpoint_format, run_directory, process_group, stop)
+    replaced: ClassVar[dict[str, Any]] = {
+        "dcp": Files,
+        "Writer": Files,
+        "read_safetensors": Files.read,
+        "signal": Signals,
+    }
+    rates = dict(switch=0.15, delay=0.002, freeze=0.004, kill=0.004, power=0.003, full=0.003, error=0.003, jump=0.002)
+    most_ranks = 1
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.keep = self.random.randint(1, 3)
+        self.saved = 0  # the newest step that is known to be saved
+        self.stopped: dict[int, set[tuple[int, StopReason]]] = {}  # by start: after which step, and why
+        self.is_finished = False
+        machines = self.machines(2)
+        world.spawn(Machine("operator"), lambda: self._operate(machines), "operator")
+
+    def _operate(self, machines: list[Machine]) -> int:
+        world, random = self.world, self.random
+        for number in range(random.randint(1, 3)):
+            ranks = self._start(number, machines)
+            if random.random() < 0.5:
+                world.block(_START_S + 8 * random.random())
+                asked = random.choice(ranks)
+                if not asked.is_dead and signal.SIGTERM in asked.handlers:
+                    asked.handlers[signal.SIGTERM](signal.SIGTERM, None)
+            if random.random() < 0.2:  # another start, while the first may be alive
+                ranks += self._start(number + 10, machines)
+            self._supervise(ranks)
+        world.stop_faults()
+        world.block(STALE_S + BEAT_S)
+        statuses = self._supervise(self._start(100, machines))
+        if not self.is_finished or {*statuses} != {0}:
+            raise ViolationError(f"the last start did not finish: {statuses}")
+        self._check_links()
+        return 0
+
+    def _start(self, number: int, machines: list[Machine]) -> list[Process]:
+        size = self.random.randint(1, self.most_ranks)
+        groups = [Group(self.world, size) if size > 1 else None for _ in range(2)]  # of the main thread, of the writer
+        first = self.random.choice(machines)
+        hosts = [first, *(self.random.choice([first, *machines]) for _ in range(size - 1))]
+        return [
+            self.world.spawn(hosts[rank], self._rank_main(number, rank, *groups), f"{number}.{rank}")
+            for rank in range(size)
+        ]
+
+    def _supervise(self, ranks: list[Process]) -> list[int]:
+        """Wait for all ranks; once one has ended with an error, kill the others, as a launcher does."""
+        statuses = []
+        for process in ranks:
+            statuses.append(self.world.wait_for(process))
+            if statuses[-1] not in (0, 75):
+                self.world.block(self.random.choice((0.0, 1.0, 30.0)))
+                for other in ranks:
+                    self.world.end(other, -9)
+        return statuses
+
+    def _rank_main(self, number: int, rank: int, group: Any, writers: Any) -> Callable[[], int]:
+        def main() -> int:
+            if group is not None:
+                group.join(rank)
+                writers.join(rank)
+            try:
+                return self._train(number, rank, group, writers)
+            except (UserError, OSError, RuntimeError) as error:
+                self.world.note(str(error))
+                if isinstance(error, CheckpointError) and "no checkpoint" in str(error):
+                    raise ViolationError(str(error)) from error
+                return 2
+
+        return main
+
+    def _train(self, number: int, rank: int, group: Any, writers: Any) -> int:
+        directory = RUN / "checkpoints"
+        requests = StopRequests(None, {})
+        agreement = StepAgreement(requests, group)
+        with locked(RUN, group):
+            Clock.sleep(_START_S)
+            saved = self.saved
+            found, _ = find_checkpoint("auto", directory, group)
+            step = found.step if found is not None else 0
+            if step < saved:
+                raise ViolationError(f"step {saved} was saved, but the newest checkpoint is that of step {step}")
+            if found is not None:
+                values = set(found.state["model"].values())
+                if values != {weights_after(step)} or len(found.state["model"]) != 2:
+                    raise ViolationError(f"the checkpoint of step {step} has {found.state}")
+            saver = CheckpointWriter(directory, writers, keep=self.keep)
+            saver.prepare(step)
+            try:
+                return self._loop(number, rank, step, saver, agreement)
+            finally:
+                saver.join()
+
+    def _loop(self, number: int, rank: int, step: int, saver: CheckpointWriter, agreement: StepAgreement) -> int:
+        random, asked = self.random, 0
+        while step < _NUM_STEPS:
+            agreement.ask(save=random.random() < 0.3)
+            Clock.sleep(1.0)
+            step += 1
+            stopping, is_saved = agreement.agreed()
+            if is_saved or stopping or step == _NUM_STEPS:
+                weights = torch.tensor(weights_after(step))
+                saver.save(step, {"model": {"a": weights, "b": weights}}, {})
+                if rank == 0 and asked:
+                    self._note_saved(asked)
+                asked = step
+                if step % 2:
+                    saver.record_top1(step, (step * 7 % 5) / 5)
+            if stopping:
+                self.stopped.setdefault(number, set()).add((step, stopping))
+                if len(self.stopped[number]) > 1:
+                    raise ViolationError(f"ranks stop after different steps: {self.stopped[number]}")
+                break
+        saver.wait()
+        if rank == 0 and asked:
+            self._note_saved(asked)
+        if step < _NUM_STEPS:
+            return 75
+        if rank == 0:
+            self.is_finished = True
+        return 0
+
+    def _note_saved(self, step: int) -> None:
+        self.saved = max(self.saved, step)
+
+    def _check_links(self) -> None:
+        """Compare the links of a finished run with its checkpoints."""
+        entry = self.world.disk.entry
+        directory = entry("run", "checkpoints")
+        assert directory is not None
+        names = sorted(name for name in directory.entries if step_of(Path(name)) >= 0)
+        links = {name: directory.entries[name].target for name in ("newest", "best") if name in directory.entries}
+        scores = {}
+        for name in names:
+            if (file := directory.entries[name].entries.get(SCORE)) is not None:
+                scores[name] = json.loads(file.data)["top1"]
+        if links.get("newest") != names[-1]:
+            raise ViolationError(f"newest is {links.get('newest')}, not {names[-1]}")
+        if scores and links.get("best") not in scores:
+            raise ViolationError(f"best is {links.get('best')}, with the scores {scores}")
+        if scores and scores[links["best"]] < max(scores.values()):
+            raise ViolationError(f"best is {links['best']}, with the scores {scores}")
+
+
+class Ranks(Run):
+    """The same with up to four ranks, on up to two machines that share a disk."""
+
+    most_ranks = 4
+
+
+PROTOCOLS: dict[str, type[Protocol]] = {"lock": Lock, "checkpoint": Run, "ranks": Ranks}

@@ -17,7 +17,7 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from tools.simulation.disk import Disk
+from tools.simulation.disk import Disk, Node
 
 _CALL_S = 0.0005  # what a system call takes
 _RETRY_S = 3.0  # what a failed call may cost a program that tries again
@@ -50,7 +50,8 @@ class Machine:
     name: str
     boot: int = 1
     wall_offset: float = 1.7e9  # of the wall clock
-    remembered: dict[Any, tuple[float, Any]] = field(default_factory=dict)  # a shared disk's names: until when, what
+    remembered: dict[Node, dict[str, tuple[float, Node | None]]] = field(default_factory=dict)
+    """The names in directories of a shared disk, until when, and what they stood for."""
 
 
 @dataclass(eq=False)
@@ -61,6 +62,7 @@ class Process:
     started: float
     environ: dict[str, str]
     rank: int = 0
+    num_ranks: int = 1
     threads: "list[Thread]" = field(default_factory=list)
     at_exit: list[Callable[[], Any]] = field(default_factory=list)  # called when it ends by itself
     at_end: list[Callable[[], Any]] = field(default_factory=list)  # called when it has ended in any way
@@ -185,18 +187,13 @@ class World:
     def spawn(
         self, machine: Machine, main: Callable[[], Any], name: str, environ: dict[str, str] | None = None
     ) -> Process:
-        """Start a process. `main` is its main thread: what it returns is the exit status, an exception is 1."""
+        """Start a process. `main` is its main thread: what it returns is the exit status; an exception
+        is none that the package documents, and ends the history."""
         process = Process(machine, name, self.number(), self.now, environ or {}, awake_since=self.now)
         self.processes.append(process)
 
         def run() -> None:
-            try:
-                status = main() or 0
-            except ViolationError:
-                raise
-            except Exception as error:
-                self.note(f"{type(error).__name__}: {error}")
-                status = 1
+            status = main() or 0
             self._end_of_interpreter(process, status)
 
         thread = Thread(run, name="main", process=process)
