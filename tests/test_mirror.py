@@ -31,6 +31,7 @@ from dali_train.runtime.object_store import Bucket, ObjectStoreError
 
 from .conftest import StartTraining, Train, finished_run, jpeg, photograph
 from .helpers import OFTEN, PAUSE, events, extended, state_difference
+from .ranks import FORK
 from .s3_server import S3Server
 
 URL = "s3://bucket/run"
@@ -225,6 +226,35 @@ def test_the_further_one_of_directory_and_mirror_is_taken(
     assert steps(url) == [5]
     rest = {name.removeprefix("checkpoints/") for name in Bucket(url).sizes("checkpoints/")}
     assert theirs == {name for name in rest if not name.startswith("step-00000005")}
+
+
+def restore_in(environment: dict[str, str], config: RunConfig) -> None:
+    os.environ.update(environment)
+    restore(config)
+
+
+@pytest.mark.parametrize("asked", ["metrics.jsonl", "step-00000005", "step-00000006"])
+def test_a_download_that_was_killed_is_completed(url: str, s3_server: S3Server, tmp_path: Path, asked: str) -> None:
+    """Else what is missing is lost: the next upload replaces the mirror's metrics, and removes checkpoints that the
+    directory does not have."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def stuck(method: str, path: str) -> None:
+        if method == "GET" and f"/{asked}" in path:
+            is_asked.set()
+            may_answer.wait()
+
+    s3_server.fault = stuck
+    process = FORK.Process(target=restore_in, args=(s3_server.environment, run(tmp_path / "run", url)))
+    process.start()
+    assert is_asked.wait(60)
+    process.kill()
+    process.join()
+    may_answer.set()
+    assert restore(run(tmp_path / "run", url)) == [5, 6]
+    assert [event["step"] for event in events(tmp_path / "run", "train")] == [*range(1, 7)]
+    links = {name: (tmp_path / "run" / "checkpoints" / name).readlink().name for name in ("newest", "best")}
+    assert links == {"newest": "step-00000006", "best": "step-00000005"}
 
 
 def test_a_mirror_has_the_best_few(url: str, finished: Path, tmp_path: Path) -> None:

@@ -212,7 +212,12 @@ class Mirror:
                 "run.mirror: %s is at step %d and %s at step %d: resuming from the mirror's checkpoint",
                 *(self._bucket.url, _step(ahead[0]), self._directory, newest),
             )
-        fetched = next(filter(self._fetch, ahead), None)
+        # The newest comes last: with it the directory is not behind any more, and a start that was killed before has
+        # the next one repeat this.
+        wanted = _best(self._claim.checkpoints, self._keep_best)
+        best = [one for one in wanted if one == ahead[0] or self._path(one).exists() or self._fetch(one)]
+        self._fetch_metrics()
+        fetched = next((one for one in ahead if self._path(one).exists() or self._fetch(one)), None)
         if fetched is None and not local:
             raise CheckpointError(
                 f"no checkpoint in {self._bucket.url} is complete: choose another prefix as run.mirror to start at "
@@ -221,15 +226,18 @@ class Mirror:
         if fetched is None:
             return
         point_link(self._directory / _CHECKPOINTS / "newest", self._path(fetched))
-        wanted = _best(self._claim.checkpoints, self._keep_best)
-        best = [one for one in wanted if one == fetched or self._path(one).exists() or self._fetch(one)]
-        if best and best[0] == wanted[0]:
+        if best and best[0] == wanted[0] and self._path(best[0]).exists():
             point_link(self._directory / _CHECKPOINTS / "best", self._path(best[0]))
+
+    def _fetch_metrics(self) -> None:
+        path, partial = self._directory / METRICS, self._directory / f".{METRICS}.partial"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
         with suppress(MissingObjectError):
-            size = self._bucket.size(METRICS)
-            if (self._directory / METRICS).exists():
-                set_aside(self._directory / METRICS)
-            self._bucket.download(METRICS, self._directory / METRICS, size)
+            self._bucket.download(METRICS, partial, self._bucket.size(METRICS))
+            if path.exists():
+                set_aside(path)
+            partial.replace(path)
 
     def _saved_recipe(self, folder: str) -> dict[str, Any] | None:
         """Return the recipe in a checkpoint's manifest; None if that is missing or damaged, which `_fetch` reports."""
