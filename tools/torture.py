@@ -152,7 +152,7 @@ class _Forked:
 
 
 def _train(arguments: list[str], environment: dict[str, str], log: Path) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the server ends with the program that asked for it
+    end_with_parent()  # the server of processes, which ends with the tool
     os.environ.update(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
@@ -160,6 +160,11 @@ def _train(arguments: list[str], environment: dict[str, str], log: Path) -> None
     from dali_train.cli import main
 
     sys.exit(main(arguments))
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Interpreter:
@@ -170,6 +175,7 @@ class _Interpreter:
                 env=os.environ | environment,
                 stdout=file,
                 stderr=file,
+                preexec_fn=end_with_parent,
             )
         self.pid = self._process.pid
 
@@ -194,6 +200,7 @@ class Node:
                 ],
                 stdout=file,
                 stderr=file,
+                preexec_fn=end_with_parent,
             )
 
     def workers(self) -> list[int]:
@@ -240,7 +247,10 @@ class Stores:
         os.environ["XDG_CACHE_HOME"] = str(directory / "metadata")
         script = Path(__file__).parents[1] / "tests" / "object_server.py"
         self._server = subprocess.Popen(
-            [sys.executable, str(script), str(directory / "data")], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(script), str(directory / "data")],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=end_with_parent,
         )
         assert self._server.stdout is not None
         self._url = self._server.stdout.readline().strip()
@@ -317,9 +327,9 @@ def compare(undisturbed: Path, killed: Path, step: int, *, bound: float = 0.0) -
     if bound == 0:
         expected, losses = losses_of(undisturbed), losses_of(killed)
         problems += [
-            f"the loss of step {at} is {losses[at]} and {expected[at]}"
-            for at in sorted(losses.keys() & expected.keys())
-            if losses[at] != expected[at]
+            f"the loss of step {at} is {losses.get(at)} and {expected.get(at)}"
+            for at in sorted(losses.keys() | expected.keys())
+            if losses.get(at) != expected.get(at)
         ]
     lines = [json.loads(line) for path in killed.glob("samples.rank*.jsonl") for line in path.read_text().splitlines()]
     traced = Counter((line["step"], line["k"]) for line in lines)
