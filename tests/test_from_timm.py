@@ -158,6 +158,33 @@ opt_eps: 0.001
 sched: step
 """
 
+# Of MobileNetV4, as used by DTU-MLOPS-12/dtu_mlops_project, who adapted it from timm's author's gist f6705cb65c03.
+RA4 = """
+aa: rand-m8-inc1-mstd1.0
+amp: true
+amp_impl: native
+batch_size: 128
+channels_last: true
+drop: 0.25
+epochs: 2400
+gaussian_blur_prob: 0.05
+grayscale_prob: 0.1
+lr: null
+lr_base: 0.002
+lr_base_size: 4096
+model: mobilenetv4_conv_small
+model_ema: true
+model_ema_decay: 0.99995
+model_ema_warmup: true
+opt: adamw
+opt_betas: [0.6, 0.995]
+reprob: 0.25
+sched_on_updates: true
+warmup_lr: 0.0
+warmup_prefix: true
+weight_decay: 0.06
+"""
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> Any:
@@ -199,6 +226,7 @@ PUBLISHED = {
     "sbb": (SBB, {"amp_impl"}),
     "sbb-12k": (SBB_12K, {"--dataset"}),
     "ra2": (RA2, {"--lr-noise"}),
+    "ra4": (RA4, {"amp_impl"}),
 }
 
 
@@ -207,7 +235,7 @@ def test_published_lists_translate_and_name_what_they_lose(name: str, source: An
     text, lost = PUBLISHED[name]
     config, named, _ = translated(source(text), tmp_path)
     assert {said.partition(" ")[0] for said in named} == lost
-    assert config.model.name in text and config.batch.micro_batch in (64, 192, 256, 352, 512)
+    assert config.model.name in text and config.batch.micro_batch in (64, 128, 192, 256, 352, 512)
 
 
 def test_what_a_list_becomes(source: Any, tmp_path: Path) -> None:
@@ -225,6 +253,10 @@ def test_what_a_list_becomes(source: Any, tmp_path: Path) -> None:
     sbb, _, _ = translated(source(SBB), tmp_path, ranks=8)
     assert sbb.data.color_jitter == 0 and sbb.data.eval_resized == 269 and sbb.batch.global_batch == 2048
     assert (sbb.run.epochs, sbb.schedule.decay_epochs, sbb.schedule.decay_from) == (610, 600, "start")
+    ra4, _, _ = translated(source(RA4), tmp_path, ranks=32)
+    assert (ra4.optimizer.name, ra4.optimizer.betas, ra4.optimizer.scale_lr) == ("adamw", (0.6, 0.995), "sqrt")
+    assert ra4.optimizer.lr == pytest.approx(0.002 / 4) and ra4.ema.warmup and ra4.schedule.step_every == "step"
+    assert (ra4.run.epochs, ra4.data.color_jitter, ra4.data.gaussian_blur) == (2405, 0, 0.05)
     large, _, _ = translated(source(SBB_12K), tmp_path)
     assert large.loss.sum_classes and large.model.head_scale == 0 and large.data.gaussian_blur == 0.05
     assert large.data.color_jitter == 0, "timm leaves it out with RandAugment"
