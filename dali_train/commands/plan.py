@@ -29,7 +29,14 @@ from dali_train.parallel.tensor import check_model, parameters_per_rank
 from dali_train.runtime.launch import Launch
 from dali_train.text import duration
 from dali_train.training.build import fit_to_ranks
-from dali_train.training.cost import Memory, data_sheet_peak, estimate_memory, flops_per_image, measure_largest_product
+from dali_train.training.cost import (
+    FASTER,
+    Memory,
+    data_sheet_peak,
+    estimate_memory,
+    flops_per_image,
+    measure_largest_product,
+)
 from dali_train.training.model import (
     build_model,
     check_sizes,
@@ -151,8 +158,10 @@ def describe_time(config: Config, num_images: int, num_classes: int, world_size:
         else:
             product = measure_largest_product(config, num_classes)
             speed = product.flops / product.seconds[config.precision.dtype]
-            where = f"this machine's CPU, at {speed / 1e9:,.0f} GFLOP/s in {config.precision.dtype}"
-            yield "products", product.describe()
+            dtype = config.precision.dtype
+            where = f"this machine's CPU, at {speed / 1e9:,.0f} GFLOP/s in {dtype}"
+            emulated = product.speedup(dtype) < 1 / FASTER and dtype != "fp64"
+            yield "products", f"{product.describe()}{'; set precision.dtype ' + product.fastest if emulated else ''}"
     except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
         return
     seconds = operations / speed
