@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,8 @@ from dali_train.config.command_line import (
     read_overrides,
 )
 from dali_train.config.config import find_recipe, recipe_table
-from dali_train.errors import ConfigError
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.launch import LaunchOptions, discover, exit_if_launcher_dies, is_first_on_host
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import (
@@ -162,7 +164,7 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
     if options.config is None and {"-h", "--help"} & set(overrides):
         options.parser.print_help()
         raise SystemExit(0)
-    own_options = re.findall(r"--([\w-]+)", options.parser.format_usage())
+    own_options = [name.removeprefix("--") for name in _own_options(options)]
     try:
         if options.config is None:
             read_overrides(overrides, own_options)  # --confg, if that is why
@@ -171,6 +173,11 @@ def _config(options: argparse.Namespace, overrides: list[str]) -> Config:
     except ConfigError as error:
         error.reported_elsewhere = not is_first_on_host(_launch_options(options).local_rank)
         raise
+
+
+def _own_options(options: argparse.Namespace) -> list[str]:
+    """Return the options of the command, such as --config, which are no settings."""
+    return re.findall(r"--[\w-]+", options.parser.format_usage())
 
 
 def _add_train(commands: Commands) -> None:
@@ -189,6 +196,12 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
+    if "://" not in config.data.root and config.data.local_copy is None:
+        try:
+            Manifest.read(config.data.root)  # before torch is imported, which takes seconds
+        except DatasetError as error:
+            error.reported_elsewhere = not is_first_on_host(_launch_options(options).local_rank)
+            raise
     if options.num_processes is not None:
         with importing(f"dali-train {options.command}"):
             from dali_train.commands.train import run
@@ -364,7 +377,7 @@ def _on_runs(
     commands: Commands, name: str, summary: str, run: Run, runs: int | str | None = None
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, parser=command)
     kind, words = (_path_or_url, "a run.dir, or the URL of a run.mirror") if runs is None else (Path, "a run.dir")
     command.add_argument("run_dir", nargs=runs, type=kind, metavar="RUN", help=words)
     return command
@@ -398,9 +411,10 @@ def _load_user_extensions(options: argparse.Namespace) -> None:
 
 def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
     if overrides:
+        close = get_close_matches(overrides[0].partition("=")[0], _own_options(options), n=1)
+        remedy = f"did you mean {close[0]}?" if close else f"see `dali-train {options.command} --help`"
         raise ConfigError(
-            f"{' '.join(overrides)}: {options.command} uses the run's own settings and accepts no others; "
-            f"see `dali-train {options.command} --help`"
+            f"{' '.join(overrides)}: {options.command} uses the run's own settings and accepts no others; {remedy}"
         )
 
 
@@ -541,7 +555,8 @@ def _report(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _add_recipes(commands: Commands) -> None:
     summary = "List the recipes that ship, for --config NAME: source, target and what was measured."
-    commands.add_parser("recipes", help=summary, description=summary).set_defaults(run=_recipes)
+    recipes = commands.add_parser("recipes", help=summary, description=summary)
+    recipes.set_defaults(run=_recipes, parser=recipes)
 
 
 def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -557,7 +572,7 @@ def _add_completion(commands: Commands) -> None:
     how = "bash, in ~/.bashrc: source <(dali-train completion bash). zsh: dali-train completion zsh >DIR/_dali-train, "
     how += "with DIR in $fpath. fish: dali-train completion fish >~/.config/fish/completions/dali-train.fish"
     command = commands.add_parser("completion", help=summary, description=summary, epilog=how)
-    command.set_defaults(run=_completion)
+    command.set_defaults(run=_completion, parser=command)
     command.add_argument("shell", choices=SHELLS)
 
 
@@ -570,7 +585,7 @@ def _completion(options: argparse.Namespace, overrides: list[str]) -> int:
 def _add_init(commands: Commands) -> None:
     summary = "Write a config file that fits a dataset and this machine: sizes, network, batch, epochs."
     init = commands.add_parser("init", help=summary, description=summary)
-    init.set_defaults(run=_init)
+    init.set_defaults(run=_init, parser=init)
     init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")
     init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
     init.add_argument(
@@ -592,7 +607,9 @@ def _add_init(commands: Commands) -> None:
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:
     if overrides:
-        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; edit the file that it writes")
+        close = get_close_matches(overrides[0].partition("=")[0], _own_options(options), n=1)
+        remedy = f"did you mean {close[0]}?" if close else "edit the file that it writes"
+        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; {remedy}")
     from dali_train.commands.init import write_config
 
     _refuse_numbers(options, "gpu_memory", "ranks")

@@ -343,6 +343,7 @@ def test_photographs_are_turned_as_those_of_the_training_set(
         (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image in a known format"),
         (["RUN", "TEXT"], "TEXT is not an image in a known format"),
         (["RUN", "--data.train_size", "1"], "predict uses the run's own settings and accepts no others"),
+        (["RUN", "--checkpiont", "newest"], "accepts no others; did you mean --checkpoint?"),
     ],
 )
 def test_predict_names_mistakes(

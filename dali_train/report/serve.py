@@ -32,7 +32,9 @@ def serve(directories: Sequence[Path], host: str = LOCALHOST, port: int = PORT) 
     """
     with make_server(directories, host, port) as server:
         name, number = server.server_address[:2]
-        print(f"http://{name!s}:{number}/: {plural(len(find_runs(directories)), 'run')}. Ctrl-C ends it", flush=True)
+        print(
+            f"http://{name!s}:{number}/ serves {plural(len(find_runs(directories)), 'run')}. Ctrl-C ends it", flush=True
+        )
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 

@@ -89,12 +89,17 @@ def walk_records(
     while offset < size:
         if size - offset < HEADER_SIZE + FOOTER_SIZE:
             raise TFRecordError(
-                path, offset, f"truncated record: {size - offset} bytes are left, a record has at least 16"
+                path,
+                offset,
+                f"truncated record: {size - offset} bytes are left, a record has at least 16: copy the file again",
             )
         length, length_crc = struct.unpack_from("<QI", buffer, offset)
         if masked_crc32c(buffer[offset : offset + 8]) != length_crc:
             raise TFRecordError(
-                path, offset, f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here"
+                path,
+                offset,
+                f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here: "
+                "remove it, or copy it again",
             )
         start = offset + HEADER_SIZE
         end = start + length
@@ -102,13 +107,16 @@ def walk_records(
             raise TFRecordError(
                 path,
                 offset,
-                f"truncated record: its length is {length} bytes, {max(0, size - start - FOOTER_SIZE)} are there",
+                f"truncated record: its length is {length} bytes, {max(0, size - start - FOOTER_SIZE)} are there: copy "
+                "the file again",
             )
         if check_payload:
             (payload_crc,) = struct.unpack_from("<I", buffer, end)
             if masked_crc32c(buffer[start:end]) != payload_crc:
                 raise TFRecordError(
-                    path, offset, f"CRC mismatch of the record's {length} bytes of data: the file is damaged"
+                    path,
+                    offset,
+                    f"CRC mismatch of the record's {length} bytes of data: the file is damaged, copy it again",
                 )
         yield RecordSpan(start, end)
         offset = end + FOOTER_SIZE
