@@ -221,6 +221,10 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ("plan --config digits --batch.micro_batch 1000000000", "use a whole number from 1 to 65,536"),
     ("plan --config digits --data.cache_gb 1e300", "use a number of gigabytes up to 1,000,000"),
     (
+        "plan --config digits --model.kwargs.in_chans 1",
+        "model.kwargs has in_chans 1: leave it out, images have 3 channels, also grey ones",
+    ),
+    (
         "plan --config digits --model.kwargs.num_classes 10",
         "model.kwargs has num_classes 10: leave it out, the dataset decides it",
     ),

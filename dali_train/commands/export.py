@@ -154,7 +154,8 @@ def model_card(trained: TrainedModel, run: RunDirectory) -> str:
         eval_results=results or None,
     )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    command = " ".join(map(str, words)) if isinstance(words := facts.get("command"), list) else "unknown"
+    words = facts.get("command")  # whose first word is a path on the machine that trained
+    command = " ".join(["dali-train", *map(str, words[1:])]) if isinstance(words, list) else "unknown"
     recipe = "\n".join(f"- {section}: {values}" for section, values in changed_settings(config).items())
     return f"""---
 {data.to_yaml()}

@@ -126,9 +126,12 @@ def sections(runs: list[ReportedRun]) -> dict[str, list[Chart]]:
     measured = dict.fromkeys(f"train/{field}" for run in runs for event in run.train for field in event)
     by_hooks = [field for field in measured if field not in _KNOWN][:_MOST_MEASURED]
     names = dict.fromkeys(name for run in runs for name, _ in run.config.data.eval_sets)
-    of_sets = Chart(title="Top-1 on data.eval_sets", fields={f"eval/{name}_top1": name for name in names}, percent=True)
+    fields = {f"eval/{name}_top1": name for name in names}
+    of_sets = [Chart(title="Top-1 on data.eval_sets", fields=fields, percent=True)]
+    if len(runs) > 1:  # curves of several sets and runs differ by dashes, which the legend does not show
+        of_sets = [Chart(title=f"Top-1 on {name}", fields={key: name}, percent=True) for key, name in fields.items()]
     charts = {**SECTIONS, "Measured by hooks": tuple(_measured(field) for field in by_hooks)}
-    charts["Accuracy and loss"] += (of_sets,)
+    charts["Accuracy and loss"] += tuple(of_sets)
     shown = {}
     for heading, candidates in charts.items():
         present = [chart for chart in (_present(chart, runs) for chart in candidates) if chart.fields]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dali_train.config import Config, ModelConfig
+from dali_train.config.check import require
 from dali_train.data.sampling.rng import Purpose, inverse_erf, normal_weights, torch_seed, uniform_weights
 from dali_train.errors import ConfigError
 from dali_train.training import extra_models
@@ -349,8 +350,12 @@ def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evalua
     image of each in eval mode, uncompiled. On the meta device this computes nothing.
 
     Raises:
-        ConfigError: the model does not accept images of one of these sizes.
+        ConfigError: the model does not accept images of one of these sizes, or of 3 channels.
     """
+    require(
+        (channels := config.model.kwargs.get("in_chans", 3)) == 3,
+        f"model.kwargs has in_chans {channels}: leave it out, images have 3 channels, also grey ones",
+    )
     any_size = "choose a model that takes images of any size; a ViT does with --model.kwargs.dynamic_img_size true"
     if trains:
         _check_size(model, config.model, config.data.train_size, "data.train_size")
