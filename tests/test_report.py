@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from dali_train.cli import main
+from dali_train.report.charts import sections
 from dali_train.report.page import what_bounds
 from dali_train.report.runs import ReportedRun, differences, load_run
 from dali_train.report.serve import make_server
@@ -382,3 +383,13 @@ def test_text_is_safe_for_a_terminal() -> None:
         and printable("a\nb", keep="\n") == "a\nb"
     )
     assert [plural(count, "class") for count in (0, 1, 1000)] == ["0 classes", "1 class", "1,000 classes"]
+
+
+def test_each_evaluation_set_of_several_runs_has_a_chart(tmp_path: Path) -> None:
+    event = {"event": "eval", "step": 2, "epoch": 1.0, "loss": 1.0, "top1": 0.5, "top5": 0.9, "num_images": 9}
+    event |= {"seconds": 1.0, "v2_top1": 0.4, "real_top1": 0.6}
+    changes = {"data.eval_sets": (("v2", "data/v2"), ("real", "real.json"))}
+    runs = [write_run(tmp_path / name, 2, events=[event], changes=changes) for name in ("one", "two")]
+    for count, titles in ((1, ["Top-1 on data.eval_sets"]), (2, ["Top-1 on v2", "Top-1 on real"])):
+        charts = sections([load_run(path) for path in runs[:count]])["Accuracy and loss"]
+        assert [chart.title for chart in charts if "validation" not in chart.title and chart.percent] == titles
