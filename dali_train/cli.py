@@ -409,13 +409,15 @@ def _load_user_extensions(options: argparse.Namespace) -> None:
     load_config(options.config)
 
 
-def _refuse_settings(options: argparse.Namespace, overrides: list[str]) -> None:
+def _refuse_settings(
+    options: argparse.Namespace,
+    overrides: list[str],
+    reason: str = "uses the run's own settings and accepts no others",
+) -> None:
     if overrides:
         close = get_close_matches(overrides[0].partition("=")[0], _own_options(options), n=1)
         remedy = f"did you mean {close[0]}?" if close else f"see `dali-train {options.command} --help`"
-        raise ConfigError(
-            f"{' '.join(overrides)}: {options.command} uses the run's own settings and accepts no others; {remedy}"
-        )
+        raise ConfigError(f"{' '.join(overrides)}: {options.command} {reason}; {remedy}")
 
 
 def _add_export(commands: Commands) -> None:
@@ -606,10 +608,7 @@ def _add_init(commands: Commands) -> None:
 
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:
-    if overrides:
-        close = get_close_matches(overrides[0].partition("=")[0], _own_options(options), n=1)
-        remedy = f"did you mean {close[0]}?" if close else "edit the file that it writes"
-        raise ConfigError(f"{' '.join(overrides)}: init takes no settings; {remedy}")
+    _refuse_settings(options, overrides, "takes no settings, which stand in the file that it writes")
     from dali_train.commands.init import write_config
 
     _refuse_numbers(options, "gpu_memory", "ranks")
