@@ -201,6 +201,8 @@ class Torture:
         Raises:
             FaultError: something is not as it must be.
         """
+        if self._stores is not None:
+            self._compare()  # which also fills the mirror, whose store begins empty
         compared = self.num_kills
         while self.num_kills < self._settings.kills and not self.stopping.is_set():
             self._attempt()
@@ -267,7 +269,7 @@ class Torture:
     def _drawn(self, rng: random.Random, launcher: str) -> tuple[Attempt, list[str]]:
         """Return a start with its options; the run directory may be lost before it."""
         layout = rng.choice(self._settings.layouts)
-        if self.attempts and rng.random() < 0.7:  # else the undisturbed run would have to start as often
+        if self.attempts and rng.random() < 0.5:  # else the undisturbed run would have to start as often
             layout = self.attempts[-1].layout
         if launcher == "torchrun":
             layout = "data:2"
