@@ -6,9 +6,9 @@ Printed are medians and spread over the rounds of images/s and CPU time, and eac
 
 Contenders: this project bilinear and antialiased; torchvision's ImageFolder and DataLoader with PIL and with
 decode_image; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT
-example; FFCV and WebDataset where they are installed (`pip install -e .[bench]`); this project, timm and torchvision
-with RandAugment; a synthetic source; and the floor, bare decoding of complete images by libjpeg-turbo on as many
-threads. The ladder adds this project's stages one by one.
+example; FFCV, WebDataset, torchcodec, SPDL and Grain where they are installed (`pip install -e .[bench]`); this
+project, timm and torchvision with RandAugment; a synthetic source; and the floor, bare decoding of complete images by
+libjpeg-turbo on as many threads. The ladder adds this project's stages one by one.
 """
 
 import argparse

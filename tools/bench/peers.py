@@ -46,12 +46,16 @@ class Task:
     def tar(self) -> Path:
         return self.work / "train-000000.tar"
 
+    @property
+    def array_record(self) -> Path:
+        return self.work / "train.array_record"
+
 
 Contender = Callable[[Task], Iterator[Any]]
 
 
 def export(task: Task) -> None:
-    """Write the same bytes as image files, as FFCV's and as WebDataset's format, for those that are installed."""
+    """Write the same bytes as image files, and in the formats of FFCV, WebDataset and Grain if these are installed."""
     split = Split(task.dataset, "train")
     shards = MappedFiles(split)
     if split.manifest.encoding == "image":
@@ -60,6 +64,7 @@ def export(task: Task) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{image:08d}.jpg").write_bytes(shards.image(image).tobytes())
         _export_webdataset(task, split)
+        _export_array_record(task, split)
     _export_ffcv(task, split)
 
 
@@ -186,24 +191,99 @@ def _torchvision_pil(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
     return _data_loader(task, datasets.ImageFolder(str(task.files), _pil_transform(augment)))
 
 
-def _torchvision_decode_image(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
+def _v2_transform(augment: Sequence[Any] = ()) -> Any:
+    """For decoded images, (3, height, width) uint8."""
     import torch
-    from torchvision import datasets
-    from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
 
+    return v2.Compose(
+        [
+            v2.RandomResizedCrop(SIZE, antialias=True),
+            v2.RandomHorizontalFlip(),
+            *([v2.ToPILImage(), *augment, v2.PILToTensor()] if augment else []),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
+        ]
+    )
+
+
+def _torchvision_decode_image(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
+    from torchvision import datasets
+    from torchvision.io import ImageReadMode, decode_image
+
     _need_files(task)
-    steps = [
-        v2.RandomResizedCrop(SIZE, antialias=True),
-        v2.RandomHorizontalFlip(),
-        *([v2.ToPILImage(), *augment, v2.PILToTensor()] if augment else []),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize([MEAN / 255] * 3, [STD / 255] * 3),
-    ]
     files = datasets.ImageFolder(
-        str(task.files), v2.Compose(steps), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB)
+        str(task.files), _v2_transform(augment), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB)
     )
     return _data_loader(task, files)
+
+
+def _torchcodec(task: Task) -> Iterator[Any]:
+    """Where torchvision's decoders have moved to."""
+    from torchcodec.decoders import decode_image
+    from torchvision import datasets
+
+    _need_files(task)
+    return _data_loader(task, datasets.ImageFolder(str(task.files), _v2_transform(), loader=decode_image))
+
+
+def _spdl(task: Task) -> Iterator[Any]:
+    """Threads instead of processes; torchcodec decodes, since SPDL's own FFmpeg takes 1.5 times as long for JPEGs."""
+    import torch
+    from spdl.dataloader import DataLoader
+    from torchcodec.decoders import decode_image
+
+    _need_files(task)
+    files, transform = sorted(task.files.glob("*/*.jpg")), _v2_transform()
+
+    def shuffled() -> Iterator[Path]:
+        while True:
+            yield from (files[number] for number in torch.randperm(len(files)).tolist())
+
+    def load(path: Path) -> Any:
+        torch.set_num_threads(1)  # of this thread
+        return transform(decode_image(path))
+
+    return iter(
+        DataLoader(
+            shuffled(), preprocessor=load, batch_size=task.batch, aggregator=torch.stack, num_threads=task.threads
+        )
+    )
+
+
+def _grain(task: Task) -> Iterator[Any]:
+    """ArrayRecord files, as its documentation advises; the user chooses decoder and transforms."""
+    import grain
+    import torch
+    from torchvision.io import ImageReadMode, decode_image
+
+    if not task.array_record.exists():
+        raise NotImplementedError("it reads encoded images, the dataset has raw pixels")
+    transform = _v2_transform()
+
+    def load(record: bytes, generator: np.random.Generator) -> Any:
+        torch.set_num_threads(1)
+        torch.manual_seed(int(generator.integers(1 << 62)))
+        encoded = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        return transform(decode_image(encoded, mode=ImageReadMode.RGB)).numpy()
+
+    records = grain.MapDataset.source(grain.sources.ArrayRecordDataSource([str(task.array_record)]))
+    batches = records.seed(0).shuffle().repeat().random_map(load).batch(task.batch, drop_remainder=True)
+    workers = grain.MultiprocessingOptions(num_workers=task.threads)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    return iter(batches.to_iter_dataset(options).mp_prefetch(workers))
+
+
+def _export_array_record(task: Task, split: Split) -> None:
+    try:
+        from array_record.python.array_record_module import ArrayRecordWriter
+    except ImportError:
+        return
+    shards = MappedFiles(split)
+    writer = ArrayRecordWriter(str(task.array_record), "group_size:1,uncompressed")
+    for image in range(len(split)):
+        writer.write(shards.image(image).tobytes())
+    writer.close()
 
 
 def _timm(task: Task, augment: str | None = None) -> Iterator[Any]:
@@ -380,6 +460,9 @@ CONTENDERS: dict[str, Contender] = {
     "ladder: read to normalise": lambda task: _stage(task, stage="normalise"),
     "torchvision PIL": _torchvision_pil,
     "torchvision decode_image": _torchvision_decode_image,
+    "torchcodec": _torchcodec,
+    "spdl": _spdl,
+    "grain": _grain,
     "timm": _timm,
     "RandAugment dali_train": lambda task: _loader(task, augment=RANDAUGMENT),
     "RandAugment dali_train antialiased": lambda task: _loader(task, antialias=True, augment=RANDAUGMENT),
