@@ -4,7 +4,7 @@
     dali-train data convert folder --train cifar/train --validation cifar/test --format raw --out data/cifar
     python -m tools.compare_optimizers runs/optimizers --tuning data/cifar-tuning --final data/cifar
 
-For each optimizer and batch, every one of --factors times the optimizer's usual rate is tried with seed 0, on the
+For each optimizer and batch, every one of --factors times a rate of the optimizer's is tried with seed 0, on the
 dataset --tuning, whose validation images are a part of the training images. The rate with the best top-1 there trains
 --seeds seeds on the dataset --final, whose test images choose nothing. Rates grow with the root of the batch; all else
 is that of --config, and all optimizers see the same images, crops and flips. Start the same command again to continue:
@@ -23,12 +23,13 @@ import dali_train
 from dali_train.config import Config, load_config
 from dali_train.runtime.status import METRICS, Event, decisive, read_events, read_status
 
-# The usual peak rate at a batch of 512, and what else an optimizer needs; the same betas where it has two.
+# A peak rate at a batch of 512 that --factors surround, and what else an optimizer needs; the same betas where it has
+# two.
 OPTIMIZERS: dict[str, dict[str, object]] = {
-    "lamb": {"lr": 4e-3, "betas": (0.9, 0.95), "eps": 1e-6},
+    "lamb": {"lr": 1.2e-2, "betas": (0.9, 0.95), "eps": 1e-6},
     "lars": {"lr": 2.0, "kwargs": {"momentum": 0.9, "nesterov": False}},
-    "adamw": {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8},
-    "muon": {"lr": 5e-3},
+    "adamw": {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8},
+    "muon": {"lr": 1.5e-2},
 }
 BASE_BATCH = 512
 
@@ -39,15 +40,15 @@ class Point:
 
     optimizer: str
     batch: int
-    factor: float  # of the usual rate
+    factor: float  # of the optimizer's rate in OPTIMIZERS
     seed: int
     tunes: bool
 
     @property
     def rate(self) -> float:
-        usual = OPTIMIZERS[self.optimizer]["lr"]
-        assert isinstance(usual, float)
-        return float(f"{usual * self.factor * (self.batch / BASE_BATCH) ** 0.5:.3g}")
+        rate = OPTIMIZERS[self.optimizer]["lr"]
+        assert isinstance(rate, float)
+        return float(f"{rate * self.factor * (self.batch / BASE_BATCH) ** 0.5:.3g}")
 
     @property
     def name(self) -> str:
@@ -188,7 +189,9 @@ def main() -> None:
     parser.add_argument("--config", default="configs/small-vit-cifar10-adamw.py", metavar="FILE", help="of all else")
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), metavar="NAME")
     parser.add_argument("--batches", type=int, nargs="+", default=[512, 2048, 8192], metavar="N")
-    parser.add_argument("--factors", type=float, nargs="+", default=[1 / 3, 1, 3], metavar="F", help="of the rate")
+    parser.add_argument(
+        "--factors", type=float, nargs="+", default=[1 / 9, 1 / 3, 1, 3], metavar="F", help="of the rate"
+    )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of each final point")
     parser.add_argument("--epochs", type=float, default=100, metavar="N", help="of a final run")
     parser.add_argument("--tuning-epochs", type=float, metavar="N", help="of a rate's run (default: --epochs)")
