@@ -13,6 +13,7 @@ finished runs are read, and one that was interrupted resumes. Prints and draws w
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ class Comparison:
         if not self.is_finished(point):
             print(f"{point.name}: trains", flush=True)
             dali_train.run(self.config(point))
+            if not self.is_finished(point):
+                sys.exit(f"{point.name} was stopped: start the same command again to continue")
 
     def events(self, point: Point, kind: str) -> list[Event]:
         return [event for event in read_events(self.directory(point) / METRICS) if event["event"] == kind]
