@@ -401,9 +401,8 @@ def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
         with Progress(f"downloading {bucket.url}/{prefix}", total=sum(sizes.values()), unit="B") as progress:
 
             def download(name: str) -> None:
-                if f"{prefix}/{name}" not in sizes:
-                    raise DamagedError(f"{name} is missing")
-                size = sizes[f"{prefix}/{name}"]
+                size = sizes.get(f"{prefix}/{name}")  # in some stores a list is older than what it lists
+                size = bucket.size(f"{prefix}/{name}") if size is None else size
                 bucket.download(f"{prefix}/{name}", partial / name, size, progress.update)
 
             download(MANIFEST)
