@@ -4,19 +4,36 @@
 """
 
 import os
+from collections.abc import Callable
 
 import pytest
 
 from dali_train.runtime import lock
 from dali_train.runtime.lock import RunLock
-from tools.simulate import explain, first_failure
+from tools.simulate import crash_everywhere, explain, first_failure
 from tools.simulation.protocols import PROTOCOLS
 
 
-@pytest.mark.parametrize(("name", "num_histories"), [("lock", 500), ("checkpoint", 200), ("ranks", 50)])
-def test_no_invariant_is_violated(name: str, num_histories: int) -> None:
-    failure = first_failure(PROTOCOLS[name], range(num_histories))
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [
+        ("lock", range(300)),
+        ("checkpoint", range(80)),
+        ("ranks", range(25)),
+        ("mirror", range(15)),
+        # Histories that once broke an invariant.
+        ("checkpoint", range(175, 176)),
+        ("mirror", range(1_000_391, 1_000_392)),
+    ],
+)
+def test_no_invariant_is_violated(name: str, seeds: range) -> None:
+    failure = first_failure(PROTOCOLS[name], seeds)
     assert failure is None, f"seed {failure[0]}: {failure[1]}\n{explain(PROTOCOLS[name], failure[0])}"
+
+
+def test_a_run_survives_a_crash_at_every_call() -> None:
+    failure = crash_everywhere(PROTOCOLS["checkpoint"], seed=0, stride=31)
+    assert failure is None, failure
 
 
 def test_a_frozen_holder_that_makes_its_lock_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +56,20 @@ def test_a_frozen_holder_that_makes_its_lock_again_is_found(monkeypatch: pytest.
     failure = first_failure(PROTOCOLS["lock"], range(5_000))
     assert failure is not None and "trains on without the lock" in str(failure[1])
     print(f"found after {failure[0] + 1} histories")
+
+
+def test_threads_that_meet_the_interpreters_end_are_found() -> None:
+    """As before e2dc1c9 and 97ac84f: nobody stops a daemon thread that is outside Python when the interpreter ends, and
+    the process aborts."""
+
+    class Unregistered:
+        @staticmethod
+        def register(function: Callable[[], object]) -> None:
+            pass
+
+    class Without(PROTOCOLS["mirror"]):  # type: ignore[misc]
+        replaced = PROTOCOLS["mirror"].replaced | {"atexit": Unregistered}
+
+    failure = first_failure(Without, range(255, 1_255))
+    assert failure is not None and "aborted at its end" in str(failure[1])
+    print(f"found after {failure[0] - 254} histories")

@@ -8,6 +8,11 @@ power, a disk is full or fails, and a clock jumps (`simulation/world.py`). What 
 `simulation/protocols.py`. A violation is printed with the last calls of each process and the command that repeats it:
 
     python -m tools.simulate --only lock --seed 4711 --histories 1 --trace
+
+With --everywhere a history without faults is repeated with a crash at each of its calls, in turn: a kill, and power
+failures that keep none, all or some of what was not flushed:
+
+    python -m tools.simulate --only checkpoint --histories 2 --everywhere
 """
 
 import argparse
@@ -26,9 +31,17 @@ from tools.simulation.world import FAULTS, ViolationError, World
 _SHOWN = 60
 
 
-def run_history(protocol: type[Protocol], seed: int, *, traced: bool = False) -> tuple[World, Exception | None]:
-    """Run one history, within `simulated`; return its world, and the violation or error that ended it."""
-    world = World(seed, some_of(protocol.rates, seed))
+def run_history(
+    protocol: type[Protocol], seed: int, *, traced: bool = False, script: dict[int, str] | None = None, keep: str = ""
+) -> tuple[World, Exception | None]:
+    """Run one history, within `simulated`; return its world, and the violation or error that ended it.
+
+    Args:
+        script: what happens at which call, instead of chance.
+        keep: what of the unflushed a power failure keeps: none, all, some; by chance if empty.
+    """
+    world = World(seed, some_of(protocol.rates, seed), script=script)
+    world.keep = keep or None
     if traced:
         world.trace = []
     with current(world):
@@ -58,6 +71,19 @@ def first_failure(protocol: type[Protocol], seeds: range) -> tuple[int, Exceptio
     return None
 
 
+def crash_everywhere(protocol: type[Protocol], seed: int, stride: int = 1) -> str | None:
+    """Repeat one history with a crash at every `stride`-th call: a kill, and power failures that keep none, all or some
+    of what was not flushed. Return the first failure, in words."""
+    with simulated(*protocol.modules, **protocol.replaced), contextlib.redirect_stderr(io.StringIO()):
+        whole, error = run_history(protocol, seed, script={})
+        for call in range(1, whole.calls + 1, stride) if error is None else ():
+            for kind, keep in (("kill", ""), ("power", "none"), ("power", "all"), ("power", "some")):
+                _, error = run_history(protocol, seed, script={call: kind}, keep=keep)
+                if error is not None:
+                    return f"seed {seed}, {kind} {keep} at call {call} of {whole.calls}: {error}"
+    return None if error is None else f"seed {seed}, without a crash: {error}"
+
+
 def explain(protocol: type[Protocol], seed: int) -> str:
     """Run a history once more, and describe it."""
     with simulated(*protocol.modules, **protocol.replaced), contextlib.redirect_stderr(io.StringIO()):
@@ -75,17 +101,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first history")
     parser.add_argument("--only", nargs="+", choices=PROTOCOLS, default=[*PROTOCOLS])
     parser.add_argument("--trace", action="store_true", help="print the calls of the last history")
+    parser.add_argument("--everywhere", action="store_true", help="crash each history at each of its calls, in turn")
     arguments = parser.parse_args()
+    if arguments.everywhere:
+        for name in arguments.only:
+            for seed in range(arguments.seed, arguments.seed + arguments.histories):
+                failure = crash_everywhere(PROTOCOLS[name], seed)
+                print(f"{name}: {failure or f'seed {seed}: survives a crash at every call'}", flush=True)
+        return
     each = -(-arguments.histories // len(arguments.only))
     failed = False
     for name in arguments.only:
         began, done = time.process_time(), 0
         while done < each:
             seeds = range(arguments.seed + done, arguments.seed + min(done + 5_000, each))
-            failure = first_failure(PROTOCOLS[name], seeds)
+            failed_at = first_failure(PROTOCOLS[name], seeds)
             done += len(seeds)
-            if failure is not None:
-                seed, error = failure
+            if failed_at is not None:
+                seed, error = failed_at
                 print(f"{name}: after {seed - arguments.seed + 1:,} histories, seed {seed}: {error}")
                 print(explain(PROTOCOLS[name], seed))
                 print(f"again: python -m tools.simulate --only {name} --seed {seed} --histories 1 --trace")

@@ -16,18 +16,20 @@ from typing import Any, ClassVar
 import torch
 
 from dali_train.checkpoint import format as checkpoint_format
-from dali_train.checkpoint import run_directory, save
+from dali_train.checkpoint import mirror, run_directory, save
 from dali_train.checkpoint.format import CheckpointError, find_checkpoint
 from dali_train.checkpoint.run_directory import SCORE, step_of
 from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.config.sections import RunConfig
 from dali_train.errors import ConfigError, UserError
 from dali_train.files import sha256
-from dali_train.runtime import lock, process_group, stop
+from dali_train.runtime import lock, object_store, process_group, stop
 from dali_train.runtime.lock import BEAT_S, FILE, STALE_S, RunLock
 from dali_train.runtime.process_group import locked
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
 from tools.simulation.disk import ROOT, Node
 from tools.simulation.group import Group
+from tools.simulation.store import REPLACED, Store
 from tools.simulation.world import Clock, Machine, Process, ViolationError, World, current_world
 
 RUN = Path(ROOT) / "run"
@@ -229,6 +231,8 @@ class Run(Protocol):
         world.stop_faults()
         world.block(STALE_S + BEAT_S)
         statuses = self._supervise(self._start(100, machines))
+        if world.script and -9 in statuses:  # the crash of the script came only now
+            statuses = self._supervise(self._start(101, machines))
         if not self.is_finished or {*statuses} != {0}:
             raise ViolationError(f"the last start did not finish: {statuses}")
         self._check_links()
@@ -349,4 +353,139 @@ class Ranks(Run):
     most_ranks = 4
 
 
-PROTOCOLS: dict[str, type[Protocol]] = {"lock": Lock, "checkpoint": Run, "ranks": Ranks}
+_RECIPE = {"optimizer.lr": 0.1}
+
+
+class _Quiet:
+    """In the place of `Progress`."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __enter__(self) -> "_Quiet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, _: int) -> None:
+        pass
+
+
+class Mirrored(Protocol):
+    """A run on machines that share nothing but its mirror in an object store, each start on one of them.
+
+    What ``mirror.json`` names is complete, and its newest checkpoint never goes back. The last start, on a machine
+    without anything, resumes from what is known to be mirrored, and finishes. A process that ended by itself did so
+    with the status that it wanted.
+    """
+
+    modules = (lock, save, checkpoint_format, run_directory, process_group, mirror, object_store)
+    replaced: ClassVar[dict[str, Any]] = {
+        **{"dcp": Files, "Writer": Files, "read_safetensors": Files.read},
+        **REPLACED,
+        "_open": lambda _: current_world().stores[0],
+        "Progress": _Quiet,
+    }
+    rates = dict(switch=0.1, delay=0.002, freeze=0.006, kill=0.003, full=0.002, error=0.006, jump=0.001)
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.store = Store(world, self._look)
+        world.stores.append(self.store)
+        self.mirrored = 0  # the newest step that was known to be in the mirror
+        self.is_finished = False
+        self.newest = -1  # as mirror.json names it
+        world.spawn(Machine("operator"), self._operate, "operator")
+
+    def _operate(self) -> int:
+        world, random = self.world, self.random
+        machines = [Machine(f"n{number}") for number in range(2)]
+        for number in range(random.randint(1, 3)):
+            ranks = [world.spawn(random.choice(machines), self._main, f"run {number}")]
+            if random.random() < 0.3:
+                world.block(15 * random.random())
+                ranks.append(world.spawn(random.choice(machines), self._main, f"run {number + 10}"))
+            for process in ranks:
+                if world.wait_for(process) == -6:
+                    raise ViolationError(f"{process.name} is aborted at its end")
+        world.stop_faults()
+        world.block(mirror.STALE_S)
+        if (status := world.wait_for(world.spawn(Machine("new"), self._main, "last"))) != 0 or not self.is_finished:
+            raise ViolationError(f"the last start ended with status {status}")
+        return 0
+
+    def _main(self) -> int:
+        directory = Path(ROOT) / self.world.process.machine.name
+        try:
+            with locked(directory, None):
+                Clock.sleep(_START_S)
+                copy = mirror.Mirror(RunConfig(dir=str(directory), epochs=1, mirror="s3://bucket/run"))
+                try:
+                    return self._train(directory, copy)
+                finally:
+                    copy.close()
+        except (UserError, OSError) as error:
+            self.world.note(f"{type(error).__name__}: {error}")
+            if isinstance(error, CheckpointError) and "no checkpoint" in str(error):
+                raise ViolationError(str(error)) from error
+            return 2
+
+    def _train(self, directory: Path, copy: mirror.Mirror) -> int:
+        random, mirrored = self.random, self.mirrored
+        copy.restore(RunConfig(dir=str(directory), epochs=1, mirror="s3://bucket/run"), lambda: dict(_RECIPE))
+        found, _ = find_checkpoint("auto", directory / "checkpoints")
+        step = found.step if found is not None else 0
+        if step < mirrored:
+            raise ViolationError(f"step {mirrored} was mirrored, but this start found step {step}")
+        if found is not None and {*found.state["model"].values()} != {weights_after(step)}:
+            raise ViolationError(f"the checkpoint of step {step} has {found.state}")
+        saver = CheckpointWriter(directory / "checkpoints", None, keep=1)
+        saver.prepare(step)
+        copy.start(saver.held)
+        try:
+            end = (
+                min(_NUM_STEPS, step + random.randint(1, _NUM_STEPS))
+                if self.world.process.name != "last"
+                else _NUM_STEPS
+            )
+            while step < end:
+                Clock.sleep(random.choice((0.5, 3.0, 20.0)))
+                step += 1
+                weights = torch.tensor(weights_after(step))
+                saver.save(step, {"model": {"a": weights}}, {"recipe": _RECIPE})
+                if random.random() < 0.5:
+                    saver.record_top1(step, (step * 7 % 5) / 5)
+            saver.wait()
+        finally:
+            saver.join()
+        copy.grace_s = None
+        if missing := copy.finish():
+            self.world.note(missing)
+            return 1
+        if not copy._claim.is_lost:
+            self.mirrored = max(self.mirrored, step)
+        self.is_finished = step == _NUM_STEPS
+        return 0
+
+    def _look(self) -> None:
+        """Compare mirror.json with the objects that are there."""
+        objects = self.store.objects
+        if mirror.FILE not in objects:
+            return
+        _, complete, _ = mirror.parse_claim(objects[mirror.FILE][0], "mirror")
+        for folder in complete:
+            manifest = objects.get(f"checkpoints/{folder}/manifest.json")
+            if manifest is None or hashlib.sha256(manifest[0]).hexdigest()[:16] != folder.rpartition("-")[2]:
+                raise ViolationError(f"{mirror.FILE} names {folder}, whose manifest is gone or another")
+            for name, digest in json.loads(manifest[0])["files"].items():
+                content = objects.get(f"checkpoints/{folder}/{name}")
+                if content is None or hashlib.sha256(content[0]).hexdigest() != digest:
+                    raise ViolationError(f"{mirror.FILE} names {folder}, whose {name} is gone or another")
+        newest = max((mirror._step(folder) for folder in complete), default=-1)
+        if newest < self.newest:
+            raise ViolationError(f"the newest checkpoint of the mirror goes back from {self.newest} to {newest}")
+        self.newest = newest
+
+
+PROTOCOLS: dict[str, type[Protocol]] = {"lock": Lock, "checkpoint": Run, "ranks": Ranks, "mirror": Mirrored}

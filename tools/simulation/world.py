@@ -23,7 +23,23 @@ _CALL_S = 0.0005  # what a system call takes
 _RETRY_S = 3.0  # what a failed call may cost a program that tries again
 _MOST_CALLS = 100_000  # in one history: more are a loop without an end
 _WRITES = frozenset({"open", "write", "mkdir", "link", "symlink", "rename", "utime"})  # fail on a full disk
-_FAILS = frozenset({"open", "read", "write", "flush", "rename", "unlink", "scan", "stat", "utime", "mkdir", "symlink"})
+_FAILS = frozenset(
+    {
+        "request",
+        "answer",
+        "open",
+        "read",
+        "write",
+        "flush",
+        "rename",
+        "unlink",
+        "scan",
+        "stat",
+        "utime",
+        "mkdir",
+        "symlink",
+    }
+)
 
 
 class DeadError(BaseException):
@@ -67,6 +83,7 @@ class Process:
     at_exit: list[Callable[[], Any]] = field(default_factory=list)  # called when it ends by itself
     at_end: list[Callable[[], Any]] = field(default_factory=list)  # called when it has ended in any way
     handlers: dict[int, Callable[[int, None], Any]] = field(default_factory=dict)  # of signals
+    own: dict[str, Any] = field(default_factory=dict)  # objects that a module makes once in a process
     is_dead: bool = False
     status: int | None = None
     frozen_until: float = -1.0
@@ -94,6 +111,7 @@ class Thread:
         self._call = target, args, kwargs or {}
         self.name, self.daemon = name, daemon
         self.is_done, self.is_blocked, self.turn, self.woken = False, False, 0, False
+        self.is_outside = False  # in code of another language
         self.joining: list[Thread] = []
         world = current_world()
         self.process = process or world.process
@@ -151,6 +169,7 @@ class World:
         self._number = 100
         self._current: Thread | None = None
         self.processes: list[Process] = []
+        self.stores: list[Any] = []  # object stores
         self.trace: list[tuple[float, str, str, str]] | None = None
         self.watch: Callable[[], None] = lambda: None  # called between two calls, may raise ViolationError
         self.num_faults = 0
@@ -209,7 +228,8 @@ class World:
                 thread.join()
         for told in reversed(process.at_exit):
             told()
-        self.end(process, status)
+        aborts = any(thread.is_outside for thread in process.threads)  # C++ and Rust cannot unwind then
+        self.end(process, -6 if aborts else status)
 
     def end(self, process: Process, status: int) -> None:
         """A process ends, in any way: from here on it has no effect. Its locks are released."""
