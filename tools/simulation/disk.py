@@ -142,20 +142,6 @@ class Disk:
                         )
             node.kept, node.writes = bytes(node.data), []
 
-    def snapshot(self) -> dict[str, bytes]:
-        """Return all files as processes see them, by path, for a test to look at."""
-        found: dict[str, bytes] = {}
-
-        def walk(node: Node, path: str) -> None:
-            for name, child in node.entries.items():
-                if child.kind == stat.S_IFDIR:
-                    walk(child, f"{path}/{name}")
-                else:
-                    found[f"{path}/{name}"] = child.target.encode() if child.target else bytes(child.data)
-
-        walk(self.root, ROOT)
-        return found
-
     # System calls
 
     def entry(self, *names: str) -> Node | None:

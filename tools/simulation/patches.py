@@ -21,7 +21,6 @@ from tools.simulation.group import COLLECTIVES
 from tools.simulation.world import _WORLD, Clock, DeadError, Threading, World
 
 _OPEN, _SYSTEM_OPEN = io.open, os.open
-_PREFIXES = (ROOT + "/", "/proc/")
 
 
 def _path(path: Any, dir_fd: int | None = None) -> str | None:
