@@ -472,7 +472,7 @@ def draw(attempts: list[Attempt], directory: Path, path: Path) -> None:
     ):
         losses = losses_of(run)
         loss.plot([*losses], [*losses.values()], label=f"{name}: weights {final_weights(run)[:16]}...", **style)
-    loss.set(ylabel="training loss", xlabel="step", xlim=(0, step))
+    loss.set(ylabel="training loss", xlabel="step", xlim=(0, max(attempt.step for attempt in attempts) + 1))
     loss.legend(frameon=False)
     for axes in (failures, layouts, loss):
         axes.grid(color="#dddddd")
