@@ -492,7 +492,7 @@ def _diff(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _add_prove(commands: Commands) -> None:
     summary = "Check a run's record of samples, draws and weights against its recipe. Exits with 1 if they differ."
-    prove = _on_runs(commands, "prove", summary, _prove, runs=1)
+    prove = _on_runs(commands, "prove", summary, _prove)
     prove.add_argument(
         "--dataset", metavar="DIR", help="the dataset, of which only dataset.json and the index are read"
     )
@@ -513,10 +513,12 @@ def _prove(options: argparse.Namespace, overrides: list[str]) -> int:
         from dali_train.commands.prove import prove
         from dali_train.commands.replay import replay
 
-    if options.replay is not None:
-        (run,), launch = options.run_dir, _launch_options(options)
-        return FINISHED if replay(run, options.replay, dataset=options.dataset, options=launch) else 1
-    return FINISHED if prove(*options.run_dir, dataset=options.dataset, all_draws=options.all_draws) else 1
+    run = options.run_dir
+    if options.replay is None:
+        return FINISHED if prove(run, dataset=options.dataset, all_draws=options.all_draws) else 1
+    if is_remote(str(run)):
+        raise ConfigError(f"{run}: --replay trains from a checkpoint in a run.dir; copy the run to this machine first")
+    return FINISHED if replay(run, options.replay, dataset=options.dataset, options=_launch_options(options)) else 1
 
 
 def _add_report(commands: Commands) -> None:

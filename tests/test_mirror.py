@@ -170,7 +170,10 @@ def test_commands_take_a_mirror(
     assert f"weights of {url}, step 5" in capsys.readouterr().out and (tmp_path / "out" / "model.safetensors").is_file()
     assert main(["predict", url, str(photograph_file), "--checkpoint", "newest"]) == 0
     assert f"weights of {url}, step 6" in capsys.readouterr().out
+    assert main(["prove", url]) == 0
+    assert "1 set of weights with the recorded digest" in capsys.readouterr().out
     for words, message in (
+        (["prove", url, "--replay", "6"], "copy the run to this machine first"),
         (["export", url], "so name a directory to write to, --output DIR"),
         (["eval", url, "--checkpoint", "step-00000003"], "has no step-00000003 checkpoint; it has: step-00000005"),
         (["eval", "s3://bucket/nothing"], "s3://bucket/nothing is not the mirror of a run: it has no mirror.json"),

@@ -428,7 +428,7 @@ def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
 
 @contextmanager
 def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
-    """Yield the directory of `run`: for the URL of a mirror, a temporary copy of its config and of one checkpoint.
+    """Yield the directory of `run`: for the URL of a mirror, a temporary copy of its small files and of one checkpoint.
 
     Args:
         checkpoint: as for `resolve_checkpoint`: ``best``, ``newest`` or ``step-NNNNNNNN``.
@@ -452,7 +452,7 @@ def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
         raise ConfigError(f"{bucket.url} has no {checkpoint or 'newest'} checkpoint; it has: {names}")
     with tempfile.TemporaryDirectory(prefix="dali-train-") as temporary:
         directory = Path(temporary)
-        for name in ("config.json", "environment.json"):
+        for name in ("config.json", "environment.json", METRICS):
             with suppress(MissingObjectError):
                 bucket.download(name, directory / name, bucket.size(name))
         path = directory / _CHECKPOINTS / folder.rpartition("-")[0]

@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, load_checkpoint
+from dali_train.checkpoint.mirror import local_run
 from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe, saved_recipe
 from dali_train.checkpoint.record import (
     WeightsRecord,
@@ -85,10 +86,11 @@ class Evidence:
         return found
 
 
-def prove(run_dir: Path, *, dataset: str | None, all_draws: bool) -> bool:
+def prove(run: Path | str, *, dataset: str | None, all_draws: bool) -> bool:
     """Print what of a run agrees with its recipe and dataset, and what differs.
 
     Args:
+        run: its directory, or the URL of its mirror, of which the newest checkpoint's weights are checked.
         dataset: the dataset on this machine; None: where the run had it.
         all_draws: recompute all draws instead of those of about `MOST_DRAWS` micro-batches.
 
@@ -97,8 +99,13 @@ def prove(run_dir: Path, *, dataset: str | None, all_draws: bool) -> bool:
 
     Raises:
         ConfigError, DatasetError: there is no such run, it has no record, or its dataset is not here.
+        CheckpointError, ObjectStoreError: see `local_run`.
     """
-    run = RunDirectory(run_dir)
+    with local_run(run, "newest") as directory:
+        return _prove(RunDirectory(directory), dataset=dataset, all_draws=all_draws)
+
+
+def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
     split, micro_batches = samples_of(with_dataset(run.config, dataset))
     evidence, current = Evidence.of(run), recipe(run.config, split.manifest)
     keep_digests_of_lost_files(evidence.recipe, current)
