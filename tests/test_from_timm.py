@@ -421,11 +421,13 @@ def test_mistakes_are_one_sentence(text: str, source: Any, tmp_path: Path) -> No
     assert not (tmp_path / "out.py").exists()
 
 
-def test_init_writes_where_every_setting_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_where_every_setting_comes_from(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "mine.py"
     words = [
         "init",
-        str(tmp_path / "data"),
+        str(dataset),
         "--output",
         str(path),
         "--from-timm",
@@ -439,3 +441,7 @@ def test_init_writes_where_every_setting_comes_from(tmp_path: Path, capsys: pyte
     assert load_config(path).batch.global_batch == 256
     assert main([*words, "--ranks", "8"]) == 2 and main(["init", "data", "--ranks", "2"]) == 2
     assert main([*words[:4], "--from-timm", "--model resnet50", "--gpu-memory", "16"]) == 2
+    capsys.readouterr()
+    nowhere = tmp_path / "nowhere"
+    assert main(["init", str(nowhere), "--output", str(tmp_path / "no.py"), *words[4:]]) == 2
+    assert f"{nowhere}: this directory does not exist" in capsys.readouterr().err and not (tmp_path / "no.py").exists()

@@ -25,6 +25,7 @@ from dali_train.config import Config
 from dali_train.config.augment_spec import parse_augment
 from dali_train.config.config import SETTINGS
 from dali_train.config.sections import NORMALISATIONS
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.text import plural, printable
 from dali_train.training.model_arguments import check_name
@@ -414,12 +415,14 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
 
     Raises:
         ConfigError: see `checked_output`, `read_arguments` and `Translation.translate`.
+        DatasetError: the dataset does not exist, or is damaged.
     """
     output = checked_output(root, output)
     arguments, launched, unknown = read_arguments(source)
     translation = Translation(arguments, num_ranks or launched or 1, lost=unknown)
     translation.translate()
     text = config_text(translation, root, output)
+    Manifest.read(root)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text)
     steps, batch = max(1, arguments["grad_accum_steps"]), translation.settings["batch.global_batch"][0]

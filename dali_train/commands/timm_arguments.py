@@ -115,7 +115,7 @@ def read_arguments(source: str) -> tuple[dict[str, Any], int | None, dict[str, s
     file, unknown = parser.parse_known_args(words)[0].config, {}
     if file:
         given = _read_yaml(Path(file))
-        unknown = {f"{name} {given.pop(name)}": _NOT_TIMMS for name in given.keys() - DEFAULTS.keys()}
+        unknown = {f"{name} {given.pop(name)}": _NOT_TIMMS for name in sorted(given.keys() - DEFAULTS.keys())}
         parser.set_defaults(**{name: _null(name) for name, value in given.items() if value is None})
         words = [*(word for name, value in given.items() for word in _as_words(name, value)), *words]
     arguments, more = parser.parse_known_args(words)
