@@ -454,9 +454,8 @@ def draw(attempts: list[Attempt], directory: Path, path: Path) -> None:
     rows = {kind: [attempt.step for attempt in kills if attempt.kind == kind] for kind in KINDS}
     rows["on an empty disk, from the mirror"] = [attempt.step for attempt in kills if attempt.lost_directory]
     rows = {kind: steps for kind, steps in rows.items() if steps}
-    for row, (kind, steps) in enumerate(rows.items()):
+    for row, steps in enumerate(rows.values()):
         failures.plot(steps, [row] * len(steps), "|", markersize=14, markeredgewidth=0.8, color=f"C{row}")
-        rows[kind] = steps
     failures.set_yticks(range(len(rows)), [f"{kind}: {len(steps)}" for kind, steps in rows.items()])
     failures.set(title=f"{len(kills)} failures in {attempts[-1].step} steps", ylim=(len(rows) - 0.4, -0.6))
     step, begin = attempts[-1].step, 0

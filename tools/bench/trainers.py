@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,8 +24,8 @@ import psutil
 
 from dali_train.data.dataset.index import Split
 from tools.bench.data import memory_mb
-from tools.bench.peers import SIZE, Task, export
-from tools.bench.turns import Spread, describe_machine, family, parser_of, write_lines
+from tools.bench.peers import SIZE, Task, export_files
+from tools.bench.turns import Spread, describe_machine, kill_family, parser_of, write_lines
 
 SKIPPED = 3  # steps before images/s are counted: caches, and batches that were ready
 
@@ -99,7 +98,7 @@ def trainers(task: Task, timm: Path | None, torchvision: Path | None) -> list[Tr
     config = task.work / "config.py"
     if not config.exists():
         config.write_text(CONFIG.format(root=str(task.dataset), size=SIZE, threads=task.threads, batch=task.batch))
-        export(task)
+        export_files(task)
         # The two others expect directories of these names; no evaluation is reached.
         for name in ("train", "val"):
             (task.work / name).symlink_to(task.files)
@@ -150,17 +149,9 @@ def start(trainer: Trainer, steps: int, task: Task) -> Run:
                 sys.exit(f"{trainer.name} ended after {len(times)} of {steps} steps:\n{''.join(said[-20:])}")
             memory = memory_mb(psutil.Process(process.pid))
         finally:
-            _kill(family(psutil.Process(process.pid)) if process.poll() is None else [])
+            kill_family(process.pid)
     images = (steps - SKIPPED) * task.batch
     return Run(times[0], images / (times[-1] - times[SKIPPED - 1]), memory)
-
-
-def _kill(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 if __name__ == "__main__":

@@ -118,10 +118,8 @@ def take_turns(
     finally:
         # Killed, since loaders with workers take long to shut down.
         for process, _ in workers.values():
-            with suppress(psutil.NoSuchProcess):  # ended with an error
-                for member in family(psutil.Process(process.pid)):
-                    with suppress(psutil.NoSuchProcess):  # a compiler's worker that has just ended
-                        member.kill()
+            assert process.pid is not None, "it was started"
+            kill_family(process.pid)
     return {name: given[1:] for name, given in answers.items()}
 
 
@@ -152,6 +150,14 @@ def chosen(names: Iterable[str], words: Sequence[str] | None) -> list[str]:
 
 def family(process: psutil.Process) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
+
+
+def kill_family(pid: int) -> None:
+    """Kill a process, unless it has ended, and its children."""
+    with suppress(psutil.NoSuchProcess):  # ended with an error
+        for member in family(psutil.Process(pid)):
+            with suppress(psutil.NoSuchProcess):  # a compiler's worker that has just ended
+                member.kill()
 
 
 def wait_until_idle(process: psutil.Process, *, timeout_s: float = 10) -> None:
