@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
@@ -33,6 +33,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError, DatasetError
+from dali_train.files import write_atomically
 
 PUBLISHED = 0.9401  # n = 1,000, on CIFAR-10's original images
 WIDTHS = (64, 256, 256)
@@ -203,8 +204,8 @@ def train(options: argparse.Namespace) -> dict[int, float]:
         {"data.root": options.dataset, "model.weights": str(filters), "precision.dtype": options.dtype}
     )
     if not filters.exists():
-        options.out.mkdir(parents=True, exist_ok=True)
-        save_file({"whiten.weight": whitening_filters(torch.cat(list(sample_images(here.data))))}, filters)
+        whitening = whitening_filters(torch.cat(list(sample_images(here.data))))
+        write_atomically(filters, save({"whiten.weight": whitening}))
     reached: dict[int, float] = {}
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     for seed in seeds:

@@ -44,11 +44,11 @@ from tools.bench.turns import (
 # are, and the least that the ratio should be with original ImageNet JPEGs, with JPEGs stored at 400 pixels or less,
 # with raw pixels.
 RATIOS: list[tuple[str, str, str, tuple[float | None, float | None, float | None]]] = [
-    ("dali_train", "ffcv", "FFCV", (1.4, 1.35, 1.5)),
-    ("dali_train antialiased", "ffcv", "FFCV", (1.25, None, None)),
-    ("dali_train", "torchvision", "torchvision's better DataLoader", (2.0, None, None)),
-    ("dali_train", "dali tfrecord reader", "DALI's own TFRecord reader", (1.03, None, None)),
-    ("RandAugment dali_train", "RandAugment peer", "the better of timm's and torchvision's loaders", (2.0, None, None)),
+    ("dali_train", "ffcv", "FFCV", (2.0, 2.0, 2.0)),
+    ("dali_train antialiased", "ffcv", "FFCV", (1.8, 1.8, 1.8)),
+    ("dali_train", "torchvision", "torchvision's better DataLoader", (2.0, 2.0, None)),
+    ("dali_train", "dali tfrecord reader", "DALI's own TFRecord reader", (1.4, 1.4, None)),
+    ("RandAugment dali_train", "RandAugment peer", "the better of timm's and torchvision's loaders", (2.0, 2.0, None)),
     ("dali_train", "libjpeg-turbo alone", "bare decoding by libjpeg-turbo", (0.8, None, None)),
 ]
 

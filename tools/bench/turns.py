@@ -215,8 +215,7 @@ def print_ratio(name: str, peer: str, ratio: float, *, goal: float | None = None
 
 
 def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) -> None:
-    """Images per second as bars with the spread over the rounds, the first on top; names that begin with `ours` stand
-    out."""
+    """Images per second as bars with the spread over the rounds, the first on top; names that hold `ours` stand out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -225,7 +224,7 @@ def plot_bars(path: Path, rates: dict[str, Spread], title: str, *, ours: str) ->
     names = list(reversed(rates))
     rows = [rates[name] for name in names]
     spread = [[row.median - row.low for row in rows], [row.high - row.median for row in rows]]
-    colours = ["#1f6feb" if name.startswith(ours) else "#b0b7c0" for name in names]
+    colours = ["#1f6feb" if ours in name else "#b0b7c0" for name in names]
     figure, axes = plt.subplots(figsize=(9, 0.38 * len(names) + 1.4), layout="constrained")
     bars = axes.barh(
         names, [row.median for row in rows], xerr=spread, color=colours, error_kw={"ecolor": "#555555", "lw": 1}
