@@ -346,7 +346,7 @@ def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_
     precision = trainer.precision
     blank = blank_images(config, pixel_format(config, device, num_threads), device).to(precision.image_dtype)
     if device.type == "cpu" and config.model.compile in ("none", "auto"):  # auto compiles on a GPU only
-        blank = blank[:2]  # no code is made for this shape, and the passes may take seconds; batch norm needs two images
+        blank = blank[:2]  # nothing is compiled for the shape, and the passes take seconds; batch norm needs two images
     order = warm_up(trainer.parallel, blank, precision.autocast(), keep_gradients=trainer.keep_gradients)
     if trainer.parallel.layout.data_size > 1:
         trainer.clock.watch_all_reduce(order[-1])

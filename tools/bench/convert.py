@@ -205,7 +205,7 @@ def _small(file: Path) -> bytes:
     """Return the image as a JPEG of at most MAX_SIDE pixels, by PIL's fastest way of the usual quality."""
     with Image.open(file) as image:
         pixels = image.convert("RGB")
-    pixels.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
+    pixels.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
     pixels.save(buffer, "JPEG", quality=QUALITY)
     return buffer.getvalue()
