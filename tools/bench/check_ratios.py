@@ -78,9 +78,10 @@ def data_ratios(work: Path) -> Iterator[Measured]:
     task = Task(dataset=work / "dataset", work=work, batch=32, threads=2)
     export(task)
     ours, pil, libjpeg = "dali_train", "torchvision PIL", "libjpeg-turbo alone"
-    augmented = [f"RandAugment {name}" for name in (ours, f"peer {pil}")]
-    rates = image_rates(task, [ours, pil, libjpeg, *augmented])
-    for bound, name, peer in ((TORCHVISION, ours, pil), (RANDAUGMENT, *augmented), (LIBJPEG, ours, libjpeg)):
+    augmented, augmented_pil = f"RandAugment {ours}", f"RandAugment peer {pil}"
+    rates = image_rates(task, [ours, pil, libjpeg, augmented, augmented_pil])
+    pairs = (TORCHVISION, ours, pil), (RANDAUGMENT, augmented, augmented_pil), (LIBJPEG, ours, libjpeg)
+    for bound, name, peer in pairs:
         if peer in rates:
             yield bound, rates[name] / rates[peer]
     raw = ["--train", str(task.files), "--format", "raw", "--short-side", "256", "--out", str(work / "raw")]
