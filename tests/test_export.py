@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from safetensors.torch import load_file
 
 import dali_train
 from dali_train.checkpoint.recipe import recipe_settings
+from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.checkpoint.trained_model import load_trained
 from dali_train.cli import main
 from dali_train.commands.doctor import model_and_batch
+from dali_train.commands.export import commands
+from dali_train.commands.train import as_typed
 from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
@@ -31,7 +35,7 @@ from dali_train.training.model import build_model
 
 from .conftest import REPOSITORY, TINY_CONFIG, photograph
 from .data.files import EPS
-from .helpers import events
+from .helpers import events, write_run
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +83,25 @@ def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: py
         ("accuracy", best["top1"]),
         ("top-5 accuracy", best["top5"]),
     ]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert set(modes) == {*("config.json", "model.safetensors", "preprocessing.json", "README.md")}
+    assert len(set(modes.values())) == 1, modes
     assert card.data.library_name == "timm" and f"{best['step']} steps of " in card.text and "lr 0.01" in card.text
     record = load_trained(finished, weights="raw").record
     assert record["digest"] in card.text and record["record"] in card.text
     preprocessing = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
     assert (preprocessing["resize_to"], preprocessing["center_crop"], preprocessing["weights"]) == (36, 32, "raw")
     assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]
+
+
+def test_a_card_has_the_commands_that_led_to_its_weights(tmp_path: Path) -> None:
+    """A start that ended before its first checkpoint led to nothing, nor has one after the weights were saved."""
+    starts = [(0, "a killed one"), (0, "train"), (7, "train"), (9, "train --more"), (11, "train"), (20, "too late")]
+    lines = [{"event": "start", "epoch": 0.0, "startup_s": 1.0, "step": step, "command": name} for step, name in starts]
+    run = RunDirectory(write_run(tmp_path / "run", events=lines))
+    assert commands(run, 20).splitlines() == ["train", "train --more  # from step 9", "train  # from step 11"]
+    assert commands(run, 9) == "train" and as_typed(["/x/dali_train/__main__.py", "a b"]) == "dali-train 'a b'"
+    assert as_typed(["/home/me/mine.py", "s3://me:SECRET@host"]) == "python mine.py 's3://***@host'"
 
 
 def test_a_run_begins_with_another_runs_weights(finished: Path, make_run: Callable[..., Path]) -> None:

@@ -6,7 +6,9 @@ With --format timm it also writes a model card, so that the directory can be pub
 import importlib.util
 import io
 import json
+import shutil
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -154,8 +156,6 @@ def model_card(trained: TrainedModel, run: RunDirectory) -> str:
         eval_results=results or None,
     )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    words = facts.get("command")  # whose first word is a path on the machine that trained
-    command = " ".join(["dali-train", *map(str, words[1:])]) if isinstance(words, list) else "unknown"
     recipe = "\n".join(f"- {section}: {values}" for section, values in changed_settings(config).items())
     return f"""---
 {data.to_yaml()}
@@ -183,9 +183,22 @@ Settings that differ from the defaults of dali_train:
 {recipe}
 
 ```
-{command}
+{commands(run, checkpoint.step)}
 ```
 """
+
+
+def commands(run: RunDirectory, step: int) -> str:
+    """Return the command that began the run, and those by which it was resumed before `step`, if they are others."""
+    starts: dict[int, str] = {}  # step -> command; of several starts at one step, the last led to what follows
+    for event in run.events:
+        if event["event"] == "start" and event["step"] < step and "command" in event:
+            starts[event["step"]] = event["command"]
+    lines: list[str] = []
+    for command, group in groupby(starts, key=starts.__getitem__):
+        begin = next(group)
+        lines.append(f"{command}  # from step {begin}" if begin else command)
+    return "\n".join(lines) or "unknown"
 
 
 def _export_timm(trained: TrainedModel, output: Path) -> Logits:
@@ -198,6 +211,8 @@ def _export_timm(trained: TrainedModel, output: Path) -> Logits:
             model_args=trained.config.model.kwargs,
             model_config={"label_names": list(trained.class_names)},
         )
+        # safetensors writes a temporary file that only its owner may read, and renames it.
+        shutil.copymode(output / "config.json", output / "model.safetensors")
     except AttributeError as error:
         raise ConfigError(
             f"--format timm: timm cannot describe {trained.config.model.name}: {error}; set this attribute on the "

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import sys
 import time
 import traceback
@@ -399,6 +400,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
             num_parameters=trainer.parallel.num_parameters,
             start_step=run.step,
             startup_s=startup_s,
+            command=as_typed(command),
             record=run.record.text,
             machine=machine(plan),
             model=trainer.model,
@@ -560,6 +562,14 @@ def end(run: Run) -> None:
 
 
 # config.json and environment.json, which record how a run was made
+
+
+def as_typed(command: Sequence[str]) -> str:
+    """Return a command for a shell, without secrets and without the path of the program on this machine."""
+    program, *words = command
+    name = Path(program).name
+    start = "dali-train" if name in ("dali-train", "__main__.py") else f"python {shlex.quote(name)}"
+    return " ".join([start, *(shlex.quote(redacted(word)) for word in words)])
 
 
 def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) -> None:

@@ -18,6 +18,7 @@ class RunStart(RunPlan):
     num_parameters: int
     start_step: int  # optimizer steps done before
     startup_s: float  # building everything, compiling included
+    command: str  # that started this process, as in a shell and without secrets
     record: str  # of the steps done before, see checkpoint/record.py; empty: none is kept
     machine: str  # what decides the last bits of a step
     # Read only; callbacks can be registered on them (Module.register_forward_hook, ...), see Hook.

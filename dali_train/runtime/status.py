@@ -37,8 +37,8 @@ METRICS = "metrics.jsonl"
 _LONGEST_LINE = 1_000_000  # bytes; a run's have about a thousand
 Event = dict[str, Any]
 
-TEXTS = ("record", "machine")
-"""Fields of `start` and `train` events that are text: see checkpoint/record.py."""
+TEXTS = ("command", "record", "machine")
+"""Fields of `start` and `train` events that are text; on the last two see checkpoint/record.py."""
 
 _NEEDED = {
     "start": ("startup_s",),
@@ -181,7 +181,9 @@ def _is_event(line: dict[str, Any]) -> bool:
         )
     if not all(_is_number(value) for name, value in line.items() if name not in ("event", *TEXTS)):
         return False
-    if not isinstance(line.get("machine", ""), str) or not ("record" not in line or is_record(line["record"])):
+    if not all(isinstance(line.get(name, ""), str) for name in TEXTS):
+        return False
+    if "record" in line and not is_record(line["record"]):
         return False
     return all(math.isfinite(value) for name, value in line.items() if name == "epoch" or name.endswith("_s"))
 
