@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 from scipy.stats import ks_2samp
 from timm.data.auto_augment import rand_augment_transform
@@ -224,7 +225,7 @@ PUBLISHED = {
     "jsd": (JSD, {"--aug-splits", "--jsd", "--resplit", "--split-bn"}),
     "resnext": (RESNEXT, {"--recount"}),
     "sbb": (SBB, {"amp_impl"}),
-    "sbb-12k": (SBB_12K, {"--dataset"}),
+    "sbb-12k": (SBB_12K, {"--dataset", "--color-jitter", "--color-jitter-prob"}),
     "ra2": (RA2, {"--lr-noise"}),
     "ra4": (RA4, {"amp_impl"}),
 }
@@ -259,7 +260,14 @@ def test_what_a_list_becomes(source: Any, tmp_path: Path) -> None:
     assert (ra4.run.epochs, ra4.data.color_jitter, ra4.data.gaussian_blur) == (2405, 0, 0.05)
     large, _, _ = translated(source(SBB_12K), tmp_path)
     assert large.loss.sum_classes and large.model.head_scale == 0 and large.data.gaussian_blur == 0.05
-    assert large.data.color_jitter == 0, "timm leaves it out with RandAugment"
+    assert large.data.color_jitter == 0, "timm ignores it beside RandAugment"
+    for line, jitter, ignored in (
+        ("--aa rand-m9 --color-jitter 0.3", 0.0, {"--color-jitter 0.3"}),
+        ("--aa rand-m9", 0.0, set()),
+        ("--aa 3a --color-jitter 0.3", 0.3, set()),
+    ):
+        jittered, lost, _ = translated(f"train.py --lr 0.1 {line}", tmp_path)
+        assert (jittered.data.color_jitter, set(lost)) == (jitter, ignored)
     plain, _, _ = translated("train.py --lr 0.1 --smoothing 0 --bce-loss --cooldown-epochs 3 --warmup-prefix", tmp_path)
     assert plain.data.color_jitter == 0.4 and plain.loss.name == "cross-entropy" and plain.run.epochs == 308
     teacher, lost, _ = translated(
@@ -390,6 +398,8 @@ def test_draws_have_the_distributions_of_timms_transforms(name: str, source: Any
 MISTAKES = {
     "python main.py --model deit_small_patch16_224 --data-path x": "the command runs main.py, whose arguments",
     "train.py --model resnet50 --cuda 0": "--from-timm: --cuda: not an argument of timm's train.py, leave it out",
+    "train.py --sync_bn --smothing 0": "--smothing: not an argument of timm's train.py, use --sync-bn or leave it out",
+    "\nsmothing: 0.0\n": "args.yaml: smothing: not an argument of timm's train.py, use smoothing or leave it out",
     "train.py --model nexception-t": "--model is 'nexception-t', which timm does not know",
     "train.py --opt nosuch": "--opt nosuch: timm has no such optimizer",
     "train.py --epochs many": "--from-timm: argument --epochs: invalid int value: 'many'",
@@ -411,6 +421,15 @@ MISTAKES = {
     "\n{\n": "cannot be read as timm's args.yaml",
     "nosuch.yaml": "cannot be read as timm's args.yaml",
 }
+
+
+def test_a_complete_file_of_another_version_has_arguments_that_are_only_listed(source: Any, tmp_path: Path) -> None:
+    """timm writes all of its arguments, so a name that is much like one of them is none of its slips."""
+    given = {name: value for name, value in DEFAULTS.items() if name not in EARLIER.split()} | {"lr": 0.1}
+    text = "\n" + yaml.safe_dump(given | {"aa": "rand-m9", "smothing": 0.0, "mixup_modes": "batch", "val_split": "val"})
+    config, lost, _ = translated(source(text), tmp_path)
+    assert config.loss.label_smoothing == 0.1
+    assert {"smothing 0.0", "mixup_modes batch", "--val-split val"} == set(lost)
 
 
 @pytest.mark.parametrize("text", MISTAKES)

@@ -62,11 +62,11 @@ SAME = {
 }
 """Argument -> the setting of the same meaning."""
 
-_CONVERT = "datasets are converted or indexed before: dali-train data --help"
+_DATASET = "not needed: the DATASET of init has its splits, classes and labels (dali-train data index, data convert)"
 _AHEAD = "not needed: images are read and decoded ahead, in as many threads as there are cores"
 WITHOUT = {
-    "dataset train_split val_split dataset_download class_map input_key target_key": _CONVERT,
-    "dataset_trust_remote_code train_num_samples val_num_samples": _CONVERT,
+    "dataset train_split val_split dataset_download class_map input_key target_key": _DATASET,
+    "dataset_trust_remote_code train_num_samples val_num_samples": _DATASET,
     "input_img_mode": "images are decoded to RGB, also grey ones",
     "num_classes": "the dataset decides it",
     "validation_batch_size": "evaluation takes batches of batch.micro_batch",
@@ -210,15 +210,21 @@ class Translation:
     def _augmentation(self) -> None:
         policy = re.sub("^original(?=$|-mstd)", "auto-imagenet", self.aa or "none")
         policy = "3-augment" if policy == "3a" else policy
+        jitters = not self.aa or "3a" in self.aa
         try:
             parse_augment(policy)
-            self.put("data.augment", policy, "aa")
+            replaced = "" if jitters or not self.color_jitter else f"instead of {self.written('color_jitter')}"
+            self.put("data.augment", policy, "aa", note=replaced)
         except ConfigError as error:
             self.lose("aa", str(error).partition(": ")[2])
-        if self.aa is None or "3a" in self.aa:  # timm leaves it out with other policies
+        if jitters:
             self.put("data.color_jitter", self.color_jitter or 0.0, "color_jitter")
             if self.color_jitter and self.color_jitter_prob is not None:
                 self.put("data.color_jitter_probability", self.color_jitter_prob, "color_jitter_prob")
+        elif self.color_jitter:
+            for name in ("color_jitter", "color_jitter_prob"):
+                if self.arguments[name] != DEFAULTS[name]:
+                    self.lose(name, "timm ignores it beside --aa, other than 3a")
         self.put("data.repeats", max(1, int(self.aug_repeats)), "aug_repeats")
         self.put("data.random_erasing", self.reprob, "reprob")
         if self.reprob > 0 and self.remode == "rand":
@@ -431,7 +437,7 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
         f"{plural(translation.num_ranks, 'GPU')} (--ranks) x {steps} accumulated"
     )
     if translation.lost:
-        print("without a counterpart:")
+        print("not translated:")
     for said, reason in translation.lost.items():
         print(f"  {printable(said)}: {printable(reason)}")
 
@@ -460,7 +466,7 @@ def config_text(translation: Translation, root: str, output: Path) -> str:
     head.append(f"#     dali-train train --config {file}")
     if translation.lost:
         lost = [f"#     {printable(said)}: {printable(reason)}" for said, reason in translation.lost.items()]
-        head += ["#", "# Without a counterpart here:", "#", *lost]
+        head += ["#", "# Not translated:", "#", *lost]
     return "\n".join(head) + f"\n\nfrom dali_train.config import *\n\nconfig = Config(\n{body}\n)\n"
 
 

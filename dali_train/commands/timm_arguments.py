@@ -8,7 +8,8 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -107,7 +108,8 @@ def read_arguments(source: str) -> tuple[dict[str, Any], int | None, dict[str, s
         names in a file, with the reason why they are left out.
 
     Raises:
-        ConfigError: the file cannot be read, or an argument is not timm's or has a value that it does not take.
+        ConfigError: the file cannot be read, an argument on the command line is not timm's, one in the file is a slip
+            for another, or one has a value that it does not take.
     """
     words = ["--config", source] if Path(source).suffix in (".yaml", ".yml") else _words(source)
     words, num_ranks = _without_launcher(words)
@@ -115,13 +117,26 @@ def read_arguments(source: str) -> tuple[dict[str, Any], int | None, dict[str, s
     file, unknown = parser.parse_known_args(words)[0].config, {}
     if file:
         given = _read_yaml(Path(file))
-        unknown = {f"{name} {given.pop(name)}": _NOT_TIMMS for name in sorted(given.keys() - DEFAULTS.keys())}
+        foreign = sorted(given.keys() - DEFAULTS.keys())
+        for name in foreign:
+            if close := _meant(name, given):
+                raise ConfigError(f"--from-timm {file}: {printable(name)}: {_NOT_TIMMS}, use {close} or leave it out")
+        unknown = {f"{name} {given.pop(name)}": _NOT_TIMMS for name in foreign}
         parser.set_defaults(**{name: _null(name) for name, value in given.items() if value is None})
         words = [*(word for name, value in given.items() for word in _as_words(name, value)), *words]
     arguments, more = parser.parse_known_args(words)
     if more:
-        raise ConfigError(f"--from-timm: {printable(shlex.join(more))}: {_NOT_TIMMS}, leave it out")
+        close = _meant(more[0].lstrip("-").partition("=")[0].replace("-", "_"), {})
+        remedy = f"use --{close.replace('_', '-')} or leave it out" if close else "leave it out"
+        raise ConfigError(f"--from-timm: {printable(shlex.join(more))}: {_NOT_TIMMS}, {remedy}")
     return vars(arguments), num_ranks, unknown
+
+
+def _meant(name: str, given: Container[str]) -> str | None:
+    """Return the argument that an unknown name is a slip for, if any. One that is `given` itself was not meant: timm
+    writes all of its arguments into args.yaml, and what is left over there is of another version."""
+    close = get_close_matches(name, [known for known in DEFAULTS if known not in given], n=1, cutoff=0.75)
+    return close[0] if close else None
 
 
 def _words(line: str) -> list[str]:
