@@ -150,7 +150,7 @@ class SourceFiles:
             for row, expected in zip(rows[images].tolist(), checksums[images].tolist(), strict=True):
                 offset, size = row[:2]
                 if crc32c(self.read(number, offset, offset + size)) != expected:
-                    raise self.fault(number, "is newer than the index and has other images: restore it")
+                    raise self.fault(number, "has changed since it was indexed: restore it")
 
     def _check_directories(self) -> None:
         for row in self._table[self._num_files :]:
@@ -158,7 +158,7 @@ class SourceFiles:
             if not name.endswith("/"):
                 continue  # what else lies there
             name = name.removesuffix("/")
-            directory = f"{self.source}/{name}"
+            directory = str(PurePosixPath(self.source, name))
             try:
                 if Path(directory).stat().st_mtime_ns == row["time"]:
                     continue

@@ -375,10 +375,11 @@ class RangedImages:
                 return contents
         assert wrong is not None
         image, found, expected = wrong
-        times = f" {self.ranges.num_attempts} times" if self.ranges.num_attempts > 1 else ""
+        num_attempts = self.ranges.num_attempts
+        came = "has" if num_attempts == 1 else f"came {num_attempts} times with"
         raise DatasetError(
-            f"image {image} of {self._split.shard_location(file)} came{times} with CRC32C {found:08x}, the index says "
-            f"{expected:08x}: {self.ranges.remedy}"
+            f"{self._split.describe(image)} {came} CRC32C {found:08x}, the index says {expected:08x}: "
+            f"{self.ranges.remedy}"
         )
 
     def _first_wrong(self, run: list[int], contents: list[NDArray[np.uint8]]) -> tuple[int, int, int] | None:

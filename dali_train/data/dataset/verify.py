@@ -1,7 +1,7 @@
 """Verifying a dataset: records against checksums, index against records, manifest against files, and each image by
 decoding it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -97,6 +97,8 @@ def verify(
                 f"{root}/{name}: {len(unexpected)} files that dataset.json does not name: {_abbreviate(unexpected)}"
             )
     if manifest.in_place is not None:
+        if not findings.problems:
+            findings.problems += _changed_files(splits.values())
         if sample is None and not findings.problems:
             _find_duplicates(splits, in_place, findings)
         return findings
@@ -291,13 +293,8 @@ _IN_PLACE = 256  # images that a thread checks at one time
 def _check_in_place(
     split: Split, sample: int | None, decode: bool, workers: int, findings: Findings
 ) -> NDArray[np.uint32]:
-    """Check the files of an index in place against its table, and all images, or a sample, against their rows. Return
-    the checksum of each image, (N,)."""
-    assert split.files is not None and split.checksums is not None
-    try:
-        split.files.check(split.rows, split.checksums)
-    except DatasetError as error:
-        findings.problems.append(str(error))
+    """Check all images of an index in place, or a sample, against their rows. Return the checksum of each, (N,)."""
+    assert split.checksums is not None
     chosen = np.arange(len(split)) if sample is None else _sampled(split, sample)
     chosen = chosen[np.lexsort((split.rows["offset"][chosen], split.rows["shard"][chosen]))]
     portions = np.array_split(chosen, -(-len(chosen) // _IN_PLACE))
@@ -308,6 +305,17 @@ def _check_in_place(
             findings.problems += [problem for problem in problems if problem not in findings.problems]
             progress.update(len(portion), num_bytes=int(split.rows["size"][portion].sum()))
     return split.checksums
+
+
+def _changed_files(splits: Iterable[Split]) -> list[str]:
+    """Return what reading the images has not found: a file that was added or has grown, or one of those not read."""
+    for split in splits:
+        assert split.files is not None and split.checksums is not None
+        try:
+            split.files.check(split.rows, split.checksums)
+        except DatasetError as error:
+            return [str(error)]  # the files are those of all splits
+    return []
 
 
 def _check_portion(split: Split, storage: RangedImages, decode: bool, images: NDArray[np.int64]) -> list[str]:
