@@ -196,10 +196,13 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _config(options, overrides)
     if stopped_before_restart(Path(config.run.dir)):
         return START_AGAIN
-    if "://" not in config.data.root and config.data.local_copy is None:
-        try:
-            Manifest.read(config.data.root)  # before torch is imported, which takes seconds
-        except DatasetError as error:
+    if not is_remote(config.data.root) and config.data.local_copy is None:
+        from dali_train.data.dataset.storage import storage_of
+
+        try:  # before torch is imported, which takes seconds
+            storage_of(config.data)
+            Manifest.read(config.data.root)
+        except (ConfigError, DatasetError) as error:
             error.reported_elsewhere = not is_first_on_host(_launch_options(options).local_rank)
             raise
     if options.num_processes is not None:
@@ -590,7 +593,8 @@ def _add_init(commands: Commands) -> None:
     summary = "Write a config file that fits a dataset and this machine: sizes, network, batch, epochs."
     init = commands.add_parser("init", help=summary, description=summary)
     init.set_defaults(run=_init, parser=init)
-    init.add_argument("root", metavar="DATASET", help="a dataset's directory, as `dali-train data convert` makes it")
+    text = "directory or URL of a dataset: what `dali-train data convert` wrote, or an index of `dali-train data index`"
+    init.add_argument("root", metavar="DATASET", help=text)
     init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
     init.add_argument(
         "--gpu-memory", type=float, metavar="GB", help="memory of the GPU to train on (default: this machine's)"

@@ -191,7 +191,7 @@ def test_nobody_reads_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     assert capfd.readouterr().err == ""
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_and_mistakes_need_no_torch() -> None:
     """Which takes seconds to import."""
     script = """import sys
 from dali_train.cli import main
@@ -201,10 +201,13 @@ for words in (["--help"], ["train", "--help"], ["train", "--config", "vit-b16", 
     except SystemExit:
         print("torch" in sys.modules, file=sys.stderr)
 main(["recipes"])
+for root in ("ftp://host/data", "nowhere"):
+    assert main(["train", "--config", "vit-b16", "--data.root", root]) == 2
 print("torch" in sys.modules, file=sys.stderr)
 """
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
-    assert printed.split() == ["False"] * 4
+    assert "there is no storage for ftp://" in printed and "nowhere: this directory does not exist" in printed
+    assert [line for line in printed.splitlines() if ":" not in line] == ["False"] * 4
 
 
 COMPLETIONS = {

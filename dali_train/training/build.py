@@ -5,7 +5,6 @@ The caller restores a checkpoint into the trainer; this package knows nothing of
 
 import logging
 import os
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,19 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from dali_train.config import Config, ParallelConfig
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import Split, read_labels
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.loader import Loader, blank_images, make_loader, pixel_format
 from dali_train.data.loading.local_copy import DatasetRoot, find_dataset
 from dali_train.errors import ConfigError
-from dali_train.files import ForeignFileError, json_field, read_json, read_limited
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
 from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
-from dali_train.text import printable
 from dali_train.training.audit import make_audit
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
 from dali_train.training.loss import loss_of, make_objective
@@ -43,9 +40,6 @@ from dali_train.training.timing import PhaseClock
 from dali_train.training.trainer import Trainer
 
 logger = logging.getLogger("dali_train")
-
-_VALIDATION_FILE = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")  # counted from 1
-_LARGEST_LABELS = 10_000_000  # bytes; those of ReaL have 0.6 million
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,40 +208,6 @@ def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
             )
         evaluators[name] = build(split, classes=np.array([known[one] for one in split.manifest.class_names]))
     return evaluators
-
-
-def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
-    """Return the labels of each image of ImageNet's validation split in a file like ReaL's, (images, most): a list of
-    lists, of the images in the order of their files' names; -1 where an image has fewer than `most`.
-
-    ReaL: Beyer et al., "Are we done with ImageNet?" (arXiv 2006.07159); real.json is in
-    google-research/reassessed-imagenet.
-
-    Raises:
-        ConfigError: it is no such file, or an image is not among ImageNet's.
-        DatasetError: see `Split.file_names`.
-    """
-    try:
-        content = b'{"labels": ' + read_limited(path, _LARGEST_LABELS) + b"}"
-        lists = json_field(read_json(content, 2 * _LARGEST_LABELS, name=path), "labels", list)
-        valid = {*range(split.num_classes)}
-        if wrong := [one for one in lists if not isinstance(one, list) or not valid.issuperset(one)]:
-            raise ForeignFileError(f"{path} has {wrong[0]!r:.100}, which are not among {split.num_classes} classes")
-    except (OSError, ForeignFileError, TypeError) as error:
-        raise ConfigError(f"data.eval_sets: {error}: use a list of lists of labels such as ReaL's real.json") from None
-    labels = np.full((len(split), max(map(len, lists), default=0)), -1)
-    for image, name in enumerate(split.file_names()):
-        found = _VALIDATION_FILE.search(name)
-        if found is None or not 1 <= int(found[1]) <= len(lists):
-            raise ConfigError(
-                f"data.eval_sets: {path} has labels of ILSVRC2012_val_00000001 to {len(lists):08d}, and the file of "
-                f"image {image} of {split.root} is {printable(name)}: use it for ImageNet's validation images"
-            )
-        own = lists[int(found[1]) - 1]
-        labels[image, : len(own)] = own
-    if not (labels >= 0).any():
-        raise ConfigError(f"data.eval_sets: {path} has no label of an image of {split.root}: use another file")
-    return labels
 
 
 def build_trainer(

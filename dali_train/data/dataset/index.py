@@ -6,6 +6,7 @@ pixels. With it a slice of a memory map is the JPEG, and training parses nothing
 
 import mmap
 import os
+import re
 import resource
 import stat
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ from dali_train.data.dataset.manifest import (
     text_index_path,
 )
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
-from dali_train.errors import DatasetError
-from dali_train.files import open_regular, read_limited
+from dali_train.errors import ConfigError, DatasetError
+from dali_train.files import ForeignFileError, json_field, open_regular, read_json, read_limited
 from dali_train.runtime.object_store import Bucket, ObjectStoreError, is_remote
 from dali_train.text import printable
 
@@ -44,6 +45,8 @@ INDEX_DTYPE = np.dtype(
     [("offset", "<u8"), ("size", "<u4"), ("shard", "<u4"), ("label", "<i4"), ("height", "<u2"), ("width", "<u2")]
 )
 _MAX_TEXT_INDEX_BYTES = 1 << 28  # of one shard
+_VALIDATION_FILE = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")  # counted from 1
+_LARGEST_LABELS = 10_000_000  # bytes; those of ReaL have 0.6 million
 
 
 class Split:
@@ -106,8 +109,10 @@ class Split:
         return len(self.rows)
 
     def describe(self, image: int) -> str:
-        """Return the location of image number `image`, for error messages."""
+        """Return the location of image number `image`, for error messages: the file where it is all of one."""
         row = self.rows[image]
+        if self.files is not None and row["size"] == self.files.num_bytes[row["shard"]]:
+            return self.shard_location(int(row["shard"]))
         return f"image {image} ({self.shard_location(int(row['shard']))}, {row['size']} bytes at byte {row['offset']})"
 
     def file_names(self) -> Iterator[str]:
@@ -307,6 +312,40 @@ class Split:
                     f"{path} is newer than {index_path(self.root, self.name)}, and its record {record} is not what "
                     f"the index says: the shard was written anew, {self._remedy}"
                 )
+
+
+def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
+    """Return the labels of each image of ImageNet's validation split in a file like ReaL's, (images, most): a list of
+    lists, of the images in the order of their files' names; -1 where an image has fewer than `most`.
+
+    ReaL: Beyer et al., "Are we done with ImageNet?" (arXiv 2006.07159); real.json is in
+    google-research/reassessed-imagenet.
+
+    Raises:
+        ConfigError: it is no such file, or an image is not among ImageNet's.
+        DatasetError: see `Split.file_names`.
+    """
+    try:
+        content = b'{"labels": ' + read_limited(path, _LARGEST_LABELS) + b"}"
+        lists = json_field(read_json(content, 2 * _LARGEST_LABELS, name=path), "labels", list)
+        valid = {*range(split.num_classes)}
+        if wrong := [one for one in lists if not isinstance(one, list) or not valid.issuperset(one)]:
+            raise ForeignFileError(f"{path} has {wrong[0]!r:.100}, which are not among {split.num_classes} classes")
+    except (OSError, ForeignFileError, TypeError) as error:
+        raise ConfigError(f"data.eval_sets: {error}: use a list of lists of labels such as ReaL's real.json") from None
+    labels = np.full((len(split), max(map(len, lists), default=0)), -1)
+    for image, name in enumerate(split.file_names()):
+        found = _VALIDATION_FILE.search(name)
+        if found is None or not 1 <= int(found[1]) <= len(lists):
+            raise ConfigError(
+                f"data.eval_sets: {path} has labels of ILSVRC2012_val_00000001 to {len(lists):08d}, and the file of "
+                f"image {image} of {split.root} is {printable(name)}: use it for ImageNet's validation images"
+            )
+        own = lists[int(found[1]) - 1]
+        labels[image, : len(own)] = own
+    if not (labels >= 0).any():
+        raise ConfigError(f"data.eval_sets: {path} has no label of an image of {split.root}: use another file")
+    return labels
 
 
 def allow_open_files(needed: int) -> str:
