@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -26,7 +27,6 @@ from dali_train.data.convert.sources import Image, Images, SourceError, Sources,
 from dali_train.data.dataset.build_index import map_shards, objects_as_files, write_array
 from dali_train.data.dataset.files_in_place import make_table
 from dali_train.data.dataset.image_file import (
-    BATCH_PIXELS,
     IMAGE_FORMATS,
     BadImageError,
     DecodeChecker,
@@ -48,7 +48,6 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
-from dali_train.files import ForeignFileError, read_json, write_atomically
 from dali_train.runtime.object_store import Bucket
 from dali_train.text import plural
 
@@ -57,7 +56,6 @@ _FORMATS = ("JPEG", "CMYK JPEG", *IMAGE_FORMATS[1:])
 # What an index has of an image, beyond where it is, and what a conversion might have changed.
 _MEASURED = np.dtype([("crc32c", "<u4"), ("height", "<u2"), ("width", "<u2"), ("format", "u1"), ("sideways", "?")])
 _PLACE = np.dtype([("offset", "<u8"), ("size", "<u4"), ("label", "<i4")])
-_MAX_STATE_BYTES = 1 << 20
 _OWN = (".indexing", "index", "quarantine.jsonl")  # in OUT, beside dataset.json
 
 
@@ -72,7 +70,6 @@ class Measured:
         """Write a file for `load`, and for `images` what `listed_in` returns."""
         places = np.array([(image.offset, image.size, image.label) for image in images], dtype=_PLACE)
         facts = json.dumps({"bad": list(self.bad.items()), "names": [image.name for image in images]})
-        path.parent.mkdir(exist_ok=True)
         with partial_path(path).open("wb") as file:
             np.savez(file, rows=self.rows, places=places, facts=np.frombuffer(facts.encode(), np.uint8))
         partial_path(path).replace(path)
@@ -98,30 +95,21 @@ def measure(read: Callable[[int], RawImage], numbers: Sequence[int], *, decode: 
     """Read images by their numbers and return what the index has of them; decode them too, if asked for."""
     rows = np.zeros(len(numbers), dtype=_MEASURED)
     bad: dict[int, str] = {}
-    batch: dict[int, bytes] = {}  # that are decoded together
-    pixels: list[int] = []
-
-    def check() -> None:
-        sound = [*batch]
-        failures = decode_failures([*batch.values()], np.array(pixels, np.int64)) if decode else {}
-        bad.update((sound[number], reason) for number, reason in failures.items())
-        batch.clear()
-        pixels.clear()
-
-    for position, number in enumerate(numbers):
-        content = read(number)
-        assert isinstance(content, bytes)
-        try:
-            height, width = image_size(content)
-            rows[position] = crc32c(content), height, width, *_kind(content)
-        except BadImageError as error:
-            bad[position] = str(error)
-            continue
-        batch[position] = content
-        pixels.append(height * width)
-        if len(batch) == DecodeChecker.BATCH or sum(pixels) >= BATCH_PIXELS:
-            check()
-    check()
+    for first in range(0, len(numbers), DecodeChecker.BATCH):
+        sound: dict[int, bytes] = {}
+        for position, number in enumerate(numbers[first : first + DecodeChecker.BATCH], first):
+            content = read(number)
+            assert isinstance(content, bytes)
+            try:
+                rows[position] = crc32c(content), *image_size(content), *_kind(content)
+                sound[position] = content
+            except BadImageError as error:
+                bad[position] = str(error)
+        if decode:
+            positions = [*sound]
+            pixels = rows["height"][positions].astype(np.int64) * rows["width"][positions]
+            failures = decode_failures([*sound.values()], pixels)
+            bad |= {positions[place]: reason for place, reason in failures.items()}
     return Measured(rows=rows, bad=bad)
 
 
@@ -198,8 +186,7 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
 
         def within(path: Path, list_file: ListFile) -> Iterator[Image]:
             name = str(path.relative_to(directory))
-            key = json.dumps([name, sizes[name], task.decode, task.options], sort_keys=True)
-            saved = state / "objects" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+            saved = _saved(state, name, sizes[name], task.decode, task.options)
             found = Measured.load(saved)
             if found is None:
                 with fetch(path):
@@ -256,8 +243,13 @@ def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
         listing.root, [*names], None if listing.sizes is None else [listing.sizes[name] for name in names]
     )
     if listing.measured is None:
-        _claim(task, state, listing, crc32c(table.data))
-        measured = {split: _measure_split(task, split, images, state) for split, images in listing.splits.items()}
+        files = crc32c(table.data)
+        measured = {
+            split: _measure_split(
+                task, split, images, partial(_saved, state, split, images.identity(), files, task.decode)
+            )
+            for split, images in listing.splits.items()
+        }
     else:
         measured = {split: _look_up(images, listing.measured) for split, images in listing.splits.items()}
     left_out = {split: _bad_images(listing.splits[split], each) for split, each in measured.items()}
@@ -300,18 +292,9 @@ def _check_out(out: Path) -> None:
         raise DatasetError(f"--out {out}: holds {', '.join(foreign[:5])}: name a new directory, or an empty one")
 
 
-def _claim(task: IndexInPlace, state: Path, listing: _Listing, files_crc32c: int) -> None:
-    """Keep what an earlier start has found out about the same files, and remove what it has about others."""
-    splits = {split: images.identity() for split, images in listing.splits.items()}
-    identity = json.loads(json.dumps({"splits": splits, "files_crc32c": files_crc32c, "decode": task.decode}))
-    try:
-        if read_json(state / "task.json", _MAX_STATE_BYTES) == identity:
-            return
-    except (FileNotFoundError, ForeignFileError):
-        pass
-    for path in state.glob("*.npz"):
-        path.unlink()
-    write_atomically(state / "task.json", json.dumps(identity).encode())
+def _saved(state: Path, *facts: object) -> Path:
+    """Return the file for a portion, which a later start only finds if `facts` are still the same."""
+    return state / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}.npz"
 
 
 def _rows(task: IndexInPlace, listing: _Listing, images: Images, names: dict[str, int]) -> NDArray[np.void]:
@@ -345,13 +328,14 @@ def file_of(image: Image) -> str:
     return image.file + image.name if image.file.endswith("/") else image.file
 
 
-def _measure_split(task: IndexInPlace, split: SplitName, images: Images, state: Path) -> Measured:
+def _measure_split(task: IndexInPlace, split: SplitName, images: Images, saved: Callable[[int], Path]) -> Measured:
+    """Measure a split in portions; `saved` names the file for the one that begins with an image."""
     num_images = len(images.labels)
     portions = [range(first, min(first + _PORTION, num_images)) for first in range(0, num_images, _PORTION)]
     with Progress(f"indexing {split}", total=num_images, unit="images") as progress:
 
         def measured(numbers: range) -> Measured:
-            path = state / f"{split}-{numbers.start}.npz"
+            path = saved(numbers.start)
             found = Measured.load(path)
             if found is None:
                 found = measure(images.read, numbers, decode=task.decode)

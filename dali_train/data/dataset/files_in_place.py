@@ -24,6 +24,7 @@ from dali_train.text import printable
 UNKNOWN_TIME = -1  # of an object in a bucket
 _MOST_CHECKED = 20_000  # files whose sizes and times are compared at the start of a run, in 0.1 s on a local disk
 _MOST_READ = 64  # of those with another time
+_MISSING = "is missing, the index names it: restore it"
 
 
 def is_table(dtype: np.dtype[Any]) -> bool:
@@ -108,17 +109,18 @@ class SourceFiles:
         try:
             return os.open(self.path(number), os.O_RDONLY | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
-            raise self.fault(number, "is missing, the index names it: restore it") from None
+            raise self._fault(self.path(number), _MISSING) from None
 
     def read_open(self, descriptor: int, number: int, begin: int, end: int) -> bytes:
         content = os.pread(descriptor, end - begin, begin)
         if len(content) < end - begin:
             size = os.fstat(descriptor).st_size
-            raise self.fault(number, f"has {size} bytes, the index has an image at byte {begin}: restore it")
+            fault = f"has {size} bytes, the index has an image at byte {begin}: restore it"
+            raise self._fault(self.path(number), fault)
         return content
 
-    def fault(self, number: int, what: str) -> DatasetError:
-        return DatasetError(f"{printable(self.path(number))} {what}, or {self.remedy}")
+    def _fault(self, path: str, what: str) -> DatasetError:
+        return DatasetError(f"{printable(path)} {what}, or {self.remedy}")
 
     def check(self, rows: NDArray[np.void], checksums: NDArray[np.uint32]) -> None:
         """Compare names, sizes and times on a disk with the table.
@@ -135,13 +137,14 @@ class SourceFiles:
         self._check_directories()
         newer = []
         for number in np.unique(np.linspace(0, len(self) - 1, min(len(self), _MOST_CHECKED)).astype(np.int64)).tolist():
+            path = self.path(number)
             try:
-                status = Path(self.path(number)).stat()
+                status = Path(path).stat()
             except (FileNotFoundError, NotADirectoryError):
-                raise self.fault(number, "is missing, the index names it: restore it") from None
+                raise self._fault(path, _MISSING) from None
             if status.st_size != self.num_bytes[number]:
                 found = f"has {status.st_size} bytes, the index was made for {self.num_bytes[number]}"
-                raise self.fault(number, f"{found}: restore it")
+                raise self._fault(path, f"{found}: restore it")
             if status.st_mtime_ns != self._table["time"][number]:
                 newer.append(number)
         for number in newer[:_MOST_READ]:
@@ -150,7 +153,7 @@ class SourceFiles:
             for row, expected in zip(rows[images].tolist(), checksums[images].tolist(), strict=True):
                 offset, size = row[:2]
                 if crc32c(self.read(number, offset, offset + size)) != expected:
-                    raise self.fault(number, "has changed since it was indexed: restore it")
+                    raise self._fault(self.path(number), "has changed since it was indexed: restore it")
 
     def _check_directories(self) -> None:
         for row in self._table[self._num_files :]:
@@ -164,16 +167,13 @@ class SourceFiles:
                     continue
                 there = {*self.names_in(directory, name)}
             except OSError as error:
-                where = f"{printable(directory)} cannot be read ({error.strerror}), the index names it: restore it"
-                raise DatasetError(f"{where}, or {self.remedy}") from None
-            for names, what in (
-                (there - self.names[name], "is not in the index: move it away"),
-                (self.names[name] - there, "is missing, the index names it: restore it"),
-            ):
+                fault = f"cannot be read ({error.strerror}), the index names it: restore it"
+                raise self._fault(directory, fault) from None
+            known = self.names[name]
+            for names, what in ((there - known, "is not in the index: move it away"), (known - there, _MISSING)):
                 if names:
                     others = f" ({len(names) - 1} more like it there)" if len(names) > 1 else ""
-                    location = printable(f"{directory}/{min(names)}")
-                    raise DatasetError(f"{location} {what}{others}, or {self.remedy}")
+                    raise self._fault(f"{directory}/{min(names)}", f"{what}{others}")
 
     @cached_property
     def names(self) -> dict[str, set[str]]:
