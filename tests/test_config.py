@@ -98,6 +98,7 @@ def test_accumulation_and_steps_are_derived() -> None:
         ("--hooks.profile none", None),
         ("--hooks.trackers wandb,mlflow", ("wandb", "mlflow")),
         ("--hooks.trackers wandb mlflow", ("wandb", "mlflow")),
+        ("--hooks.trackers none", ()),
         ("--run.max_steps None", None),
         ("--run.max-steps 1_000", 1000),
         ("--data.local_copy none", None),

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,12 +55,13 @@ def test_timms_arguments_become_a_run(
 ) -> None:
     """With a smaller network."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/dali-train", "train", "--config", "photos.py"])
     folder_of_photographs(80, 70)
     page = (REPOSITORY / "docs" / "from-timm.md").read_text()
     run_commands_of(page, ["data", "init", "plan", "train", "export"])
     output = capsys.readouterr().out
     card = Path("runs/photos/export/timm/README.md").read_text()
-    assert "\ndali-train" in card and "| dataset | photos: " in card
+    assert "\ndali-train train --config photos.py\n" in card and "| dataset | photos: " in card
     assert "8 images per step are 8 x 1 GPU (--ranks) x 1 accumulated" in output and "best top-1 of the EMA" in output
     assert "  --sync-bn: BatchNorm normalises by the micro-batch" in output
     lines = page.split("```")[3].strip().splitlines()

@@ -397,9 +397,9 @@ def test_draws_have_the_distributions_of_timms_transforms(name: str, source: Any
 
 MISTAKES = {
     "python main.py --model deit_small_patch16_224 --data-path x": "the command runs main.py, whose arguments",
-    "train.py --model resnet50 --cuda 0": "--from-timm: --cuda: not an argument of timm's train.py, leave it out",
-    "train.py --sync_bn --smothing 0": "--smothing: not an argument of timm's train.py, use --sync-bn or leave it out",
-    "\nsmothing: 0.0\n": "args.yaml: smothing: not an argument of timm's train.py, use smoothing or leave it out",
+    "train.py --model resnet50 --cuda 0": "--from-timm: --cuda: timm's current train.py has no such argument, leave",
+    "train.py --sync_bn --smothing 0": "--smothing: timm's current train.py has no such argument, use --sync-bn",
+    "\nsmothing: 0.0\n": "args.yaml: smothing: timm's current train.py has no such argument, use smoothing or",
     "train.py --model nexception-t": "--model is 'nexception-t', which timm does not know",
     "train.py --opt nosuch": "--opt nosuch: timm has no such optimizer",
     "train.py --epochs many": "--from-timm: argument --epochs: invalid int value: 'many'",
@@ -450,13 +450,14 @@ def test_init_writes_where_every_setting_comes_from(
         "--output",
         str(path),
         "--from-timm",
-        "train.py --lr 0.008 --sync-bn -b 32",
+        "train.py --lr 0.008 --sync-bn -b 32 --clip-grad 1",
     ]
     assert main([*words, "--ranks", "8"]) == 0
     assert "256 images per step are 32 x 8 GPUs (--ranks) x 1 accumulated" in (printed := capsys.readouterr().out)
     assert "--sync-bn: BatchNorm normalises by the micro-batch" in printed
     text = path.read_text()
-    assert "lr=0.008,  # timm: --lr 0.008" in text and "#     --sync-bn: " in text
+    assert "lr=0.008,  # timm: --lr 0.008" in text and "clip_grad_norm=1.0,  # timm: --clip-grad 1" in text
+    assert "#     --sync-bn: " in text
     assert load_config(path).batch.global_batch == 256
     assert main([*words, "--ranks", "8"]) == 2 and main(["init", "data", "--ranks", "2"]) == 2
     assert main([*words[:4], "--from-timm", "--model resnet50", "--gpu-memory", "16"]) == 2

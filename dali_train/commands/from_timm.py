@@ -127,16 +127,17 @@ class Translation:
             raise AttributeError(name) from None
 
     def put(self, setting: str, value: Any, *names: str, note: str = "", own: str = "") -> None:
-        """Set `setting`, unless it has this value by default.
+        """Set `setting`, unless it has this value by default and none of the arguments is given.
 
         Args:
             names: the arguments that decide it.
             note: what else explains it.
             own: whose default it is, if none of the arguments is given.
         """
-        if value != (SETTINGS[setting].default if setting in SETTINGS else None):
-            given = [name for name in names if self.arguments[name] != DEFAULTS[name]] if own else names
-            origin = [*map(self.written, given), *([note] if note else []), *([own] if own and not given else [])]
+        given = [name for name in names if self.arguments[name] != DEFAULTS[name]]
+        if given or value != (SETTINGS[setting].default if setting in SETTINGS else None):
+            shown = map(self.written, given if own else names)
+            origin = [*shown, *([note] if note else []), *([own] if own and not given else [])]
             self.settings[setting] = value, ", ".join(origin)
 
     def lose(self, name: str, reason: str) -> None:

@@ -83,7 +83,7 @@ DEFAULTS = {name: default for name, (_, default) in _TYPES.items()}
 _ALSO = {"batch_size": "-b", "workers": "-j", "validation_batch_size": "-vb", "decay_rate": "--dr", "config": "-c"}
 _ALSO |= {"local_rank": "--local_rank", "train_batches_per_epoch": "--train-steps-per-epoch"}
 
-_NOT_TIMMS = "not an argument of timm's train.py"
+_NOT_TIMMS = "timm's current train.py has no such argument"
 
 
 class _KeyValues(ParseKwargs):

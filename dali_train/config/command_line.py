@@ -100,7 +100,7 @@ def _value(name: str, words: list[str]) -> Any:
         return text
     sequence = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if sequence is not None and _are_words(sequence):
-        return tuple(text.replace(",", " ").split())
+        return () if text.lower() == "none" else tuple(text.replace(",", " ").split())
     row = get_args(get_args(sequence)[0]) if sequence is not None else ()
     if row and str in alternatives(row[0]):  # rows that begin with a name
         is_text = [str in alternatives(kind) for kind in row]
