@@ -72,8 +72,9 @@ def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
     settings: list[str] = []
     current = words
     for word in argv:
-        if word.startswith("--"):
-            current = settings if "." in word.partition("=")[0] else words
+        if word.startswith("--"):  # with a space it is a value: the arguments of --from-timm
+            name = word.partition("=")[0]
+            current = settings if "." in name and " " not in name else words
         current.append(word)
     return words, settings
 

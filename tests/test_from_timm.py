@@ -450,7 +450,7 @@ def test_init_writes_where_every_setting_comes_from(
         "--output",
         str(path),
         "--from-timm",
-        "train.py --lr 0.008 --sync-bn -b 32 --clip-grad 1",
+        "--lr 0.008 --sync-bn -b 32 --clip-grad 1",
     ]
     assert main([*words, "--ranks", "8"]) == 0
     assert "256 images per step are 32 x 8 GPUs (--ranks) x 1 accumulated" in (printed := capsys.readouterr().out)

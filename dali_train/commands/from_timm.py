@@ -225,7 +225,7 @@ class Translation:
         elif self.color_jitter:
             for name in ("color_jitter", "color_jitter_prob"):
                 if self.arguments[name] != DEFAULTS[name]:
-                    self.lose(name, "timm ignores it beside --aa, other than 3a")
+                    self.lose(name, "timm ignores it beside any --aa but 3a")
         self.put("data.repeats", max(1, int(self.aug_repeats)), "aug_repeats")
         self.put("data.random_erasing", self.reprob, "reprob")
         if self.reprob > 0 and self.remode == "rand":

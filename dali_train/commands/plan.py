@@ -95,9 +95,10 @@ def print_plan(
     print(textwrap.fill(f"optimizer      {config.optimizer.name}: {shown}", 120, subsequent_indent=" " * 15))
     idle = layout.describe_idle(batch.num_micro_batches)
     print(f"ranks          {layout.describe() if layout.splits_model else layout.world_size}{idle}")
+    accumulated = batch.describe_accumulation(layout.data_size)
     print(
-        f"accumulation   {batch.describe_accumulation(layout.data_size)} micro-batches of {batch.micro_batch} per "
-        f"rank: {batch.global_batch:,} images per step"
+        f"accumulation   {accumulated} micro-batch{'es' * (accumulated != '1')} of {batch.micro_batch} per rank: "
+        f"{batch.global_batch:,} images per step"
     )
     if (every := config.run.audit_every_steps) is not None and layout.data_size > 1:
         share = 1 / (every * (batch.num_micro_batches // layout.data_size))
