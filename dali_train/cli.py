@@ -186,7 +186,7 @@ def _add_train(commands: Commands) -> None:
     train.add_argument(
         "--num-processes",
         metavar="N|auto",
-        help="start N processes on this host, without a launcher; auto: one per GPU, or one without GPUs",
+        help="start N processes on this host, without a launcher; auto: one per GPU, or the fastest number for a CPU",
     )
 
 
@@ -229,7 +229,7 @@ def _num_processes(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not text.isdecimal():
-        raise ConfigError(f"--num-processes is {text}: use 1 or more, or auto for one per GPU")
+        raise ConfigError(f"--num-processes is {text}: use 1 or more, or auto")
     return int(text)
 
 

@@ -56,7 +56,7 @@ DATASETS = {name: row.unattended for name, row in datasets.DATASETS.items() if r
 class Machine:
     """The resources of a training task, as requests and limits; they are not part of the cache key."""
 
-    num_processes: int | None = None  # None: one per GPU, one without GPUs
+    num_processes: int | None = None  # None: one per GPU, without GPUs as many as are fastest
     gpus: int = 0
     cpu: int = 4
     memory: str = "16Gi"
@@ -196,7 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dataset", default="mnist", metavar="NAME|DIRECTORY", help=f"one of {', '.join(DATASETS)}, or where one is"
     )
-    parser.add_argument("--num-processes", type=int, metavar="N", help="default: one per GPU, one without GPUs")
+    parser.add_argument(
+        "--num-processes", type=int, metavar="N", help="default: one per GPU, without GPUs as many as are fastest"
+    )
     parser.add_argument(
         "--batch-per-process", type=int, metavar="N", help="default: 128 for the tutorial, else as the config says"
     )

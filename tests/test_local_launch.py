@@ -52,8 +52,6 @@ def test_results_come_by_rank_whatever_port_is_taken(monkeypatch: pytest.MonkeyP
         listener.listen()
         monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
         assert launch_locally(place, "here", num_processes=2) == {0: ("here", 0, 2), 1: ("here", 1, 2)}
-    with pytest.raises(ConfigError, match="num_processes is 0: use at least 1"):
-        launch_locally(place, "here", num_processes=0)
 
 
 def start_sleeper(
@@ -148,9 +146,21 @@ def test_hooks_come_from_the_config_file(
         run(config.from_files({}), num_processes=2)
 
 
-def test_too_many_processes_are_refused_before_they_start(tiny_config: Path) -> None:
+def test_auto_on_a_cpu_keeps_the_number_of_a_run_that_goes_on(tiny_config: Path, plain_run: Path) -> None:
+    """And of a model that is split; anything else it measures, see test_quickstart.py."""
+    from dali_train.config import load_config
+    from dali_train.training.num_processes import count_processes
+
+    config = load_config(tiny_config).replace({"run.device": "cpu"})
+    assert count_processes(config.replace({"run.dir": str(plain_run)}), "auto") == 1
+    assert count_processes(config.replace({"parallel.pipeline": 2}), "auto") == 2
+
+
+def test_processes_that_do_not_fit_are_refused_before_they_start(tiny_config: Path) -> None:
     from dali_train.commands.train import run
 
+    with pytest.raises(ConfigError, match="num_processes is 0: use at least 1"):
+        run(tiny_config, num_processes=0)
     before = set(multiprocessing.active_children())  # ranks of other tests may wait for more work
     with pytest.raises(ConfigError, match="40 data-parallel ranks need at least one each: start at most 8"):
         run(tiny_config, num_processes=40)

@@ -1,10 +1,12 @@
 """The quickstart script in a small form: from scikit-learn's digits to a table of results and a report."""
 
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dali_train.commands import data
 
@@ -25,6 +27,14 @@ def test_from_nothing_to_a_report(
     table = dict(re.findall(r"^  (\S+) +(.+)$", printed, re.MULTILINE))
     assert re.fullmatch(r".* of 360 held-out images \(\d+ to \d+% is usual\)", table["top-1"]), printed
     assert table["report"] == str(runs / "run-1" / "report" / "index.html") and Path(table["report"]).is_file()
+    # Measured: any number that divides cores and micro-batches, of which there are four.
+    cores = len(os.sched_getaffinity(0))
+    chosen = re.search(
+        r"^num_processes auto: (\d) with 1 thread each, (\S+) times as fast as (\d) with ", printed, re.M
+    )
+    if torch.cuda.device_count() == 0 and cores > 1 and cores % 2 == 0:
+        assert chosen is not None and {int(chosen[1]), int(chosen[3])} < {1, 2, 4}, printed
+        assert cores % int(chosen[1]) == 0 and float(chosen[2]) >= 1 and f" on {chosen[1]} rank" in table["images/s"]
     # This run has finished, so a second call begins another, on the dataset that is there already.
     assert tool("quickstart").next_run(runs) == runs / "run-2"
     assert data.main("convert", ["digits", "--out", str(dataset)]) == 0

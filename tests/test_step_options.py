@@ -16,9 +16,10 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils.flop_counter import FlopCounterMode
 
 from dali_train.cli import main
-from dali_train.config import ModelConfig, OptimizerConfig, PrecisionConfig, load_config
+from dali_train.config import Config, ModelConfig, OptimizerConfig, PrecisionConfig, load_config
 from dali_train.errors import ConfigError
 from dali_train.training.cost import (
+    Memory,
     ModelFlops,
     Product,
     data_sheet_peak,
@@ -111,7 +112,7 @@ def test_selective_recomputation_lies_between(tiny_config: Path) -> None:
         with FlopCounterMode(display=False) as counter:
             gradients(built, torch.randn(4, 3, 32, 32), seed=1)
         counts.append(counter.get_total_flops())
-        bytes_kept.append(estimate_memory(replace(config, model=setting), 5).activation_bytes)
+        bytes_kept.append(memory_of(replace(config, model=setting)).activation_bytes)
     assert counts[0] == counts[1] < counts[2]
     assert bytes_kept[2] < bytes_kept[1] < 0.7 * bytes_kept[0]
     with pytest.raises(ConfigError, match="selective, but vgg11 has no repeated blocks: set it to true or false"):
@@ -188,7 +189,7 @@ def test_fast_norm_keeps_the_stream_in_half_precision(tiny_config: Path) -> None
     assert torch.equal(*float32), "nothing changes without autocast"
     config = load_config(tiny_config)
     fast_config = replace(config, model=replace(config.model, fast_norm=True))
-    assert flops_per_image(fast_config, 5) == flops_per_image(config, 5) and estimate_memory(fast_config, 5), (
+    assert flops_per_image(fast_config, 5) == flops_per_image(config, 5) and memory_of(fast_config), (
         "on the meta device"
     )
     assert not is_fast_norm(), "nor for the next model"
@@ -265,6 +266,10 @@ def test_dense_peaks(name: str, dtype: str, tf32: bool, teraflops: float | None)
     )
 
 
+def memory_of(config: Config) -> Memory:
+    return estimate_memory(config, build_model(config, 5, torch.device("meta")))
+
+
 def test_utilisation(tiny_config: Path) -> None:
     config = load_config(tiny_config)
     assert model_flops(config, 5, CPU, num_devices=1) is None
@@ -276,7 +281,7 @@ def test_utilisation(tiny_config: Path) -> None:
 def test_the_largest_product_is_measured_in_each_format(tiny_config: Path) -> None:
     config = load_config(tiny_config).replace({"precision.dtype": "fp64", "batch.micro_batch": 4})
     model = build_model(config, 5, torch.device("meta"))
-    product = measure_largest_product(config, 5)
+    product = measure_largest_product(config, model)
     assert product.flops == 2 * 4 * model.patch_embed.num_patches * model.patch_embed.proj.weight.numel()
     assert product.seconds.keys() == {"fp32", "bf16", "fp16", "fp64"} and 0 < min(product.seconds.values()) < 1
     emulated = Product(1e9, {"fp32": 0.04, "bf16": 0.1})
@@ -290,9 +295,9 @@ def test_the_largest_product_is_measured_in_each_format(tiny_config: Path) -> No
 
 def test_memory_and_the_largest_micro_batch(tiny_config: Path) -> None:
     config = load_config(tiny_config)
-    memory = estimate_memory(config, 5)
+    memory = memory_of(config)
     assert memory.optimizer_bytes == 2 * memory.weight_bytes == 2 * 4 * memory.num_parameters  # LAMB
-    doubled = estimate_memory(replace(config, batch=replace(config.batch, micro_batch=8)), 5)
+    doubled = memory_of(replace(config, batch=replace(config.batch, micro_batch=8)))
     assert doubled.activation_bytes == pytest.approx(2 * memory.activation_bytes, rel=0.01)
     one_image = memory.activation_bytes / memory.micro_batch
     room = (3e9 + memory.state_bytes + 100.5 * one_image) / 0.95
@@ -313,7 +318,7 @@ def test_the_state_of_an_optimizer_that_reads_numbers_of_tensors_is_foreseen(tin
         optimizer.step()
         kept = [value for state in optimizer.state.values() for value in state.values()]
         num_bytes = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
-        assert estimate_memory(named, 5).optimizer_bytes == num_bytes, name
+        assert memory_of(named).optimizer_bytes == num_bytes, name
 
 
 def test_a_plan_says_what_fits(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from PIL import Image
+from torch import nn
 
 from dali_train.checkpoint.format import CheckpointError, ranks_without_shared_disk
 from dali_train.commands.equal_ranks import require_equal_ranks
@@ -336,14 +337,14 @@ def model_and_batch(config: Config, launch: Launch, device: torch.device) -> tup
         remedy = "" if fits else "a smaller batch.micro_batch, or model.activation_checkpointing true"
         findings.append(Finding("memory", "pass" if fits else "warn", words, remedy))
     elif device.type == "cpu":
-        findings += precision(config, num_classes)
+        findings += precision(config, model)
     return findings, memory
 
 
-def precision(config: Config, num_classes: int) -> Iterator[Finding]:
+def precision(config: Config, model: nn.Module) -> Iterator[Finding]:
     """Compare precision.dtype with the other formats in the model's largest product on this processor."""
     try:
-        product = measure_largest_product(config, num_classes)
+        product = measure_largest_product(config, model)
     except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
         return
     dtype = config.precision.dtype

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -14,16 +13,13 @@ from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
-from dali_train.training.cost import FASTER, estimate_memory, measure_largest_product
+from dali_train.training.cost import FASTER, bf16_speedup, estimate_memory, seconds_per_image
 from dali_train.training.model import build_model
-from dali_train.training.precision import Precision
 
 _SMALL = 96
 """Images with a shorter side than this, in pixels, get a network that keeps their resolution."""
 _ON_CPU = 32
 """Images per micro-batch without a GPU, whose memory would be the limit."""
-_MEASURED = 32
-"""Most images in the pass whose time is measured, which then fits into any memory."""
 _HOURS_ON_CPU = 1.0
 """A run without a GPU gets as many epochs as fit into about this time, at least `_FEWEST_EPOCHS`."""
 _FEWEST_EPOCHS = 10
@@ -65,25 +61,20 @@ def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) ->
     enough = "enough steps for a network with random initial weights"
     choice = _Choice(on_cpu, _ON_CPU, "enough to keep a CPU busy", most, enough)
     config = _loaded(_config_file(split, root, output, choice))
+    model = build_model(config, split.num_classes, torch.device("meta"))
     if gpu_memory_gb is not None:
-        largest = estimate_memory(config, split.num_classes).largest_micro_batch(
-            gpu_memory_gb * 1e9, config.batch.global_batch
-        )
+        largest = estimate_memory(config, model).largest_micro_batch(gpu_memory_gb * 1e9, config.batch.global_batch)
         if largest is None:
             raise ConfigError(f"--gpu-memory is {gpu_memory_gb:g} GB, which does not fit one image: use a larger GPU")
         reason = f"the largest that fits into a GPU of {gpu_memory_gb:.0f} GB, as estimated by `dali-train plan`"
         choice = _Choice(on_cpu, largest, reason, most, enough)
     message = f"{output}: {_describe(split)}"
-    if is_here and on_cpu:
-        product = measure_largest_product(config, split.num_classes)
-        if (speedup := product.speedup("bf16")) >= FASTER:
-            reason = f"{speedup:.1f} times as fast as fp32 in this CPU's matrix products"
-            choice = replace(choice, bf16=True, bf16_reason=reason)
-            config = config.replace({"precision.dtype": "bf16"})
+    if is_here and on_cpu and (speedup := bf16_speedup(config, model, split.num_classes)) >= FASTER:
+        choice = replace(choice, bf16=True, bf16_reason=f"{speedup:.1f} times as fast as fp32 on this CPU")
+        config = config.replace({"precision.dtype": "bf16"})
     if is_here:
-        num_images = max(2, min(choice.micro_batch, _MEASURED))  # batch statistics need two
         device = torch.device("cpu" if on_cpu else "cuda")
-        epoch_s = len(split) * _seconds_per_image(config, split.num_classes, device, num_images)
+        epoch_s = len(split) * seconds_per_image(config, split.num_classes, device, choice.micro_batch)
         if on_cpu:
             fitting = max(_FEWEST_EPOCHS, min(most, int(_HOURS_ON_CPU * 3600 / epoch_s)))
             reason = enough if fitting == most else f"about {duration(fitting * epoch_s)} here; {most} are better"
@@ -119,24 +110,6 @@ def _loaded(text: str) -> Config:
         path = Path(directory) / "config.py"
         path.write_text(text)
         return load_config(path)
-
-
-def _seconds_per_image(config: Config, num_classes: int, device: torch.device, num_images: int) -> float:
-    """Measure a forward and backward pass of `num_images`, the faster of two."""
-    model = build_model(config, num_classes, device).train()
-    autocast = Precision(config.precision, device).autocast
-    size = config.data.train_size
-    images = torch.randn(num_images, 3, size, size, device=device)
-    seconds = float("inf")
-    for _ in range(2):
-        start = time.perf_counter()
-        with autocast():
-            logits = model(images)
-        logits.float().sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = min(seconds, time.perf_counter() - start)
-    return seconds / num_images
 
 
 def _describe(split: Split) -> str:

@@ -108,7 +108,7 @@ def print_plan(
     print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")
     if config.run.max_steps is not None and config.run.max_steps < steps:
         print(f"               stops after run.max_steps {config.run.max_steps:,}")
-    for name, line in describe_time(config, num_images, num_classes, layout.world_size):
+    for name, line in describe_time(config, num_images, num_classes, layout.world_size, model):
         print(textwrap.fill(f"{name:<15}{line}", 120, subsequent_indent=" " * 15))
     print(f"rank's memory  {describe_memory(fullest)}")
     if gpu_memory_gb is not None:
@@ -141,15 +141,21 @@ def forecast(
     check_sizes(model, config)
     if checks_weights:
         check_weights(config.model, num_classes)
-    memory = estimate_memory(config, num_classes)
+    memory = estimate_memory(config, model)
     return model, memory, describe_ranks(model, config, layout, memory) if layout is not None else []
 
 
-def describe_time(config: Config, num_images: int, num_classes: int, world_size: int) -> Iterator[tuple[str, str]]:
+def describe_time(
+    config: Config, num_images: int, num_classes: int, world_size: int, model: nn.Module
+) -> Iterator[tuple[str, str]]:
     """Yield the least time that an epoch takes on devices like this machine's, and what its processor computes fastest;
-    nothing if nothing is known of them."""
+    nothing if nothing is known of them.
+
+    Args:
+        model: on the meta device.
+    """
     try:
-        operations = flops_per_image(config, num_classes) * num_images
+        operations = flops_per_image(config, num_classes, model) * num_images
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name()
             peak = data_sheet_peak(name, config.precision.dtype, tf32=config.precision.tf32)
@@ -157,7 +163,7 @@ def describe_time(config: Config, num_images: int, num_classes: int, world_size:
                 return
             speed, where = peak.flops_per_second * world_size, f"{world_size} x {name} at the peak of its data sheet"
         else:
-            product = measure_largest_product(config, num_classes)
+            product = measure_largest_product(config, model)
             speed = product.flops / product.seconds[config.precision.dtype]
             dtype = config.precision.dtype
             where = f"this machine's CPU, at {speed / 1e9:,.0f} GFLOP/s in {dtype}"

@@ -43,7 +43,7 @@ from dali_train.runtime.process import device_name, processor_name
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.status import RunStatus, newest_step, score
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
-from dali_train.runtime.torchrun import count_processes, launch_locally
+from dali_train.runtime.torchrun import launch_locally
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.text import redacted
 from dali_train.training.build import (
@@ -58,6 +58,7 @@ from dali_train.training.build import (
 )
 from dali_train.training.cost import ModelFlops, model_flops
 from dali_train.training.metrics import Evaluator, NonFiniteError, evaluate_all
+from dali_train.training.num_processes import count_processes
 from dali_train.training.optim import resolved_arguments
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import StepImages, Trainer
@@ -202,8 +203,9 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
     """Train as described by `config` (or the config file of that name), or resume.
 
     Args:
-        num_processes: start this many new processes and train in them; auto: one per GPU, or one without GPUs. None:
-            train in this process, as the rank in the launcher's environment, or as a single process.
+        num_processes: start this many new processes and train in them; auto: one per GPU, or without GPUs as many as
+            are fastest, see `count_processes`. None: train in this process, as the rank in the launcher's environment,
+            or as a single process.
 
     Raises:
         ConfigError, DatasetError: something that the caller can correct.
@@ -216,7 +218,8 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
                 "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
                 "or use torchrun"
             )
-        fit_to_ranks(config, Launch(world_size=count_processes(num_processes), port=1))
+        num_processes = count_processes(config, num_processes)
+        fit_to_ranks(config, Launch(world_size=num_processes, port=1))
         hooks, config = hook_names(config.hooks.user), config.replace({"hooks.user": ()})  # which may not pickle
         results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
         result = next((result for result in results.values() if isinstance(result, Exception)), results[0])

@@ -22,9 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -69,9 +68,7 @@ _FORWARDED = {signal.SIGINT: StopReason.INTERRUPT, signal.SIGTERM: StopReason.TE
 _UNGUARDED = 87  # exit status of a new process that would start processes itself
 
 
-def launch_locally(
-    function: Callable[..., Result], *arguments: Any, num_processes: int | Literal["auto"]
-) -> dict[int, Result]:
+def launch_locally(function: Callable[..., Result], *arguments: Any, num_processes: int) -> dict[int, Result]:
     """Call ``function(*arguments)`` in each of several new processes, which find each other as under torchrun.
 
     The processes are spawned, not forked, so this may be called when CUDA is already in use; `function`, `arguments`
@@ -80,26 +77,21 @@ def launch_locally(
     and SIGUSR1 are forwarded to one rank once it handles SIGUSR1, and `function` must then end on all ranks; before
     that, and at a second SIGINT, all processes are killed.
 
-    Args:
-        num_processes: auto: one per GPU, or one without GPUs.
-
     Returns:
         The result of each rank, by rank.
 
     Raises:
-        ConfigError: `num_processes` is less than 1, or this process is one of those that another call has started.
         RunError: a rank failed, and the others were ended.
         KeyboardInterrupt: a second SIGINT, or one that `function` does not handle.
         SystemExit: with status 75, after a signal before `function` handled it, or if it ended with that status.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # while it imports the script that called this
         os._exit(_UNGUARDED)
-    count = count_processes(num_processes)
     with TemporaryDirectory(prefix="dali-train-") as logs, ThreadPoolExecutor(1, "agent") as thread, _quiet_agent():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=count,
+            nproc_per_node=num_processes,
             run_id=LOCAL + uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",  # port 0: one that is free
@@ -109,7 +101,7 @@ def launch_locally(
             logs_specs=DefaultLogsSpecs(logs, tee=Std.NONE if _inherit_output() else Std.ALL),
             log_line_prefix_template=" ",  # an empty one would become "[default0]:"
         )
-        with _Ranks(count) as ranks:
+        with _Ranks(num_processes) as ranks:
             # In the main thread the agent would install signal handlers that end all ranks at the first signal, and
             # never restore the old ones.
             launched = thread.submit(_start, elastic_launch(config, _work), function, *arguments)
@@ -119,14 +111,6 @@ def launch_locally(
         ranks.raise_for(*error.get_first_failure())
     results: dict[int, Result] = launched.result()
     return results
-
-
-def count_processes(num_processes: int | Literal["auto"]) -> int:
-    """Return how many processes to start. Raises ConfigError: less than 1."""
-    count = max(1, torch.cuda.device_count()) if num_processes == "auto" else num_processes
-    if count < 1:
-        raise ConfigError(f"num_processes is {count}: use at least 1, or auto for one per GPU")
-    return count
 
 
 def _start(launch: Callable[..., dict[int, Result]], *arguments: Any) -> dict[int, Result]:

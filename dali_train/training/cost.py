@@ -9,6 +9,7 @@ They are those of the model, counted once on the meta device; recomputation, in 
 does not count. The peak is that of dense matrix products.
 """
 
+import copy
 import math
 import re
 import time
@@ -111,13 +112,18 @@ def model_flops(config: Config, num_classes: int, device: torch.device, *, num_d
     return ModelFlops(per_image, peak.flops_per_second * num_devices)
 
 
-def flops_per_image(config: Config, num_classes: int) -> float:
+def flops_per_image(config: Config, num_classes: int, model: nn.Module | None = None) -> float:
     """Count one forward and backward pass at data.train_size: matrix products and convolutions.
 
     A multiplication and an addition are two operations, as in torch's FLOP counter; attention is two matrix products.
+
+    Args:
+        model: that of `config` on the meta device, if it is built. With activation checkpointing another one is built,
+            since recomputation does not count.
     """
-    plain = replace(config, model=replace(config.model, activation_checkpointing=False))
-    model = build_model(plain, num_classes, torch.device("meta")).train()
+    if model is None or config.model.activation_checkpointing:
+        plain = replace(config, model=replace(config.model, activation_checkpointing=False))
+        model = build_model(plain, num_classes, torch.device("meta"))
     size = config.data.train_size
     dtype = next(model.parameters()).dtype
     corrected: Any = {torch.ops.aten.convolution_backward: _flops_of_convolution_backward}
@@ -125,6 +131,7 @@ def flops_per_image(config: Config, num_classes: int) -> float:
         model(
             torch.empty(2, 3, size, size, device="meta", dtype=dtype)
         ).sum().backward()  # batch statistics need two images
+    model.zero_grad()
     return counter.get_total_flops() / 2
 
 
@@ -202,16 +209,18 @@ class Product:
         return f"{words}; {self.fastest} is {self.speedup(self.fastest):.1f} times as fast as fp32"
 
 
-def measure_largest_product(config: Config, num_classes: int) -> Product:
+def measure_largest_product(config: Config, model: nn.Module) -> Product:
     """Time the largest operator of a forward pass on this machine's processor, in fp32, bf16, fp16 and the dtype of
     `config`, for about a second in all.
 
     Whole models gain less: norms, activations and the optimizer are in float32 under autocast.
 
+    Args:
+        model: that of `config` on the meta device.
+
     Raises:
         RuntimeError, NotImplementedError: the model needs values, which the meta device does not have.
     """
-    model = build_model(config, num_classes, torch.device("meta")).train()
     size, largest = config.data.train_size, _Largest()
     num_images, dtype = 2, next(model.parameters()).dtype  # batch statistics need two images
     for _ in range(2):
@@ -235,6 +244,41 @@ def measure_largest_product(config: Config, num_classes: int) -> Product:
                 seconds = time.perf_counter() - start
                 best[name], left[name] = min(seconds, best[name]), left[name] - seconds
     return Product(largest.flops, best)
+
+
+def seconds_per_image(config: Config, num_classes: int, device: torch.device, micro_batch: int) -> float:
+    """Measure forward and backward passes of up to 32 random images on `device`, the fastest of three."""
+    model, autocast = build_model(config, num_classes, device), Precision(config.precision, device).autocast
+    size, num_images = config.data.train_size, max(2, min(micro_batch, 32))  # batch statistics need two
+    images, seconds = torch.randn(num_images, 3, size, size, device=device), float("inf")
+    for _ in range(3):  # the first one prepares kernels
+        start = time.perf_counter()
+        with autocast():
+            logits = model(images)
+        logits.float().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds / num_images
+
+
+def bf16_speedup(config: Config, model: nn.Module, num_classes: int) -> float:
+    """Return how many times as fast forward and backward passes in bf16 are as those in fp32 on this processor; 1 where
+    its largest product is not, since an emulated format takes minutes.
+
+    In a small network casts can cost more than products gain: that of configs/digits.py took 41 ms in bf16 and 26 ms in
+    fp32 where its largest product was 1.7 times as fast in bf16 (AMD EPYC with AVX512_BF16, one thread).
+
+    Args:
+        model: that of `config` on the meta device.
+    """
+    if measure_largest_product(config, model).speedup("bf16") < FASTER:
+        return 1.0
+    plain, half = (
+        seconds_per_image(one, num_classes, torch.device("cpu"), config.batch.micro_batch)
+        for one in (config.replace({"precision.dtype": dtype}) for dtype in ("fp32", "bf16"))
+    )
+    return plain / half
 
 
 class _Largest(TorchDispatchMode):
@@ -332,18 +376,17 @@ class Memory:
         return next((size for size in range(min(fitting, images_per_rank), 0, -1) if multiple % size == 0), None)
 
 
-def estimate_memory(config: Config, num_classes: int) -> Memory:
+def estimate_memory(config: Config, model: nn.Module) -> Memory:
     """Estimate the memory of an unsharded rank.
 
-    Parameters come from the model on the meta device. The activations are the tensors that autograd would keep for one
-    micro-batch, found by a forward pass with fake tensors, which computes only shapes. Workspaces, and savings by
-    fusion in a compiler, are not included. (torch's MemTracker agrees within 0.002 % for ViT-B/16, and takes five times
-    as long.)
+    The activations are the tensors that autograd would keep for one micro-batch, found by a forward pass with fake
+    tensors, which computes only shapes. Workspaces, and savings by fusion in a compiler, are not included. (torch's
+    MemTracker agrees within 0.002 % for ViT-B/16, and takes five times as long.)
 
-    Raises:
-        ConfigError: the model cannot be built.
+    Args:
+        model: that of `config` on the meta device.
     """
-    model = build_model(config, num_classes, torch.device("meta"))
+    model = copy.deepcopy(model)  # which fake tensors replace
     weights = list(model.parameters())
     kept: dict[int, torch.UntypedStorage] = {}  # holds the storages, or a freed address could be reused
 

@@ -1,0 +1,139 @@
+"""How many processes `num_processes auto` starts on this host: one per GPU, or what its processor trains fastest with.
+
+The cores of a processor can be the threads of one rank, or be shared by several ranks with fewer threads each: threads
+that share one operator wait for each other, and ranks wait for the all-reduce. Which costs more depends on the model
+and the machine, so it is measured. Samples do not depend on it, and weights only as on any other number of ranks
+(docs/exactness.md).
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from dali_train.config import Config, load_config
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.errors import ConfigError
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.process_group import process_group
+from dali_train.runtime.status import METRICS, read_events
+from dali_train.runtime.torchrun import launch_locally
+from dali_train.text import duration, plural
+from dali_train.training.cost import estimate_memory, flops_per_image
+from dali_train.training.model import build_model, check_sizes
+from dali_train.training.precision import Precision
+
+_MOST = 8  # processes: each holds the model, its gradients and the optimizer's state
+_USABLE = 0.5  # of the host's memory
+_PASS_FLOPS = 2e10  # of a pass that is measured, at most: 0.2 s at 100 GFLOP/s
+_FEWEST_ROUNDS, _SECONDS = 3, 1.0  # of measuring, with each number of processes
+
+
+def count_processes(config: Config, num_processes: int | Literal["auto"]) -> int:
+    """Return how many processes to start on this host; auto prints what has been measured, if anything has.
+
+    A run that goes on has as many as before, so that it ends with the same bits, if there are as many cores.
+
+    Raises:
+        ConfigError: `num_processes` is less than 1, or the model cannot be built.
+        DatasetError: data.root does not exist, or is damaged.
+        RunError: a process that measured failed.
+    """
+    if num_processes != "auto":
+        if num_processes < 1:
+            raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
+        return num_processes
+    if config.run.device != "cpu" and (num_gpus := torch.cuda.device_count()):
+        return num_gpus
+    if config.parallel.smallest_world_size > 1 or config.parallel.shard != "none":
+        return config.parallel.smallest_world_size
+    cores, num_micro_batches = _num_cores(), config.batch.num_micro_batches
+    starts = [event for event in read_events(Path(config.run.dir) / METRICS) if event["event"] == "start"]
+    if starts and 1 <= (before := starts[-1].get("ranks", 0)) <= min(cores, num_micro_batches):
+        return int(before)
+    num_classes = Manifest.read(config.data.root).num_classes
+    model = build_model(config, num_classes, torch.device("meta"))
+    check_sizes(model, config)
+    memory = estimate_memory(config, model)
+    fitting = _USABLE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    counts = [
+        count
+        for count in range(1, _MOST + 1)
+        if cores % count == num_micro_batches % count == 0
+        and (count == 1 or count * (memory.state_bytes + memory.step_bytes) <= fitting)
+    ]
+    if len(counts) == 1:
+        return 1
+    try:
+        most = int(_PASS_FLOPS / flops_per_image(config, num_classes, model))
+    except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
+        most = 1
+    num_images = min(config.batch.micro_batch, max(2, most))  # batch statistics need two
+    plain = config.replace({"hooks.user": (), "model.compile": "none"})  # which may not pickle; which takes a minute
+    seconds = launch_locally(measure, plain, num_classes, counts, num_images, num_processes=counts[-1])[0]
+    best, second = sorted(seconds, key=seconds.__getitem__)[:2]
+    ratio, words = seconds[second] / seconds[best], [plural(_num_threads(count), "thread") for count in (best, second)]
+    print(
+        f"num_processes auto: {best} with {words[0]} each, {ratio:.2f} times as fast as {second} with {words[1]} "
+        f"(forward, backward and all-reduce of a step: {duration(seconds[best])}, {duration(seconds[second])})",
+        flush=True,
+    )
+    return best
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _num_threads(num_processes: int) -> int:
+    """Return how many threads each of the processes will compute with, as `configure_torch` sets them."""
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else _num_cores() // num_processes
+
+
+def measure(config: Config, num_classes: int, counts: list[int], num_images: int) -> dict[int, float]:
+    """Estimate the seconds of a step, without images and optimizer, by number of ranks. As many ranks as the largest of
+    `counts` call this together, and compute in turns, because other programs disturb.
+
+    Args:
+        num_images: in the passes that are measured; a step is scaled to batch.global_batch.
+
+    Returns:
+        The least of several rounds; that of rank 0 counts, which sees the others in the all-reduce.
+    """
+    if config.files:
+        load_config(next(iter(config.files)))  # registers the user's models
+    device, size = torch.device("cpu"), config.data.train_size
+    with process_group(discover(LaunchOptions()), device):
+        groups = [dist.new_group(range(count)) for count in counts]
+        model, precision = build_model(config, num_classes, device), Precision(config.precision, device)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = torch.zeros(sum(parameter.numel() for parameter in trained), dtype=trained[0].dtype)
+        images = torch.randn(num_images, 3, size, size).to(precision.image_dtype)
+        best = dict.fromkeys(counts, float("inf"))
+        number, end = 0, time.perf_counter() + _SECONDS * len(counts)
+        more = torch.tensor(True)
+        while more:
+            for count, group in zip(counts, groups, strict=True):
+                dist.barrier()
+                if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
+                    continue
+                torch.set_num_threads(_num_threads(count))
+                start = time.perf_counter()
+                with precision.autocast():
+                    outputs = model(images)
+                    loss = (outputs[0] if isinstance(outputs, tuple) else outputs).float().sum()
+                loss.backward()
+                one_pass = time.perf_counter() - start
+                dist.all_reduce(gradients, group=group)
+                reduced = time.perf_counter() - start
+                model.zero_grad()
+                num_passes = config.batch.global_batch / num_images / count
+                if number > 0:  # the first one prepares kernels
+                    best[count] = min(best[count], (num_passes - 1) * one_pass + reduced)
+            number += 1
+            more = torch.tensor(number < _FEWEST_ROUNDS or time.perf_counter() < end)
+            dist.broadcast(more, src=0)
+    return best
