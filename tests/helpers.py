@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,29 @@ FLOAT32_BOUND, FLOAT64_BOUND = 3e-5, 1e-13
 FAST_UNCOMPILED = ("--model.activation_checkpointing", "true", "--model.channels_last", "true")
 FAST = ("--model.compile", "blocks", *FAST_UNCOMPILED)
 BF16_ALL_REDUCE = ("--parallel.grad_reduce_dtype", "bf16")
+
+PIPELINE = ("--parallel.pipeline", "2")
+TENSOR = ("--parallel.tensor.size", "2")
+SHARDED = ("--parallel.shard", "full")
+
+# Every run of the tests has these, see `TINY_CONFIG`.
+REGULARISED = (
+    *("--model.kwargs.pos_drop_rate", "0.1", "--model.kwargs.proj_drop_rate", "0.1"),
+    *("--model.kwargs.drop_path_rate", "0.1", "--mixup.alpha", "0.2"),
+    *("--optimizer.name", "lamb", "--optimizer.clip_grad_norm", "1"),
+)
+
+
+class Compared(NamedTuple):
+    """A run of the tests, and what it is compared with. docs/exactness.md has a table of them, see
+    test_exactness_table.py."""
+
+    options: tuple[str, ...]
+    ranks: int = 1
+    layout: tuple[str, ...] = ()
+    resumed: bool = False  # stopped or killed, it ends with the same bits
+    bound: float | None = FLOAT64_BOUND  # of |difference| / |weight| to one process; None: not compared
+
 
 # So long that no test sees its end unless it asks for it; a step has two micro-batches.
 LONG = (

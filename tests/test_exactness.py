@@ -18,7 +18,7 @@ from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.runtime.status import read_status
 
-from .conftest import REPOSITORY, StartTraining, Train, final_weights, relative_differences
+from .conftest import StartTraining, Train, final_weights, relative_differences
 from .helpers import (
     BF16_ALL_REDUCE,
     CONVOLUTIONAL,
@@ -27,6 +27,10 @@ from .helpers import (
     FLOAT32_BOUND,
     FLOAT64_BOUND,
     OFTEN,
+    PIPELINE,
+    REGULARISED,
+    SHARDED,
+    Compared,
     events,
     extended,
     kill_after_step_4,
@@ -56,23 +60,29 @@ def test_an_all_reduce_in_bf16_loses_no_more_than_its_rounding(train: Train, tmp
     assert 0 < (one - four).norm() / one.norm() < 2**-8 * 4**0.5  # measured: 4.3e-3, and 3.0e-3 on 2 ranks
 
 
+# Of a moving average, too, which averages the running statistics.
+BATCH_NORM = words("--model.name test_resnet --ema.decay 0.5 --ema.lookahead true")
+BATCH_NORM_ALONE = Compared(BATCH_NORM, resumed=True, bound=None)
+BATCH_NORM_ON_SEVERAL = {"three": Compared(BATCH_NORM, 3), "sharded": Compared(BATCH_NORM, 3, SHARDED)}
+
+
 def test_batch_norm_does_not_depend_on_ranks(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """Nor on whether the model is sharded, which any can be, nor on a resume."""
     config, two_steps = extended(tiny_config, CONVOLUTIONAL), (*THREE_STEPS, "--run.max_steps", "2")
-    two_steps += words("--ema.decay 0.5 --ema.lookahead true")  # which averages the running statistics too
+    two_steps += BATCH_NORM
     train("one", *two_steps, config=config)
     for num_steps in ("1", "2"):
         train("resumed", *two_steps, "--run.max_steps", num_steps, config=config)
     assert state_difference(tmp_path / "one", tmp_path / "resumed") == 0
-    train("three", *two_steps, ranks=3, config=config)
-    train("sharded", *two_steps, "--parallel.shard", "full", ranks=3, config=config)
+    for name, (_, ranks, layout, _, _) in BATCH_NORM_ON_SEVERAL.items():
+        train(name, *two_steps, *layout, ranks=ranks, config=config)
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+        assert state_difference(tmp_path / "one", tmp_path / name) < FLOAT64_BOUND
     one, three = final_weights(tmp_path / "one"), final_weights(tmp_path / "three")
     running = [name for name in one if "running" in name]
     assert running and not torch.equal(one[running[0]], torch.zeros_like(one[running[0]]))
     differences = relative_differences(one, three)
     assert max(differences[name] for name in running) < FLOAT64_BOUND
-    assert losses(tmp_path / "sharded") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
-    assert state_difference(tmp_path / "one", tmp_path / "sharded") < FLOAT64_BOUND
 
 
 def test_accumulation_equals_one_big_batch(train: Train, tmp_path: Path) -> None:
@@ -106,17 +116,28 @@ def assert_resumes(train: Train, undisturbed: Path, *options: str, ranks: int = 
     assert_same_run(undisturbed, resumed)
 
 
+ALONE = Compared(REGULARISED, resumed=True, bound=None)
+
+
 def test_a_run_that_goes_on_ends_with_the_same_bits(train: Train, tmp_path: Path) -> None:
-    train("undisturbed", *OFTEN)
-    train("resumed", *OFTEN, *FOUR_STEPS)
-    assert "resuming from step 4" in train("resumed", *OFTEN)
+    train("undisturbed", *ALONE.options, *OFTEN)
+    train("resumed", *ALONE.options, *OFTEN, *FOUR_STEPS)
+    assert "resuming from step 4" in train("resumed", *ALONE.options, *OFTEN)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "resumed")
 
 
+IN_BF16 = Compared((*REGULARISED, *FAST_UNCOMPILED, *BF16_ALL_REDUCE), 4, resumed=True, bound=None)
+
+
 def test_an_all_reduce_in_bf16_and_four_ranks_resume_with_the_same_bits(train: Train, tmp_path: Path) -> None:
-    options = (*OFTEN, *FAST_UNCOMPILED, *BF16_ALL_REDUCE)
-    train("undisturbed", *options, ranks=4)
-    assert_resumes(train, tmp_path / "undisturbed", *options, ranks=4)
+    options, ranks = (*OFTEN, *IN_BF16.options), IN_BF16.ranks
+    train("undisturbed", *options, ranks=ranks)
+    assert_resumes(train, tmp_path / "undisturbed", *options, ranks=ranks)
+
+
+FAST_ALONE = Compared(FAST, resumed=True, bound=None)
+# FSDP takes no channels_last, which also sums in another order.
+FAST_AND_SHARDED = Compared(FAST[:4], 2, SHARDED, bound=FLOAT32_BOUND)
 
 
 def test_the_options_for_speed_resume_with_the_same_bits_and_do_not_depend_on_ranks(
@@ -124,19 +145,19 @@ def test_the_options_for_speed_resume_with_the_same_bits_and_do_not_depend_on_ra
 ) -> None:
     train("one", *FAST, *OFTEN)
     assert_resumes(train, tmp_path / "one", *FAST, *OFTEN)
-    # Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same: with
-    # DDP, and with FSDP, which takes no channels_last, which also sums in another order.
+    # Compiled dropout draws other numbers than eager dropout, but they belong to the micro-batch all the same.
     several = (*FAST, *OFTEN, "--run.eval_every_epochs", "None")
     train("replicated", *several, "--run.max_steps", "2", ranks=2)
     assert losses(tmp_path / "replicated") == pytest.approx(losses(tmp_path / "one")[:2], rel=1e-5)
-    train("two", *several, "--model.channels_last", "false", "--parallel.shard", "full", ranks=2)
+    options, ranks, layout, _, bound = FAST_AND_SHARDED
+    train("two", *options, *several[len(FAST) :], *layout, ranks=ranks)
     assert samples(tmp_path / "one") == samples(tmp_path / "two")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    assert largest_difference(tmp_path / "one", tmp_path / "two") < FLOAT32_BOUND
+    assert bound is not None and largest_difference(tmp_path / "one", tmp_path / "two") < bound
 
 
 # Options of the recipe, those that have nothing to do with each other in one run.
-AUGMENTED = words(
+AUGMENTED = REGULARISED + words(
     "--data.augment rand-m9-mstd0.5-inc1 --data.color_jitter 0.3 --data.random_erasing 0.5 "
     "--data.random_erasing_fill noise --mixup.cutmix_alpha 1 "
     "--mixup.probability 0.8 --mixup.until_epoch 1 --loss.label_smoothing 0.1 --loss.class_weights balanced "
@@ -145,7 +166,7 @@ AUGMENTED = words(
     "--data.vertical_flip 0.3 --data.hue_jitter 0.1 --data.color_jitter_probability 0.8 --data.grayscale 0.2 "
     "--data.gaussian_blur 0.2 --data.interpolation random --model.head_scale 0.5"
 )
-REPEATED = words(
+REPEATED = REGULARISED + words(
     "--data.shuffle balanced "
     "--data.repeats 2 --data.crop_side 30 --data.crop_padding 4 --data.crop_padding_mode reflect "
     "--data.interpolation bicubic --mixup.alpha 0 "
@@ -157,39 +178,43 @@ REPEATED = words(
 )
 BLOCK_ORDER = words("--data.shuffle block --data.block_images 4 --data.window_blocks 2")
 IN_BLOCKS = (
+    *REGULARISED,
     *BLOCK_ORDER,
     *words("--data.repeats 2 --data.crop inception --data.augment big-vision --model.kwargs.dynamic_img_size true"),
     *words("--data.progressive 0.5,16 1,24 --optimizer.clip_mode value --optimizer.clip_grad_norm 0.01"),
 )
 # Registers, rotary embeddings, normalised queries and keys, LayerScale.
-VIT5_WITH_MUON = words(
+VIT5_WITH_MUON = REGULARISED + words(
     "--model.name dali_vit5_small_patch16 --model.kwargs.init_values 0.1 --optimizer.exclude_vectors and-tokens "
     "--optimizer.name nmuon --optimizer.kwargs.fallback_lr_scale 0.1 "
     "--schedule.name warmup-stable-decay --schedule.decay_epochs 2"
 )
 
 
-# Options, and the number of ranks that is compared with one. docs/exactness.md has this table.
+# What is compared with one process: data parallelism, and a model that is split.
 TABLE = {
-    "augmented": (AUGMENTED, 7),
-    "repeated": (REPEATED, 3),
-    "in-blocks": (IN_BLOCKS, 3),
-    "vit5-with-muon": (VIT5_WITH_MUON, 4),
+    "augmented": [Compared(AUGMENTED, 7), Compared(AUGMENTED, 4, (*PIPELINE, *SHARDED))],
+    "repeated": [Compared(REPEATED, 3)],
+    "in-blocks": [Compared(IN_BLOCKS, 3), Compared(IN_BLOCKS, 2, SHARDED)],
+    "vit5-with-muon": [Compared(VIT5_WITH_MUON, 4), Compared(VIT5_WITH_MUON, 2, PIPELINE)],
 }
 GOLDEN = Path(__file__).with_name("golden.json")
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_what_differs_between_ranks_is_rounding(name: str, train: Train, dataset: Path, tmp_path: Path) -> None:
-    options, ranks = TABLE[name]
-    options += THREE_STEPS
-    train("one", *options)
-    check_golden(name, tmp_path / "one", dataset)
-    train("several", *options, "--run.audit_every_steps", "1", ranks=ranks)
-    assert samples(tmp_path / "one") == samples(tmp_path / "several") and len(samples(tmp_path / "one")) == 3 * 8
-    assert losses(tmp_path / "several") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
-    assert state_difference(tmp_path / "one", tmp_path / "several") < FLOAT64_BOUND
-    assert prove(tmp_path / "several", dataset=None, all_draws=True)
+    one = tmp_path / "one"
+    train("one", *TABLE[name][0].options, *THREE_STEPS)
+    check_golden(name, one, dataset)
+    assert len(samples(one)) == 3 * 8
+    for number, (options, ranks, layout, _, bound) in enumerate(TABLE[name]):
+        several = tmp_path / f"several-{number}"
+        audits = () if layout else ("--run.audit_every_steps", "1")
+        train(several.name, *options, *THREE_STEPS, *layout, *audits, ranks=ranks)
+        assert samples(one) == samples(several)
+        assert losses(several) == pytest.approx(losses(one), rel=1e-12)
+        assert bound is not None and state_difference(one, several) < bound
+        assert prove(several, dataset=None, all_draws=True)
 
 
 def check_golden(name: str, run: Path, dataset: Path) -> None:
@@ -206,31 +231,35 @@ def check_golden(name: str, run: Path, dataset: Path) -> None:
     assert known[name] == status.weights, f"{name} has other bits: a change moved numbers. If it should, edit {GOLDEN}"
 
 
-def test_the_document_has_this_table() -> None:
-    document = (REPOSITORY / "docs" / "exactness.md").read_text()
-    for options, ranks in TABLE.values():
-        settings = ", ".join(f"`{word.removeprefix('--')}`" for word in options if word.startswith("--"))
-        assert (row := f"| {settings} | 1 and {ranks} |") in document, f"docs/exactness.md lacks this row:\n{row}"
+KILLED = Compared(
+    (*AUGMENTED, *words("--data.repeats 2 --data.progressive 2,16 6,24 --model.kwargs.dynamic_img_size true")),
+    2,
+    resumed=True,
+    bound=None,
+)
 
 
 def test_a_run_with_a_recipes_options_whose_ranks_were_killed_ends_with_the_same_bits(
     start_training: StartTraining, train: Train, tiny_config: Path, tmp_path: Path
 ) -> None:
-    options = (*AUGMENTED, *OFTEN, "--data.repeats", "2", "--data.progressive", "2,16", "6,24")
-    options += ("--model.kwargs.dynamic_img_size", "true")
-    train("undisturbed", *options, ranks=2)
-    kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=2)
-    assert "resuming from step" in train("killed", *options, ranks=2)
+    options, ranks = (*KILLED.options, *OFTEN), KILLED.ranks
+    train("undisturbed", *options, ranks=ranks)
+    kill_after_step_4(start_training, tiny_config, "killed", *options, ranks=ranks)
+    assert "resuming from step" in train("killed", *options, ranks=ranks)
     assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
     assert prove(tmp_path / "killed", dataset=None, all_draws=True)
 
 
+IN_BLOCK_ORDER = Compared(BLOCK_ORDER, 2, resumed=True, bound=None)
+
+
 def test_block_order_read_ahead_and_local_copy_keep_the_bits(train: Train, tmp_path: Path) -> None:
-    train("plain", *BLOCK_ORDER, *OFTEN, "--data.read_ahead_mb", "0", ranks=2)
-    copied = (*BLOCK_ORDER, *OFTEN, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
+    ranks = IN_BLOCK_ORDER.ranks
+    train("plain", *BLOCK_ORDER, *OFTEN, "--data.read_ahead_mb", "0", ranks=ranks)
+    copied = (*IN_BLOCK_ORDER.options, *OFTEN, "--data.read_ahead_mb", "1", "--data.local_copy", str(tmp_path / "disk"))
     copied += ("--run.audit_every_steps", "2")
-    first = train("copied", *copied, *FOUR_STEPS, ranks=2)
-    second = train("copied", *copied, ranks=2)
+    first = train("copied", *copied, *FOUR_STEPS, ranks=ranks)
+    second = train("copied", *copied, ranks=ranks)
     assert first.count("copying") == 1 and "resuming from step 4" in second
     assert_same_run(tmp_path / "plain", tmp_path / "copied")
     # One process alone, asked for the same steps, names the same images: in each epoch every one once.

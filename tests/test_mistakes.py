@@ -75,8 +75,6 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"optimizer.betas": 0.9}, "optimizer.betas is ... e.g. 0.9,0.999"),
     ({"optimizer.clip_grad_norm": 0}, "optimizer.clip_grad_norm is ... a norm over 0, or None"),
     ({"optimizer.clip_mode": "agc", "optimizer.clip_grad_norm": None}, "optimizer.clip_mode is ... such as 0.01"),
-    ({"optimizer.clip_mode": "agc", "parallel.shard": "full"}, "optimizer.clip_mode is agc ... the norms of whole"),
-    ({"optimizer.clip_mode": "agc", "parallel.tensor.size": 2}, "optimizer.clip_mode is agc ... the norms of whole"),
     ({"run.best_by": "loss", "run.mirror": "s3://bucket/run"}, "run.best_by is loss ... leave one of them out"),
     ({"loss.sum_classes": True}, "loss.sum_classes is true ... or use binary-cross-entropy"),
     ({"loss.positive_weight": 2}, "loss.positive_weight is 2 ... or use binary-cross-entropy"),
@@ -132,7 +130,6 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"ema.warmup": True}, "ema.warmup is true with ema.decay none: set ema.decay"),
     ({"data.progressive": ((6, 128),), "run.epochs": 6}, "until epoch 6, but run.epochs is 6"),
     ({"data.progressive": ((1, 256),)}, "sizes up to data.train_size 224"),
-    ({"data.progressive": ((1, 128),), "parallel.pipeline": 2}, "data.progressive with parallel.pipeline 2"),
     ({"run.dir": "./data"}, "run.dir and data.root are both ./data: ... another run.dir"),
     ({"run.epoch": 3}, "run.epoch is not a setting: use run.epochs"),
     # A config file: (what stands in FILE, what a user writes instead)

@@ -23,20 +23,32 @@ from dali_train.training.build import build_trainer
 from dali_train.training.invariant import seed_micro_batch
 
 from .conftest import StartTraining, Train, finished_run
-from .helpers import FLOAT64_BOUND, events, in_ranks, kill_after_step_4, losses, samples, state_difference, words
+from .helpers import (
+    FLOAT64_BOUND,
+    PIPELINE,
+    REGULARISED,
+    SHARDED,
+    TENSOR,
+    Compared,
+    events,
+    in_ranks,
+    kill_after_step_4,
+    losses,
+    samples,
+    state_difference,
+    words,
+)
 
 FP64 = ("--precision.dtype", "fp64")
 DEEP = ("--model.kwargs.depth", "4")
 FIVE = words("--batch.global_batch 20 --batch.micro_batch 4")  # micro-batches, which several coordinates do not divide
-WORDS = (
-    *(*FP64, *DEEP, *FIVE),
-    *words("--ema.decay 0.9 --ema.every_steps 2 --ema.lookahead true --run.max_steps 5 --run.checkpoint_every_steps 2"),
-    *words("--optimizer.groups *.bias,2,0.5 --data.eval_views mirrored-and-shifted"),
+OPTIONS = (
+    *REGULARISED,
+    *words("--ema.decay 0.9 --ema.every_steps 2 --ema.lookahead true --optimizer.groups *.bias,2,0.5"),
+    *words("--data.eval_views mirrored-and-shifted"),
 )
-SHARDED = ("--parallel.shard", "full")
-PIPELINE = ("--parallel.pipeline", "2")
+WORDS = (*FP64, *DEEP, *FIVE, *OPTIONS, *words("--run.max_steps 5 --run.checkpoint_every_steps 2"))
 INTERLEAVED = (*PIPELINE, "--parallel.num_chunks", "2")
-TENSOR = ("--parallel.tensor.size", "2")
 # Older ones refuse tokens that ranks do not divide.
 SEQUENCE = ("--parallel.tensor.sequence_parallel", "true") if torch.__version__ >= "2.15" else ()
 
@@ -47,64 +59,65 @@ def one_process(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return finished_run(tmp_path_factory.mktemp("one"), dataset, *WORDS)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options", "interrupted"),
-    [
-        pytest.param(4, (*SHARDED, "--parallel.shard_ranks", "2"), "", id="zero-3-and-copies"),
-        pytest.param(4, (*INTERLEAVED, "--parallel.shard", "gradients"), "", id="interleaved-sharded"),
-        pytest.param(
-            4, (*PIPELINE, *SHARDED, "--model.activation_checkpointing", "true"), "killed", id="sharded-recomputing"
-        ),
-        pytest.param(2, TENSOR, "stopped", id="1d"),
-        pytest.param(8, (*PIPELINE, *TENSOR, *SHARDED, *SEQUENCE), "", id="2x2x2"),
-    ],
-)
+SPLIT = {
+    "zero-3-and-copies": Compared(OPTIONS, 4, (*SHARDED, "--parallel.shard_ranks", "2")),
+    "interleaved-sharded": Compared(OPTIONS, 4, (*INTERLEAVED, "--parallel.shard", "gradients")),
+    "sharded-recomputing": Compared(
+        (*OPTIONS, "--model.activation_checkpointing", "true"), 4, (*PIPELINE, *SHARDED), resumed=True
+    ),
+    "1d": Compared(OPTIONS, 2, TENSOR, resumed=True),
+    "2x2x2": Compared(OPTIONS, 8, (*PIPELINE, *TENSOR, *SHARDED, *SEQUENCE)),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT)
 def test_split_models_train_as_one(
     start_training: StartTraining,
     train: Train,
     tiny_config: Path,
     one_process: Path,
     tmp_path: Path,
-    ranks: int,
-    options: tuple[str, ...],
-    interrupted: str,
+    case: str,
 ) -> None:
     """With dropout, stochastic depth, Mixup, clipping and a moving average, evaluated in between; and a run that was
     stopped or killed ends with the same bits."""
-    train("several", *WORDS, *options, ranks=ranks)
+    options, ranks, layout, resumed, bound = SPLIT[case]
+    options = (*WORDS, *options, *layout)
+    train("several", *options, ranks=ranks)
     several = tmp_path / "several"
     assert samples(several) == samples(one_process)
     assert losses(several) == pytest.approx(losses(one_process), rel=1e-12)
-    assert state_difference(one_process, several) < FLOAT64_BOUND
+    assert bound is not None and state_difference(one_process, several) < bound
     for ours, theirs in zip(events(several, "eval"), events(one_process, "eval"), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12) and ours["ema_top1"] == theirs["ema_top1"]
     details, expected = ((each / "lamb.jsonl").read_text().splitlines() for each in (several, one_process))
     layers, their_layers = json.loads(details[0])["layers"], json.loads(expected[0])["layers"]
     assert layers.keys() == their_layers.keys()
     assert [row[1] for row in layers.values()] == pytest.approx([their_layers[name][1] for name in layers], rel=1e-12)
-    if interrupted == "stopped":
-        train(interrupted, *WORDS, *options, "--run.max_steps", "3", ranks=ranks)
-    elif interrupted == "killed":
-        kill_after_step_4(
-            start_training, tiny_config, interrupted, *WORDS, *options, "--run.max_steps", "7", ranks=ranks
-        )
-    if interrupted:
-        assert "resuming from step" in train(interrupted, *WORDS, *options, ranks=ranks)
-        assert state_difference(several, tmp_path / interrupted) == 0
-        assert losses(several) == losses(tmp_path / interrupted)
+    if resumed:
+        if case == "1d":
+            train("resumed", *options, "--run.max_steps", "3", ranks=ranks)
+        else:
+            kill_after_step_4(start_training, tiny_config, "resumed", *options, "--run.max_steps", "7", ranks=ranks)
+        assert "resuming from step" in train("resumed", *options, ranks=ranks)
+        assert state_difference(several, tmp_path / "resumed") == 0
+        assert losses(several) == losses(tmp_path / "resumed")
+
+
+# Steps of one run, each in another layout.
+FIVE_LAYOUTS = [
+    Compared(OPTIONS, 4, (*PIPELINE, *TENSOR)),
+    Compared(OPTIONS, 4, TENSOR),
+    Compared(OPTIONS, 6, INTERLEAVED),
+    Compared(OPTIONS, 1),
+    Compared(OPTIONS, 3, ("--parallel.shard", "optimizer")),
+]
 
 
 def test_a_run_goes_through_five_layouts(train: Train, one_process: Path, tmp_path: Path) -> None:
     """A step on each; what one has written the next one reads."""
-    layouts: list[tuple[int, tuple[str, ...]]] = [
-        (4, (*PIPELINE, *TENSOR)),
-        (4, TENSOR),
-        (6, INTERLEAVED),
-        (1, ()),
-        (3, ("--parallel.shard", "optimizer")),
-    ]
-    for step, (ranks, options) in enumerate(layouts, 1):
-        train("several", *WORDS, *options, "--run.max_steps", f"{step}", ranks=ranks)
+    for step, (_, ranks, layout, _, _) in enumerate(FIVE_LAYOUTS, 1):
+        train("several", *WORDS, *layout, "--run.max_steps", f"{step}", ranks=ranks)
     assert samples(tmp_path / "several") == samples(one_process)
     assert state_difference(one_process, tmp_path / "several") < FLOAT64_BOUND
 

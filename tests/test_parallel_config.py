@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 
 from dali_train.checkpoint.recipe import recipe_settings
-from dali_train.config import (
-    Config,
-    DataConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TensorConfig,
-    load_config,
-)
+from dali_train.config import Config, ParallelConfig, TensorConfig, load_config
 from dali_train.config.command_line import config_with
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch
 
+from .helpers import PIPELINE, SHARDED, TENSOR
 from .test_config import FILE, config
 
 
@@ -73,7 +65,6 @@ def test_a_resume_may_change_it() -> None:
         ({"tensor": {"mode": "2d", "size": 4}, "shard": "full"}, "parallel.shard is full .*parallel.tensor.mode 2d"),
         ({"num_chunks": 2}, "parallel.num_chunks is 2 .*parallel.pipeline 1"),
         ({"shard_ranks": 2}, "parallel.shard_ranks is 2 .*parallel.shard none"),
-        ({"pipeline": 2, "grad_reduce_dtype": "bf16"}, "parallel.grad_reduce_dtype is bf16 .*parallel.pipeline 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
@@ -81,36 +72,37 @@ def test_sizes_that_do_not_fit_are_refused(values: dict[str, Any], message: str)
         config(parallel=values)
 
 
-VIT = "vit_tiny_patch16_224"
+# A layout, a setting that it refuses, what else that needs, and the message.
+REFUSED: list[tuple[tuple[str, ...], tuple[str, str], dict[str, str], str]] = [
+    (SHARDED, ("model.compile", "model"), {}, "model.compile is model .*shard full"),
+    (SHARDED, ("model.compile", "cuda-graphs"), {}, "compile is cuda-graphs .*shard full"),
+    (SHARDED, ("model.channels_last", "true"), {}, "model.channels_last .*shard full"),
+    (PIPELINE, ("data.reader", "dali"), {}, "data.reader is dali .*pipeline 2"),
+    (PIPELINE, ("loss.distillation", "hard"), {"loss.teacher": "resnet18"}, "pipeline is 2 .*loss.distillation hard"),
+    (
+        SHARDED,
+        ("optimizer.clip_mode", "agc"),
+        {},
+        "clip_mode is agc .*parallel.shard full.* the norms of whole weights",
+    ),
+    (TENSOR, ("optimizer.clip_mode", "agc"), {}, "clip_mode is agc .*parallel.tensor.size 2.* the norms of whole"),
+    (PIPELINE, ("data.progressive", "1,128"), {}, "data.progressive with parallel.pipeline 2"),
+    (TENSOR, ("data.progressive", "1,128"), {}, "data.progressive with parallel.tensor"),
+    (PIPELINE, ("optimizer.layer_decay", "0.7"), {}, "parallel.pipeline is 2 .*optimizer.layer_decay 0.7"),
+    (PIPELINE, ("parallel.grad_reduce_dtype", "bf16"), {}, "grad_reduce_dtype is bf16 .*parallel.pipeline 2"),
+]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "sections", "message"),
-    [
-        ({"shard": "full"}, {"model": ModelConfig(name=VIT, compile="model")}, "model.compile is model .*shard full"),
-        (
-            {"shard": "full"},
-            {"model": ModelConfig(name=VIT, compile="cuda-graphs")},
-            "compile is cuda-graphs .*shard full",
-        ),
-        ({"shard": "full"}, {"model": ModelConfig(name=VIT, channels_last=True)}, "model.channels_last .*shard full"),
-        ({"pipeline": 2}, {"data": DataConfig(root="data", reader="dali")}, "data.reader is dali .*pipeline 2"),
-        (
-            {"pipeline": 2},
-            {"loss": LossConfig(distillation="hard", teacher="resnet18")},
-            "parallel.pipeline is 2 .*loss.distillation hard",
-        ),
-        (
-            {"pipeline": 2},
-            {"optimizer": OptimizerConfig(lr=1e-3, layer_decay=0.7)},
-            "parallel.pipeline is 2 .*optimizer.layer_decay 0.7",
-        ),
-    ],
-)
-def test_what_it_does_not_go_together_with(parallel: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("layout", "setting", "companions", "message"), REFUSED)
+def test_what_it_does_not_go_together_with(
+    tmp_path: Path, layout: tuple[str, ...], setting: tuple[str, str], companions: dict[str, str], message: str
+) -> None:
+    name, value = setting
+    options = [f"--{name}", value, *(f"--{key}={text}" for key, text in companions.items())]
+    plain = write(tmp_path / "plain.py", FILE)
     with pytest.raises(ConfigError, match=message):
-        config(parallel=ParallelConfig(**parallel), **sections)
-    assert isinstance(config(**sections), Config)
+        config_with(plain, [*options, *layout], "train")
+    assert isinstance(config_with(plain, options, "train"), Config)
 
 
 def test_ranks_that_do_not_divide_a_step() -> None:
