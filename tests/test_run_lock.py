@@ -81,9 +81,13 @@ def test_a_dead_holder_on_this_machine_is_replaced_at_once(tmp_path: Path, monke
     holder.kill()
     holder.wait()
     assert (tmp_path / FILE).exists() and find_holder(tmp_path) is None
+    killed, foreign = tmp_path / f".{FILE}.{'5e' * 16}", tmp_path / f".{FILE}.orig"  # the first, while taking over
+    killed.touch()
+    foreign.touch()
     lock = hold(tmp_path)
     assert find_holder(tmp_path) == lock.holder
     lock.release()
+    assert [*tmp_path.iterdir()] == [foreign]
     for changed in (
         {"pid": os.getppid(), "pid_start": 1},  # its id is in use again, by another process
         {"machine": "another-boot pid:[9]"},  # this host was started again

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -93,6 +94,7 @@ class RunLock:
             raise ConfigError(
                 f"run.dir {directory} cannot be written ({error}): choose another, or check its space and permissions"
             ) from error
+        self._tidy()
         self._refreshed = time.monotonic()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
@@ -147,11 +149,20 @@ class RunLock:
         if lock is not None and lock[0] != dead:
             return False
         mine = self._path.with_name(f".{FILE}.{self.holder.token}")
-        _create(mine, self.holder)
-        mine.replace(self._path)
+        try:
+            _create(mine, self.holder)
+            mine.replace(self._path)
+        except FileNotFoundError:  # the process that was faster has tidied up
+            return False
         time.sleep(0.2)  # for another process that does the same
         lock = _read(self._path)
         return lock is not None and lock[0] == self.holder
+
+    def _tidy(self) -> None:
+        """Remove what processes have left that were killed in `_take_over`. One that is alive there is too late now."""
+        with suppress(OSError):  # the next start removes it
+            for rest in self._path.parent.glob(f".{FILE}.{'[0-9a-f]' * 32}"):
+                rest.unlink()
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):

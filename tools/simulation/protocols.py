@@ -65,7 +65,8 @@ class Lock(Protocol):
     """Starts of the same run, here and on other machines.
 
     A run that trains owns the lock; if it has lost the lock, even if nobody has it now, it ends at its next heartbeat.
-    So two never train at once for longer than that. When all have ended, another start gets the lock in time.
+    So two never train at once for longer than that. When all have ended, another start gets the lock in time, and
+    leaves nothing behind.
     """
 
     modules = (lock,)
@@ -96,6 +97,9 @@ class Lock(Protocol):
             raise ViolationError("nobody trains, and another start does not get the lock")
         if world.now - began > STALE_S + BEAT_S:
             raise ViolationError(f"a start took {world.now - began:.1f} s, though nobody trains")
+        directory = world.disk.entry("run")
+        if directory is not None and directory.entries:
+            raise ViolationError(f"nobody trains, but there is {', '.join(directory.entries)}")
         return 0
 
     def _train(self, num_steps: int) -> int:
