@@ -353,6 +353,42 @@ def test_a_run_whose_mirror_was_taken_over_uploads_no_more(
     assert Bucket(url).size("metrics.jsonl") > 0 and taken.renew()
 
 
+def test_a_writer_that_wakes_replaces_nothing_of_its_successor(
+    url: str, finished: Path, s3_server: S3Server, tmp_path: Path
+) -> None:
+    for name in ("frozen", "next"):
+        shutil.copytree(finished, tmp_path / name, symlinks=True)
+    (tmp_path / "next" / "metrics.jsonl").write_text("{}\n")
+
+    def freeze(method: str, path: str) -> str | None:
+        """Let another run take over while the first one's metrics are on their way."""
+        if method == "PUT" and path.endswith("metrics.jsonl"):
+            s3_server.fault = None
+            content = json.loads(Bucket(url).read_all("mirror.json"))
+            Bucket(url).write("mirror.json", json.dumps(content | {"holder": None}).encode())
+            upload(tmp_path / "next", url)
+        return None
+
+    s3_server.fault = freeze
+    upload(tmp_path / "frozen", url)
+    assert s3_server.fault is None and Bucket(url).read_all("metrics.jsonl") == b"{}\n"
+
+
+def test_a_checkpoint_that_is_removed_during_its_upload_is_not_complete(
+    finished: Path, s3_server: S3Server, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    url = f"s3://bucket/{uuid.uuid4().hex}"
+
+    def remove(method: str, path: str) -> None:
+        if method == "PUT" and "step-00000006" in path:
+            shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006", ignore_errors=True)
+
+    s3_server.fault = remove
+    upload(tmp_path / "run", url)
+    assert steps(url) == [5]
+
+
 def test_an_answer_that_is_lost_loses_no_claim(url: str, s3_server: S3Server) -> None:
     """The store has replaced mirror.json, and says so when it is too late: the request made again is refused."""
     claimed = Claim(Bucket(url), say=print)

@@ -5,9 +5,10 @@ checkpoint is complete once ``mirror.json`` names it. That file also lists the f
 or has removed from its directory: only files in these are deleted.
 
 ``mirror.json`` names the process that writes to the mirror, too, so that only one run writes there at a time. It is
-replaced by compare-and-swap on its version. So exactly one of several contenders gets it, and a process that lost it
-while suspended cannot complete anything any more. A writer sends a heartbeat every `BEAT_S`. An observer that cannot
-look up the writer's process counts it as dead once the object has not changed for `STALE_S` by the observer's clock.
+replaced by compare-and-swap on its version, and so are the small files. So exactly one of several contenders gets it,
+and a process that lost it while suspended cannot complete anything any more, nor replace what its successor has
+written. A writer sends a heartbeat every `BEAT_S`. An observer that cannot look up the writer's process counts it as
+dead once the object has not changed for `STALE_S` by the observer's clock.
 """
 
 import hashlib
@@ -71,10 +72,11 @@ from dali_train.text import plural, shortened
 
 logger = logging.getLogger("dali_train")
 
-_FILES = (
-    *("config.json", "environment.json", METRICS, "status.json", "epoch_accuracies.json"),
-    *("model.safetensors", "report/index.html"),
+_SMALL_FILES = (
+    *("config.json", "environment.json", METRICS, "status.json"),
+    *("epoch_accuracies.json", "report/index.html"),
 )
+_FILES = (*_SMALL_FILES, "model.safetensors")
 _CHECKPOINTS = "checkpoints"
 _OWN_NAMES = re.compile(r"manifest\.json(\.sha256)?|[\w.-]+\.safetensors")  # what `_upload_checkpoint` writes
 _LOOK_S = 5.0  # between two checks for new checkpoints
@@ -106,6 +108,7 @@ class Mirror:
         self._claim = Claim(self._bucket, say=partial(print, file=sys.stderr, flush=True))
         self._held: set[str] = set()
         self._sent: dict[str, tuple[int, int]] = {}  # object -> size and time of change of the file that it is
+        self._versions: dict[str, Version | None] = {}  # of the small files, as this process knows them
         self._num_sent = self._num_completed = 0  # bytes, each once however many attempts sent it; objects
         self._furthest: tuple[str, int] = "", 0  # the object of the last attempts, and the bytes that any of them sent
         self._fault = ""  # of the last failed attempt
@@ -281,8 +284,8 @@ class Mirror:
             self._upload_new(last)
             self._pause, self._fault = _FIRST_WARNING_S, ""
             return True
-        except FileNotFoundError:  # removed by the run, which has a newer one
-            return False
+        except (FileNotFoundError, ChangedObjectError):
+            return False  # a checkpoint that the run has removed, or a version that another attempt has to ask for
         except Exception as error:
             self._fault = str(error)
             if not self._claim.is_lost:
@@ -313,7 +316,12 @@ class Mirror:
         if not complete:
             complete = recorded  # a run directory that lost its checkpoints costs the mirror none
         is_news = complete != recorded or last or not self._sent
-        if not is_news or not self._claim.renew():
+        if not is_news:
+            return
+        for name in _SMALL_FILES:
+            if name not in self._versions:
+                self._versions[name] = self._bucket.version(name)
+        if not self._claim.renew():  # from here on none of these versions is another holder's
             return
         for name in _FILES:
             if (self._directory / name).is_file():
@@ -338,14 +346,20 @@ class Mirror:
             self._held.discard(path.name)
 
     def _upload(self, name: str, path: Path) -> None:
-        """Upload a file, unless it is unchanged since its last upload."""
-        if self._is_new(name, path):
-            version = _version(path)
+        """Upload a file, unless it is unchanged since its last upload. Raises FileNotFoundError: it is gone."""
+        version = _version(path)
+        if self._sent.get(name) == version:
+            return
+        if name in _SMALL_FILES:  # a process that has lost the mirror meanwhile knows an older version
+            self._note_position(name, 0)
+            known = self._versions.pop(name)
+            self._versions[name] = self._bucket.write(name, path.read_bytes(), new=known is None, replaced=known)
+        else:
             self._bucket.upload(name, path, partial(self._note_position, name))
-            self._note_position(name, version[0])
-            self._num_completed += 1
-            self._furthest = "", 0
-            self._sent[name] = version
+        self._note_position(name, version[0])
+        self._num_completed += 1
+        self._furthest = "", 0
+        self._sent[name] = version
 
     def _is_new(self, name: str, path: Path) -> bool:
         return path.is_file() and self._sent.get(name) != _version(path)

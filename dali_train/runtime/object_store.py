@@ -167,6 +167,13 @@ class Bucket:
         """Return an object's size in bytes. Raises MissingObjectError."""
         return int(self._ask(f"{self.url}/{name}", lambda store: store.head(name))["size"])
 
+    def version(self, name: str) -> Version | None:
+        """Return an object's version; None if there is no such object."""
+        try:
+            return _version(self._ask(f"{self.url}/{name}", lambda store: store.head(name)))
+        except MissingObjectError:
+            return None
+
     def sizes(self, prefix: str) -> dict[str, int]:
         """Return the names below `prefix`, such as ``train/``, and their sizes in bytes. Not for HTTP servers."""
 

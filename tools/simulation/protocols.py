@@ -26,6 +26,7 @@ from dali_train.files import sha256
 from dali_train.runtime import lock, object_store, process_group, stop
 from dali_train.runtime.lock import BEAT_S, FILE, STALE_S, RunLock
 from dali_train.runtime.process_group import locked
+from dali_train.runtime.status import METRICS
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
 from tools.simulation.disk import ROOT, Node
 from tools.simulation.group import Group
@@ -379,9 +380,9 @@ class _Quiet:
 class Mirrored(Protocol):
     """A run on machines that share nothing but its mirror in an object store, each start on one of them.
 
-    What ``mirror.json`` names is complete, and its newest checkpoint never goes back. The last start, on a machine
-    without anything, resumes from what is known to be mirrored, and finishes. A process that ended by itself did so
-    with the status that it wanted.
+    What ``mirror.json`` names is complete, and its newest checkpoint never goes back. Once a process has written to
+    ``metrics.jsonl``, none does that had the mirror before. The last start, on a machine without anything, resumes from
+    what is known to be mirrored, and finishes. A process that ended by itself did so with the status that it wanted.
     """
 
     modules = (lock, save, checkpoint_format, run_directory, process_group, mirror, object_store)
@@ -400,6 +401,8 @@ class Mirrored(Protocol):
         self.mirrored = 0  # the newest step that was known to be in the mirror
         self.is_finished = False
         self.newest = -1  # as mirror.json names it
+        self.writers: list[str] = []  # the tokens of those that had the mirror
+        self.last_writer = -1  # of metrics.jsonl
         world.spawn(Machine("operator"), self._operate, "operator")
 
     def _operate(self) -> int:
@@ -407,8 +410,8 @@ class Mirrored(Protocol):
         machines = [Machine(f"n{number}") for number in range(2)]
         for number in range(random.randint(1, 3)):
             ranks = [world.spawn(random.choice(machines), self._main, f"run {number}")]
-            if random.random() < 0.3:
-                world.block(15 * random.random())
+            if random.random() < 0.5:
+                world.block(random.choice((15.0, 60.0)) * random.random())
                 ranks.append(world.spawn(random.choice(machines), self._main, f"run {number + 10}"))
             for process in ranks:
                 if world.wait_for(process) == -6:
@@ -446,6 +449,7 @@ class Mirrored(Protocol):
             raise ViolationError(f"the checkpoint of step {step} has {found.state}")
         saver = CheckpointWriter(directory / "checkpoints", None, keep=1)
         saver.prepare(step)
+        self._note(directory, copy)
         copy.start(saver.held)
         try:
             end = (
@@ -458,6 +462,7 @@ class Mirrored(Protocol):
                 step += 1
                 weights = torch.tensor(weights_after(step))
                 saver.save(step, {"model": {"a": weights}}, {"recipe": _RECIPE})
+                self._note(directory, copy)
                 if random.random() < 0.5:
                     saver.record_top1(step, (step * 7 % 5) / 5)
             saver.wait()
@@ -472,12 +477,24 @@ class Mirrored(Protocol):
         self.is_finished = step == _NUM_STEPS
         return 0
 
+    def _note(self, directory: Path, copy: mirror.Mirror) -> None:
+        with (directory / METRICS).open("a") as file:
+            file.write(f"\n{copy._claim._holder.token}\n")
+
     def _look(self) -> None:
         """Compare mirror.json with the objects that are there."""
         objects = self.store.objects
         if mirror.FILE not in objects:
             return
-        _, complete, _ = mirror.parse_claim(objects[mirror.FILE][0], "mirror")
+        holder, complete, _ = mirror.parse_claim(objects[mirror.FILE][0], "mirror")
+        if holder is not None and holder.token not in self.writers:
+            self.writers.append(holder.token)
+        if METRICS in objects:
+            lines = objects[METRICS][0].decode().split()
+            writer = max(self.writers.index(line) for line in lines if len(line) == 32)  # others are torn
+            if writer < self.last_writer:
+                raise ViolationError(f"{METRICS} is written by a process that has lost the mirror")
+            self.last_writer = writer
         for folder in complete:
             manifest = objects.get(f"checkpoints/{folder}/manifest.json")
             if manifest is None or hashlib.sha256(manifest[0]).hexdigest()[:16] != folder.rpartition("-")[2]:

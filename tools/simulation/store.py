@@ -11,7 +11,7 @@ from typing import Any
 from obstore import exceptions
 
 from dali_train.runtime import object_store
-from tools.simulation.world import Thread, World, current_world
+from tools.simulation.world import Thread, ViolationError, World, current_world
 
 Names = str | list[str]
 _OLD_S = 3.0  # how old a list may be
@@ -44,7 +44,11 @@ class Store:
 
     def _has_changed(self) -> None:
         self._lists.append((self.world.now, {name: len(content) for name, (content, _) in self.objects.items()}))
-        self.changed()
+        try:
+            self.changed()
+        except ViolationError as error:  # which the package's code may take for a failed request
+            self.world.violation = error
+            raise
 
     def _found(self, name: str) -> tuple[bytes, int]:
         if name not in self.objects:

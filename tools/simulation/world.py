@@ -52,7 +52,7 @@ class ViolationError(Exception):
 
 FAULTS = {
     "delay": "the call takes up to 10 s",
-    "freeze": "the process stops, for up to 84 s",
+    "freeze": "the process stops, for up to 4 min",
     "kill": "the process ends",
     "power": "the machine loses power",
     "full": "the disk is full, for up to 100 s",
@@ -172,6 +172,7 @@ class World:
         self.stores: list[Any] = []  # object stores
         self.trace: list[tuple[float, str, str, str]] | None = None
         self.watch: Callable[[], None] = lambda: None  # called between two calls, may raise ViolationError
+        self.violation: ViolationError | None = None  # that a thread has noticed
         self.num_faults = 0
         self._weights = {name: rate for name, rate in rates.items() if name in FAULTS and rate}
         self._fault_share = 0.0
@@ -313,6 +314,8 @@ class World:
                 self._current = thread
                 thread.greenlet.switch()
                 self._current = None
+                if self.violation is not None:
+                    raise self.violation
                 self.watch()
         finally:
             self._unwind()
@@ -404,7 +407,7 @@ class World:
                 self.lose_power(process.machine)
             raise DeadError
         if kind == "freeze":
-            process.frozen_until = self.now + random.choice((0.5, 2.0, 10.0, 29.0, 31.0, 70.0)) * random.uniform(
+            process.frozen_until = self.now + random.choice((0.5, 2.0, 10.0, 29.0, 31.0, 70.0, 200.0)) * random.uniform(
                 0.8, 1.2
             )
             self._switch()
