@@ -245,15 +245,22 @@ def private_directory(setting: str, parent: Path) -> Path:
 
 def remove_written(root: Path, names: str) -> None:
     """Remove the regular files below `root` whose relative paths match the pattern `names`, and the directories that
-    match with a ``/`` at the end and are empty then. Everything else stays; no link is followed."""
+    match with a ``/`` at the end and are empty then. Everything else stays; no link is followed.
+
+    The files in `root` itself, by which a later call may know it, are removed last: not if a directory below it cannot
+    be listed, and when what is gone below it stays so after a power failure."""
+    unlisted: list[OSError] = []
     with suppress(OSError):  # it is gone, or is not to be removed: the caller can do without
-        for directory, folders, files, descriptor in os.fwalk(root, topdown=False):
+        for directory, folders, files, descriptor in os.fwalk(root, topdown=False, onerror=unlisted.append):
+            if unlisted and directory == str(root):
+                return
             relative = os.path.relpath(directory, root)
             prefix = "" if relative == "." else f"{relative}/"
             for name in files:
                 status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and re.fullmatch(names, prefix + name):
                     os.unlink(name, dir_fd=descriptor)
+            os.fsync(descriptor)
             for name in folders:
                 if re.fullmatch(names, f"{prefix}{name}/"):
                     with suppress(OSError):  # a link, or not empty

@@ -133,12 +133,13 @@ class ImageCache:
         try:
             self._make_directory()
             links = [entry.path for entry in os.scandir(self.directory) if entry.is_symlink()]
+            links += [str(self.directory)] if self.directory.is_symlink() else []
         except OSError as error:
             self.give_up("written", error)
             return
-        if links or self.directory.is_symlink():
+        if links:
             raise ConfigError(
-                f"{links[0] if links else self.directory} is a link, but data.cache keeps only files of its own there: "
+                f"{links[0]} is a link, but data.cache keeps only files of its own there: "
                 "remove the link, or use another directory"
             )
 
@@ -440,9 +441,9 @@ class Eviction:
         began = time.thread_time()
         sizes, now = self._cache.file_sizes, self._now
         end = now + self._num_ahead + 1
-        self._next_use.forget(now)  # the node's other ranks are at the same step
         self._present[self._next_use.between(self._seen, end)] = True  # by one rank or another
         self._seen = max(self._seen, end)
+        self._next_use.forget(now)  # the node's other ranks are at the same step
         total = int(sizes[self._present].sum())
         disk = shutil.disk_usage(self._cache.directory)
         capacity = max(0, total + disk.free - int(_RESERVE * disk.total))
