@@ -154,8 +154,11 @@ def test_parts_have_the_bytes_of_one_process(folder: Path, tmp_path: Path, capsy
     assert convert_folder(folder, out, *options, "--part", "1/4") == 0
     assert convert_folder(folder, out, *options, "--finish") == 0
     assert files_of(out) == files_of(tmp_path / "one") and "quarantine.jsonl" in files_of(out)
+    (out / ".conversion").mkdir()
+    (out / ".conversion" / "lock").touch()  # of a process that was suspended until the others had finished
     assert convert_folder(folder, out, *options, "--part", "1/4") == 0
     assert "is complete already: nothing to do" in capsys.readouterr().out
+    assert files_of(out) == files_of(tmp_path / "one")
 
 
 def kill_at_third_shard() -> None:

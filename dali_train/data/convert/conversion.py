@@ -12,6 +12,7 @@ is uploaded and deleted locally, dataset.json last.
 import ctypes
 import hashlib
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,9 +151,10 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     part = Part.parse(phase) if phase not in ("all", "plan", "finish") else None
     state, finished = out / ".conversion", out / ".conversion.finished"
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
+    where = conversion.destination
+    nothing = [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
     if _is_complete(conversion, state):
-        where = conversion.destination
-        return [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
+        return nothing
     plans = phase in ("all", "plan")
     if not _is_claimed(conversion, state):
         _refuse_foreign(out, state, plans=plans)  # now, so that a refused conversion leaves nothing behind
@@ -161,6 +163,8 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     _return_freed_memory()
     out.mkdir(parents=True, exist_ok=True)
     with locked(state, shared=part is not None), explain_full_disk(out):
+        if _is_complete(conversion, state):  # another process has finished meanwhile
+            return nothing
         _claim(conversion, state, plans=plans, part=part)
         if phase == "plan":
             return _plan(conversion)
@@ -191,6 +195,8 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
             conversion={"options": conversion.identity(), "report": report},
         )
         lines = _upload_or_verify(conversion)
+        for directory, _, _ in os.walk(out):  # before the options are gone, by which the next start goes on
+            sync_directory(Path(directory))
         # Renamed first: half a state directory would look like somebody else's files.
         shutil.rmtree(state.rename(finished))
     if conversion.upload is not None:
@@ -201,7 +207,7 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
         for kind, count in kinds.items()
         if count
     ]
-    return [*counted, *lines, f"{conversion.destination} is ready"]
+    return [*counted, *lines, f"{where} is ready"]
 
 
 def _plan(conversion: Conversion) -> list[str]:
@@ -241,9 +247,10 @@ def _is_complete(conversion: Conversion, state: Path) -> bool:
     """Return whether `conversion` was carried out before. Raises DatasetError: another one was, or is under way."""
     out, upload = conversion.out, conversion.upload
     if upload is None:
-        complete = (out / "dataset.json").exists() and not state.exists()
+        complete = (out / "dataset.json").exists() and not (state / "options.json").exists()
         if complete:
             _refuse_other(conversion, Manifest.read(out).conversion.get("options", {}), out / "dataset.json")
+            shutil.rmtree(state, ignore_errors=True)  # a lock that a process made which came too late
         return complete
     if claim := upload.find():
         _refuse_other(conversion, claim[1], claim[0])
@@ -406,6 +413,8 @@ def _claim(conversion: Conversion, state: Path, *, plans: bool, part: Part | Non
     if not _is_claimed(conversion, state):  # again, now that no other process can claim it
         _refuse_foreign(out, state, plans=plans)
         write_atomically(state / "options.json", (json.dumps(conversion.identity(), indent=1) + "\n").encode())
+        sync_directory(state)  # before anything else is there, or a power failure may leave only that
+        sync_directory(out)
     if part is not None:
         (state / f"{_PARTS}{part.total}").touch()
         return
