@@ -5,7 +5,8 @@
 
 One generator decides which process goes on after each system call, and where one is killed or frozen, a machine loses
 power, a disk is full or fails, and a clock jumps (`simulation/world.py`). What must hold is in
-`simulation/protocols.py`. A violation is printed with the last calls of each process and the command that repeats it:
+`simulation/protocols.py` and `simulation/datasets.py`. A violation is printed with the last calls of each process and
+the command that repeats it:
 
     python -m tools.simulate --only lock --seed 4711 --histories 1 --trace
 
@@ -17,6 +18,7 @@ failures that keep none, all or some of what was not flushed:
 
 import argparse
 import contextlib
+import gc
 import io
 import os
 import sys
@@ -24,10 +26,15 @@ import time
 import traceback
 from random import Random
 
+from tools.simulation.datasets import Cached, Converted
 from tools.simulation.patches import current, simulated
-from tools.simulation.protocols import PROTOCOLS, Protocol
+from tools.simulation.protocols import Lock, Mirrored, Protocol, Ranks, Run
 from tools.simulation.world import FAULTS, ViolationError, World
 
+PROTOCOLS: dict[str, type[Protocol]] = {
+    **{"lock": Lock, "checkpoint": Run, "ranks": Ranks, "mirror": Mirrored},
+    **{"cache": Cached, "conversion": Converted},
+}
 _SHOWN = 60
 
 
@@ -44,6 +51,7 @@ def run_history(
     world.keep = keep or None
     if traced:
         world.trace = []
+    gc.disable()  # finalizers at any moment would make a history depend on more than its seed
     with current(world):
         try:
             history = protocol(world)
@@ -51,6 +59,8 @@ def run_history(
             history.end()
         except Exception as error:
             return world, error
+        finally:
+            gc.enable()
     return world, None
 
 

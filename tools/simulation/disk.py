@@ -2,10 +2,16 @@
 
 What is between them is lost, kept or torn: bytes that were not flushed, and names (links, renames, removals) whose
 directory was not. With `Disk.journaled` names survive in order, and any flush keeps all names before it, as on ext4 and
-XFS; without it any subset of them survives, which is all that POSIX promises. A `Disk.shared` one is a server's (NFS):
-a machine may remember for up to 30 s what a name stood for, also that there was no such name, unless it has opened or
-changed the directory since; its bytes reach the others when it closes or flushes a file; and opening a file that it
-remembers asks the server, as Linux does (close-to-open, fs/nfs/dir.c: `nfs_lookup_verify_inode`).
+XFS; without it any subset of them survives, which is all that POSIX promises.
+
+A `Disk.shared` one is a server's, as Linux's client sees it (NFS: nfs(5), "Data and metadata coherence", and
+fs/nfs/dir.c). A machine may trust what it has once learned of a name, also that there was no such name, until the
+attributes of the directory expire (at most acdirmax, 60 s), unless it has opened or changed the directory since
+(`nfs_check_verifier`, `nfs_neg_need_reval`). A file that is opened is asked for at the server, but by its handle: one
+that has got another name meanwhile is still found under the old one (`nfs_lookup_verify_inode`). Whether a new name
+exists already the server decides, and it renames and links atomically. Bytes reach the others when a file is closed or
+flushed (close-to-open). Left out: sizes and times of files that are remembered (acregmax), and requests that a server
+carries out twice because its answer was lost, which NFS 4.1 excludes (RFC 8881, 2.10.6).
 """
 
 import errno
@@ -13,6 +19,7 @@ import fcntl
 import os
 import stat
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ _UID = os.getuid()
 class Node:
     """A file, directory or symbolic link."""
 
-    __slots__ = ("data", "dirty", "entries", "kept", "kind", "mtime", "number", "target", "writes")
+    __slots__ = ("data", "dirty", "entries", "kept", "kind", "mtime", "num_links", "number", "target", "writes")
 
     def __init__(self, kind: int, number: int, mtime: float) -> None:
         self.kind, self.number, self.mtime = kind, number, mtime
@@ -35,7 +42,12 @@ class Node:
         self.kept: Any = b"" if kind == stat.S_IFREG else {}  # bytes or entries that a power failure leaves
         self.writes: list[tuple[int, bytes] | int] = []  # not flushed: at an offset, or the size of a truncation
         self.target = ""
+        self.num_links = 0  # of a shared disk
         self.dirty: dict[Machine, bytearray] = {}  # by machine, of a shared disk: not yet at the server
+
+    @property
+    def is_directory(self) -> bool:
+        return self.kind == stat.S_IFDIR
 
 
 @dataclass(eq=False)
@@ -73,10 +85,12 @@ class Disk:
     def change(self, *changes: tuple[Node, str, Node | None]) -> None:
         """Change names, atomically."""
         for directory, name, node in changes:
-            if node is None:
-                directory.entries.pop(name, None)
-            else:
+            replaced = directory.entries.pop(name, None)
+            if replaced is not None:
+                replaced.num_links -= 1
+            if node is not None:
                 directory.entries[name] = node
+                node.num_links += 1
             directory.mtime = self.world.wall()
         self.journal.append([*changes])
         if self.shared:  # a server answers when it has them on its disk
@@ -151,42 +165,49 @@ class Disk:
             node = node.entries.get(name) if node is not None else None
         return node
 
+    def place(self, path: str, content: bytes) -> None:
+        """Put a file there, flushed, without a call."""
+        node, (*directories, name) = self.root, path.split("/")
+        for directory in directories:
+            if directory not in node.entries:
+                node.entries[directory] = node.kept[directory] = self._new(stat.S_IFDIR)
+            node = node.entries[directory]
+        node.entries[name] = node.kept[name] = file = self._new(stat.S_IFREG)
+        file.data, file.kept = bytearray(content), content
+
     def _find(self, path: str, *, follow: bool, opening: bool = False, depth: int = 0) -> tuple[Node, str, Node | None]:
         """Return the directory of a path, the name in it, and what the name stands for, if anything."""
         if depth > 8:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         node = self.root
-        names = [name for name in path[len(ROOT) :].split("/") if name and name != "."]
+        names = _names(path)
         if not names:
             return node, "", node
-        at = ROOT
-        for name in names[:-1]:
-            if name == "..":
-                raise NotImplementedError(path)
-            child = self._look_up(node, name, opening=False)
+        for place, name in enumerate(names[:-1]):
+            child = self._look_up(node, name, opening=False) if self.shared else node.entries.get(name)
             if child is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             if child.kind == stat.S_IFLNK:
-                _, _, child = self._find(_target(at, child), follow=True, depth=depth + 1)
+                _, _, child = self._find(_target(names[:place], child), follow=True, depth=depth + 1)
                 if child is None:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             if child.kind != stat.S_IFDIR:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-            node, at = child, f"{at}/{name}"
-        child = self._look_up(node, names[-1], opening=opening)
+            node = child
+        name = names[-1]
+        child = self._look_up(node, name, opening=opening) if self.shared else node.entries.get(name)
         if follow and child is not None and child.kind == stat.S_IFLNK:
-            return self._find(_target(at, child), follow=True, opening=opening, depth=depth + 1)
-        return node, names[-1], child
+            return self._find(_target(names[:-1], child), follow=True, opening=opening, depth=depth + 1)
+        return node, name, child
 
     def _look_up(self, directory: Node, name: str, *, opening: bool) -> Node | None:
-        found = directory.entries.get(name)
-        if not self.shared:
-            return found
+        """Return what a machine sees under a name on a server's disk."""
         remembered = self.world.process.machine.remembered.setdefault(directory, {})
         until, known = remembered.get(name, (-1.0, None))
-        if until > self.world.now and not (opening and known is not None):
+        if until > self.world.now and (known is None or not opening or known.num_links):
             return known
-        remembered[name] = self.world.now + self.world.random.choice((0.0, 0.0, 3.0, 30.0)), found
+        found = directory.entries.get(name)
+        remembered[name] = self.world.now + self.world.random.choice((0.0, 0.0, 3.0, 30.0, 60.0)), found
         return found
 
     def _ask_server(self, *directories: Node) -> None:
@@ -442,5 +463,14 @@ def _overwrite(data: bytearray, offset: int, content: bytes) -> None:
         data[offset : offset + len(content)] = content
 
 
-def _target(directory: str, link: Node) -> str:
-    return link.target if link.target.startswith("/") else f"{directory}/{link.target}"
+@lru_cache(4096)
+def _names(path: str) -> tuple[str, ...]:
+    """Return the names in a path below `ROOT`."""
+    names = tuple(name for name in path[len(ROOT) :].split("/") if name and name != ".")
+    if ".." in names[:-1]:
+        raise NotImplementedError(path)
+    return names
+
+
+def _target(directory: tuple[str, ...], link: Node) -> str:
+    return link.target if link.target.startswith("/") else "/".join((ROOT, *directory, link.target))

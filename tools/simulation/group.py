@@ -110,6 +110,7 @@ COLLECTIVES: dict[str, Callable[..., Any]] = {
     "get_world_size": lambda group=None: current_world().process.num_ranks,
     "all_gather_object": _gather,
     "broadcast_object_list": _broadcast,
+    "destroy_process_group": lambda group: None,
     "barrier": lambda group: group.take(group.give(None)),
     "all_reduce": _largest,
     "send": lambda tensor, target, group: group.send(tensor.clone(), target),

@@ -21,6 +21,7 @@ from tools.simulation.group import COLLECTIVES
 from tools.simulation.world import _WORLD, Clock, DeadError, Threading, World
 
 _OPEN, _SYSTEM_OPEN = io.open, os.open
+_BELOW = f"{ROOT}/"
 
 
 def _path(path: Any, dir_fd: int | None = None) -> str | None:
@@ -30,7 +31,7 @@ def _path(path: Any, dir_fd: int | None = None) -> str | None:
             return None
         return f"{_WORLD[-1].disk.handle(dir_fd).path}/{path}"
     text = path if type(path) is str else os.fspath(path) if not isinstance(path, int) else ""
-    return text if isinstance(text, str) and (text.startswith(ROOT + "/") or text == ROOT) and _WORLD else None
+    return text if isinstance(text, str) and (text.startswith(_BELOW) or text == ROOT) and _WORLD else None
 
 
 class _Uuid:
@@ -60,10 +61,10 @@ def _open_file(
     closefd: bool = True,
     opener: Any = None,
 ) -> Any:
-    if _WORLD and not isinstance(file, int) and (made := _made_up(file)) is not None:
-        return io.StringIO(made) if "b" not in mode else io.BytesIO(made.encode())
     path = _path(file)
     if path is None and not (isinstance(file, int) and file >= FIRST_FD):
+        if _WORLD and not isinstance(file, int) and (made := _made_up(file)) is not None:
+            return io.StringIO(made) if "b" not in mode else io.BytesIO(made.encode())
         return _OPEN(file, mode, buffering, encoding, errors, newline, closefd, opener)
     world = _WORLD[-1]
     kind = next(letter for letter in mode if letter in _FLAGS)

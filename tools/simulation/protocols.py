@@ -361,19 +361,19 @@ class Ranks(Run):
 _RECIPE = {"optimizer.lr": 0.1}
 
 
-class _Quiet:
+class Quiet:
     """In the place of `Progress`."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def __enter__(self) -> "_Quiet":
+    def __enter__(self) -> "Quiet":
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def update(self, _: int) -> None:
+    def update(self, *_: int, **__: int) -> None:
         pass
 
 
@@ -390,7 +390,7 @@ class Mirrored(Protocol):
         **{"dcp": Files, "Writer": Files, "read_safetensors": Files.read},
         **REPLACED,
         "_open": lambda _: current_world().stores[0],
-        "Progress": _Quiet,
+        "Progress": Quiet,
     }
     rates = dict(switch=0.1, delay=0.002, freeze=0.006, kill=0.003, full=0.002, error=0.006, jump=0.001)
 
@@ -507,6 +507,3 @@ class Mirrored(Protocol):
         if newest < self.newest:
             raise ViolationError(f"the newest checkpoint of the mirror goes back from {self.newest} to {newest}")
         self.newest = newest
-
-
-PROTOCOLS: dict[str, type[Protocol]] = {"lock": Lock, "checkpoint": Run, "ranks": Ranks, "mirror": Mirrored}

@@ -1,17 +1,17 @@
-"""An object store of a simulated world, in the place of obstore's, and what the package's threads for it are made of.
+"""An object store of a simulated world, in the place of obstore's.
 
 Requests take effect one after the other, on the way or back they may be lost, and a list may be that of a moment ago.
 """
 
 import os
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from obstore import exceptions
 
 from dali_train.runtime import object_store
-from tools.simulation.world import Thread, ViolationError, World, current_world
+from tools.simulation.threads import Future, Queue, wait
+from tools.simulation.world import ViolationError, World, current_world
 
 Names = str | list[str]
 _OLD_S = 3.0  # how old a list may be
@@ -100,80 +100,6 @@ class _Answer:
 
     def bytes(self) -> bytes:
         return self._content
-
-
-class Future:
-    """`concurrent.futures.Future`."""
-
-    def __init__(self) -> None:
-        self._outcome: tuple[Any, BaseException | None] | None = None
-        self.waiting: list[Thread] = []
-
-    def _end(self, value: Any, error: BaseException | None) -> None:
-        self._outcome = value, error
-        for thread in self.waiting:
-            current_world().wake(thread)
-
-    def set_result(self, value: Any) -> None:
-        self._end(value, None)
-
-    def set_exception(self, error: BaseException) -> None:
-        self._end(None, error)
-
-    def cancel(self) -> None:
-        self._end(None, RuntimeError("cancelled"))
-
-    def done(self) -> bool:
-        return self._outcome is not None
-
-    def exception(self) -> BaseException | None:
-        wait([self])
-        assert self._outcome is not None
-        return self._outcome[1]
-
-    def result(self) -> Any:
-        if (error := self.exception()) is not None:
-            raise error
-        assert self._outcome is not None
-        return self._outcome[0]
-
-
-_Waited = namedtuple("_Waited", ("done", "not_done"))
-
-
-def wait(futures: Iterable[Future], timeout: float | None = None) -> _Waited:
-    """`concurrent.futures.wait` for all."""
-    world, futures = current_world(), [*futures]
-    world.call("wait")
-    end = None if timeout is None else world.now + timeout
-    while (left := [future for future in futures if not future.done()]) and (end is None or world.now < end):
-        for future in left:
-            future.waiting.append(world.thread)
-        world.block(None if end is None else end - world.now)
-        for future in left:
-            future.waiting.remove(world.thread)
-    return _Waited([future for future in futures if future.done()], left)
-
-
-class Queue:
-    """`queue.SimpleQueue`."""
-
-    def __init__(self) -> None:
-        self._items: list[Any] = []
-        self._waiting: list[Thread] = []
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
-        for thread in self._waiting[:1]:
-            current_world().wake(thread)
-        del self._waiting[:1]
-
-    def get(self) -> Any:
-        world = current_world()
-        while not self._items:
-            self._waiting.append(world.thread)
-            world.block(None)
-        return self._items.pop(0)
 
 
 class _OfProcess:

@@ -448,7 +448,9 @@ class Event:
 
     def set(self) -> None:
         self._is_set = True
-        world = current_world()
+        world = _WORLD[-1] if _WORLD else None
+        if world is None or world._current is None or world.process.is_dead:  # in a finalizer
+            return
         world.call("set")
         for thread in self._waiting:
             world.wake(thread)
