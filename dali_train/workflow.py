@@ -150,6 +150,8 @@ def train_task(hyperparameters: str, fingerprint: str, config: str, files: Dir, 
         )
     except (ConfigError, DatasetError) as error:
         raise _never_again(error) from error
+    except SystemExit as stop:  # Flyte would wait for ever for a thread that ends like this
+        raise flyte.errors.RuntimeUserError("Stopped", "stopped before training began: a retry resumes") from stop
     if result.stopped:
         raise flyte.errors.RuntimeUserError("Stopped", f"stopped after saving step {result.step}: a retry resumes")
     assert result.model_file is not None
