@@ -182,7 +182,7 @@ def _serve(jobs: Connection) -> None:
     if not torch.cuda.is_available():
         torch.compile = partial(torch.compile, backend="aot_eager")
     faulthandler.register(signal.SIGUSR2)
-    environment, directory = dict(os.environ), Path.cwd()
+    environment, directory, num_threads = dict(os.environ), Path.cwd(), torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     while True:
         try:
@@ -200,6 +200,7 @@ def _serve(jobs: Connection) -> None:
         if (listener := signal.set_wakeup_fd(-1)) != -1:  # the run's, whose thread ends with it
             os.close(listener)
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(num_threads)  # of a test's config, which would change the bits of later runs
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         gc.collect()
