@@ -120,17 +120,8 @@ def test_retries(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A stop on request is one and continues; a mistake is none. Flyte's log has the traceback of neither."""
     dataset = str(place / "digits-1")
     # Several ranks may not have found each other after 0.1 s, and then stop before they train.
-    more = (
-        "--num-processes",
-        "1",
-        "--run.epochs",
-        "4000",
-        "--run.max_seconds",
-        "0.1",
-        "--run.eval_every_epochs",
-        "None",
-    )
-    assert workflow.main(words(place, *more, dataset=dataset, work="stopped")) == 1
+    more = ("--run.epochs", "4000", "--run.max_seconds", "0.1", "--run.eval_every_epochs", "None")
+    assert workflow.main(words(place, "--num-processes", "1", *more, dataset=dataset, work="stopped")) == 1
     printed = "".join(capfd.readouterr())
     assert re.search(r"stopped after saving step \d+: a retry resumes", printed)
     assert "retrying" in printed and "Traceback" not in printed
