@@ -202,10 +202,21 @@ def test_a_bit_that_flips_in_a_finished_shard_is_written_anew(
         capsys.readouterr()
         assert data(*options[:-1], late) == 1
         error = capsys.readouterr().err
-        assert "CRC mismatch" in error and "Start the same command again: it writes faulty shards anew" in error
+        assert f"{shard}: has CRC32C" in error and "Start the same command again: it writes faulty shards anew" in error
         assert not (late / "dataset.json").exists()
     assert data(*options[:-1], late) == 0
     assert files_of(late) == files_of(tmp_path / "sound")
+
+    index, again = tmp_path / "again" / "idx_files" / "train" / "train-00001-of-00004.idx", tmp_path / "again"
+
+    def write_index_and_lose(*arguments: object, **named: object) -> None:
+        write_index(*arguments, **named)
+        index.write_text(index.read_text().replace("0 ", "1 ", 1))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_index", write_index_and_lose)
+        assert data(*options[:-1], again) == 1
+        assert f"{index}: is missing or does not fit its shard" in capsys.readouterr().err
 
 
 def test_a_converter_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

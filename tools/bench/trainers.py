@@ -4,7 +4,8 @@
         --torchvision vision/references/classification/train.py
 
 They train ResNet-18 with SGD in float32 on the CPU, in batches of 64 random crops of 224 pixels, mirrored at random,
-with as many loading threads or workers as there are cores. Each logs every step; a line of its log is a step. In turn,
+with as many loading threads or workers as there are cores, and weights in channels-last memory, which torchvision's has
+no option for. Each logs every step; a line of its log is a step. In turn,
 round after round, each is started and killed after --steps steps. Measured from outside, in the same way for all: the
 time from the start to the first step's line, images/s over the steps after the third, and the memory of all its
 processes (proportional set size) at the end. This project also trains on synthetic data, which says what its data path
@@ -34,7 +35,7 @@ from dali_train.config import *
 
 config = Config(
     data=DataConfig(root={root!r}, train_size={size}, num_threads={threads}),
-    model=ModelConfig(name="resnet18"),
+    model=ModelConfig(name="resnet18", channels_last=True),
     optimizer=OptimizerConfig(name="sgd", lr=0.01, weight_decay=1e-4),
     schedule=ScheduleConfig(warmup_epochs=0),
     batch=BatchConfig(global_batch={batch}, micro_batch={batch}),
@@ -112,7 +113,7 @@ def trainers(task: Task, timm: Path | None, torchvision: Path | None) -> list[Tr
     common += ["--batch-size", str(task.batch), "--workers", str(task.threads)]
     if timm is not None:
         own = ["--data-dir", str(task.work), "--train-split", "train", "--val-split", "", "--log-interval", "1"]
-        plain = ["--color-jitter", "0", "--train-interpolation", "bilinear"]
+        plain = ["--color-jitter", "0", "--train-interpolation", "bilinear", "--channels-last"]
         command = [sys.executable, str(timm), *common, *own, *plain]
         chosen.append(Trainer("timm train.py", command, re.compile(r"Train: \d+ \[")))
     if torchvision is not None:

@@ -230,8 +230,7 @@ def _upload_or_verify(conversion: Conversion) -> list[str]:
         conversion.upload.complete()
         return []
     out = conversion.out
-    # What is stored was decoded before.
-    findings = verify(out, decode=False, other_reader=False, workers=conversion.workers)
+    findings = verify(out, parse=False, workers=conversion.workers)
     if findings.problems:
         # Nothing trains on it then, and the next start compares each shard with its checksum.
         (out / "dataset.json").unlink()

@@ -74,12 +74,11 @@ class IndexedShard:
     record_offsets: NDArray[np.uint64]  # (N + 1,): where each record begins, framing included, and the file's end
     encoding: Encoding
 
-    def text_index(self) -> str:
-        """DALI's, see `text_index_path`."""
-        starts, ends = self.record_offsets[:-1], self.record_offsets[1:]
-        return "".join(
-            f"{start} {size}\n" for start, size in zip(starts.tolist(), (ends - starts).tolist(), strict=True)
-        )
+
+def text_index(record_offsets: NDArray[np.uint64]) -> bytes:
+    """Return DALI's text index, see `text_index_path`, of a shard with `IndexedShard.record_offsets`."""
+    starts, sizes = record_offsets[:-1].tolist(), np.diff(record_offsets).tolist()
+    return "".join(f"{start} {size}\n" for start, size in zip(starts, sizes, strict=True)).encode()
 
 
 def index_shard(path: Path, *, check_crc: bool, features: Features = DEFAULT_FEATURES) -> IndexedShard:
@@ -254,7 +253,7 @@ def write_index(
     for split, parts in indexed.items():
         for number, part in enumerate(parts):
             part.rows["shard"] = number
-            write_atomically(text_index_path(root, split, part.shard.name), part.text_index().encode())
+            write_atomically(text_index_path(root, split, part.shard.name), text_index(part.record_offsets))
         known = [part.checksums for part in parts if part.checksums is not None]
         if len(known) < len(parts):
             checksums_path(root, split).unlink(missing_ok=True)
