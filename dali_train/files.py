@@ -41,6 +41,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+def remove_partial_files(directory: Path) -> None:
+    """Remove what a kill left of `write_atomically` in a directory, while no other process writes there."""
+    for path in directory.glob(".*.partial"):
+        if re.fullmatch(r"\..+\.\d+\.partial", path.name) and path.is_file() and not path.is_symlink():
+            path.unlink()
+
+
 def sync_directory(directory: Path) -> None:
     """Make the renames in `directory` survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)

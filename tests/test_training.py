@@ -99,9 +99,14 @@ def test_run_directory_describes_itself(plain_run: Path) -> None:
 def test_max_steps_ends_a_run_and_deterministic_kernels_change_nothing(
     train: Train, plain_run: Path, tmp_path: Path
 ) -> None:
+    """In a directory in which a kill interrupted the writing of a file."""
+    (tmp_path / "short").mkdir()
+    for name in (".status.json.4711.partial", ".mine.partial"):
+        (tmp_path / "short" / name).touch()
     train("short", "--run.max_steps", "3", "--run.deterministic", "true")
     short, long = (events(run, "train") for run in (tmp_path / "short", plain_run))
     assert [(line["loss"], line["lr"]) for line in short] == [(line["loss"], line["lr"]) for line in long[:3]]
+    assert [path.name for path in (tmp_path / "short").glob(".*.partial")] == [".mine.partial"]
 
 
 def test_fp64_is_for_the_cpu(tiny_config: Path) -> None:

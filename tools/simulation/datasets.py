@@ -103,7 +103,6 @@ class Converted(Protocol):
                 self._wait([self._start("finish")])
         world.stop_faults()
         for phase in ("plan", *self.parts, "finish") if self.parts else ("all",):
-            world.block(61.0)  # until other machines do not remember any more what was not there
             if status := self._wait([self._start(phase)])[0]:
                 raise ViolationError(f"nothing fails any more, but {phase} ends with status {status}")
         self._check()

@@ -150,6 +150,7 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     out = conversion.out
     part = Part.parse(phase) if phase not in ("all", "plan", "finish") else None
     state, finished = out / ".conversion", out / ".conversion.finished"
+    _forget_absent_names(out, state)
     shutil.rmtree(finished, ignore_errors=True)  # left by a run that was killed in its last moment
     where = conversion.destination
     nothing = [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
@@ -208,6 +209,14 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
         if count
     ]
     return [*counted, *lines, f"{where} is ready"]
+
+
+def _forget_absent_names(out: Path, state: Path) -> None:
+    """Have an NFS client ask its server again for files that were not there when it looked: for up to a minute it
+    remembers that, unless their directory has been opened since. Another machine may have written them."""
+    for directory in (out.parent, out, state, *(out / split for split in SPLITS)):
+        with suppress(OSError):  # it is not there
+            next(directory.iterdir(), None)
 
 
 def _plan(conversion: Conversion) -> list[str]:
