@@ -26,6 +26,7 @@ from tools.simulate import PROTOCOLS, crash_everywhere, explain, first_failure
         ("mirror", range(1_712, 1_713)),
         ("conversion", range(1_705, 1_706)),
         ("cache", range(193, 194)),
+        ("cache", range(212_046, 212_047)),
     ],
 )
 def test_no_invariant_is_violated(name: str, seeds: range) -> None:
@@ -72,6 +73,6 @@ def test_threads_that_meet_the_interpreters_end_are_found() -> None:
     class Without(PROTOCOLS["mirror"]):  # type: ignore[misc]
         replaced = PROTOCOLS["mirror"].replaced | {"atexit": Unregistered}
 
-    failure = first_failure(Without, range(290, 1_290))
+    failure = first_failure(Without, range(3_050, 4_050))
     assert failure is not None and "aborted at its end" in str(failure[1])
-    print(f"found after {failure[0] - 289} histories")
+    print(f"found after {failure[0] - 3_049} histories")

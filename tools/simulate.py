@@ -86,11 +86,12 @@ def crash_everywhere(protocol: type[Protocol], seed: int, stride: int = 1) -> st
     of what was not flushed. Return the first failure, in words."""
     with simulated(*protocol.modules, **protocol.replaced), contextlib.redirect_stderr(io.StringIO()):
         whole, error = run_history(protocol, seed, script={})
-        for call in range(1, whole.calls + 1, stride) if error is None else ():
+        last = whole.calls if whole.calls_with_faults is None else whole.calls_with_faults
+        for call in range(1, last + 1, stride) if error is None else ():
             for kind, keep in (("kill", ""), ("power", "none"), ("power", "all"), ("power", "some")):
                 _, error = run_history(protocol, seed, script={call: kind}, keep=keep)
                 if error is not None:
-                    return f"seed {seed}, {kind} {keep} at call {call} of {whole.calls}: {error}"
+                    return f"seed {seed}, {kind} {keep} at call {call} of {last}: {error}"
     return None if error is None else f"seed {seed}, without a crash: {error}"
 
 

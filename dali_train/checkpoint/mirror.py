@@ -330,10 +330,14 @@ class Mirror:
             self._remove_unfinished()
 
     def _local(self) -> "_Local":
+        """Look through the run directory. Raises FileNotFoundError: a checkpoint was removed meanwhile."""
         paths = {}
         for path in checkpoint_paths(self._directory / _CHECKPOINTS):
-            with suppress(FileNotFoundError):  # removed just now
+            try:
                 paths[_folder(path, step_of(path))] = path
+            except FileNotFoundError:
+                if not path.exists():
+                    raise  # removed since it was listed, for a newer one, which this list may lack
         scores = {folder: saved_top1(path) for folder, path in paths.items()}
         return _Local(paths, scores, {*list(paths)[-1:], *_best(scores, self._keep_best)})
 

@@ -34,7 +34,7 @@ from dali_train.config import Config, load_config
 from dali_train.data.loading.dali import describe_decoder
 from dali_train.data.loading.loader import Loader, pixel_format
 from dali_train.errors import ConfigError, DatasetError, RunError
-from dali_train.files import git_commit, remove_partial_files, write_atomically
+from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.report import write_report
@@ -576,7 +576,7 @@ def as_typed(command: Sequence[str]) -> str:
 
 
 def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) -> None:
-    """Write both files, and copies of the Python files that define the config; remove what a killed start left."""
+    """Write both files, and copies of the Python files that define the config."""
     config, launch, device = plan.config, plan.launch, plan.device
     environment: dict[str, Any] = {
         "command": [redacted(word) for word in command],
@@ -600,7 +600,6 @@ def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) ->
         "ranks_on_host": launch.local_world_size,
         "world_size": launch.world_size,
     }
-    remove_partial_files(plan.directory)
     write_atomically(plan.directory / "config.json", config.to_json().encode())
     write_atomically(plan.directory / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from dali_train.config.check import Rule, from_json
 from dali_train.errors import ConfigError, UserError
-from dali_train.files import open_regular, read_json
+from dali_train.files import open_regular, read_json, remove_partial_files
 from dali_train.text import printable
 
 BEAT_S = 3.0
@@ -159,10 +159,12 @@ class RunLock:
         return lock is not None and lock[0] == self.holder
 
     def _tidy(self) -> None:
-        """Remove what processes have left that were killed in `_take_over`. One that is alive there is too late now."""
+        """Remove what processes have left that were killed in `_take_over` or while they wrote a file. One that is
+        alive there is too late now; the other ranks of this run wait for the lock."""
         with suppress(OSError):  # the next start removes it
             for rest in self._path.parent.glob(f".{FILE}.{'[0-9a-f]' * 32}"):
                 rest.unlink()
+            remove_partial_files(self._path.parent)
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):

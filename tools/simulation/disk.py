@@ -216,6 +216,13 @@ class Disk:
             for directory in directories:
                 self.world.process.machine.remembered.pop(directory, None)
 
+    def _exists(self, directory: Node, name: str, path: str) -> FileExistsError:
+        """Return the error of a name that is not new. A client then forgets what it remembered of it (`d_drop` in
+        `nfs_create`, `nfs_mkdir` and `nfs_symlink`)."""
+        if self.shared:
+            self.world.process.machine.remembered.get(directory, {}).pop(name, None)
+        return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
     def _change(self, *changes: tuple[Node, str, Node | None]) -> None:
         self.change(*changes)
         self._ask_server(*(directory for directory, _, _ in changes))
@@ -242,8 +249,7 @@ class Disk:
             node = self._new(stat.S_IFREG)
             self._change((directory, name, node))
         elif flags & os.O_CREAT and flags & os.O_EXCL:
-            self._ask_server(directory)
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            raise self._exists(directory, name, path)
         elif node.kind == stat.S_IFLNK:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         writable = bool(flags & (os.O_WRONLY | os.O_RDWR))
@@ -357,7 +363,7 @@ class Disk:
         self.world.call("mkdir", path)
         directory, name, node = self._find(path, follow=False)
         if directory.entries.get(name, node) is not None:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            raise self._exists(directory, name, path)
         self._change((directory, name, self._new(stat.S_IFDIR)))
 
     def unlink(self, path: str) -> None:
@@ -404,7 +410,7 @@ class Disk:
         self.world.call("symlink", path)
         directory, name, _ = self._find(path, follow=False)
         if name in directory.entries:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            raise self._exists(directory, name, path)
         node = self._new(stat.S_IFLNK)
         node.target = target
         self._change((directory, name, node))

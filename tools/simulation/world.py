@@ -162,6 +162,7 @@ class World:
         self.keep: str | None = None  # what a power failure keeps; None: by chance
         self.now = 0.0  # seconds
         self.calls = 0
+        self.calls_with_faults: int | None = None  # until `stop_faults`
         self.disk = Disk(self)
         self.hub = getcurrent()
         self.ready: list[Thread] = []
@@ -336,6 +337,9 @@ class World:
     def stop_faults(self) -> None:
         """From here on, nothing fails any more."""
         self._weights, self.disk.full_until = {}, -1.0
+        self.calls_with_faults = self.calls
+        if self.script is not None:
+            self.script = {}
 
     def note(self, what: str) -> None:
         if self.trace is not None:

@@ -351,7 +351,7 @@ class NextUse:
         mine = np.array([k for k in range(batch.num_micro_batches) if k % dp_size in coordinates])
         self._within = (mine[:, None] * batch.micro_batch + np.arange(batch.micro_batch)).ravel()  # a step's positions
         self._turns = np.repeat(mine // dp_size, batch.micro_batch).astype(np.int32)
-        self._per_step = batch.grad_accum_steps(dp_size)
+        self.per_step = batch.grad_accum_steps(dp_size)
         self._global_batch, self._dp_size = batch.global_batch, dp_size
         total = config.steps(config.run.epochs, len(labels))
         self.total_steps = min(total, config.run.max_steps or total)
@@ -365,12 +365,12 @@ class NextUse:
         steps = np.arange(first_step, max(first_step, min(end_step, self.total_steps)), dtype=np.int64)
         positions = steps[:, None] * self._global_batch + self._within
         images, _ = self._order.images_at(positions.ravel())
-        times = steps[:, None] * self._per_step + self._turns
+        times = steps[:, None] * self.per_step + self._turns
         return images.astype(np.int32), times.astype(np.int32).ravel()
 
     def time(self, step: int, k: int) -> int:
         """Return when micro-batch `k` of `step` is computed."""
-        return step * self._per_step + k // self._dp_size
+        return step * self.per_step + k // self._dp_size
 
     def forget(self, end: int) -> None:
         """Forget the uses before time `end`, which will not be asked for again."""
@@ -379,7 +379,7 @@ class NextUse:
 
     def between(self, first: int, end: int) -> NDArray[np.int32]:
         """Return the images used from time `first` to before `end`, none of which were forgotten."""
-        while self._end * self._per_step < end and self._end < self.total_steps:
+        while self._end * self.per_step < end and self._end < self.total_steps:
             self._look_further()
         begin, stop = np.searchsorted(self._times, [first, end])
         return self._images[begin:stop]
@@ -421,6 +421,8 @@ class Eviction:
         self._cache, self._next_use, self._limit, self._num_ahead = cache, next_use, limit, num_ahead
         self._present = cache.present()
         self._seen = self._now = next_use.time(start_step, 0)
+        # Ranks wait for one another in every step; this one's images may be read ahead, and another's not yet.
+        self._lag = next_use.per_step + num_ahead
         self._total = int(cache.file_sizes[self._present].sum())  # bytes after the last round
         self._choosing_s = 0.0
         self._stopped = threading.Event()
@@ -441,9 +443,10 @@ class Eviction:
         began = time.thread_time()
         sizes, now = self._cache.file_sizes, self._now
         end = now + self._num_ahead + 1
-        self._present[self._next_use.between(self._seen, end)] = True  # by one rank or another
+        # By one rank or another: also an image that was removed while a rank that lags had still to store it.
+        self._present[self._next_use.between(self._seen - self._lag, end)] = True
         self._seen = max(self._seen, end)
-        self._next_use.forget(now)  # the node's other ranks are at the same step
+        self._next_use.forget(now - self._lag)
         total = int(sizes[self._present].sum())
         disk = shutil.disk_usage(self._cache.directory)
         capacity = max(0, total + disk.free - int(_RESERVE * disk.total))
