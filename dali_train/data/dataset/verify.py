@@ -59,7 +59,7 @@ def verify(
     """Run all comparisons, on everything, or on the records of `sample` images per split.
 
     Args:
-        decode: whether DALI also decodes the images, which takes most of the time.
+        decode: whether DALI also decodes the images that are parsed, which takes most of the time.
         parse: whether each record is parsed and compared with its row of the index, and some of them also as the
             package ``tfrecord`` reads them. Without it each shard is compared as a whole with its checksum, which is
             enough for a dataset just written here: checksum and index were made of what was to be written. Parsing
