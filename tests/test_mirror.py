@@ -389,6 +389,23 @@ def test_a_checkpoint_that_is_removed_during_its_upload_is_not_complete(
     assert steps(url) == [5]
 
 
+def test_a_checkpoint_that_is_removed_while_the_directory_is_listed_is_replaced_by_the_newer_one(
+    url: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    newest, newer = (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" for step in (6, 7))
+    folder = mirror._folder
+
+    def replace_newest(path: Path, step: int) -> str:
+        if newest.exists():
+            newest.rename(newer)
+        return folder(path, step)
+
+    monkeypatch.setattr(mirror, "_folder", replace_newest)
+    upload(tmp_path / "run", url)
+    assert steps(url) == [5, 7]
+
+
 def test_an_answer_that_is_lost_loses_no_claim(url: str, s3_server: S3Server) -> None:
     """The store has replaced mirror.json, and says so when it is too late: the request made again is refused."""
     claimed = Claim(Bucket(url), say=print)
