@@ -42,6 +42,21 @@ def test_lists_what_tarfile_wrote(tmp_path: Path, tar_format: int, mode: str) ->
     assert listed(path) == members
 
 
+def test_hidden_members_are_skipped_as_in_a_directory(tmp_path: Path) -> None:
+    """macOS's tar adds them; WebDataset's library skips them, too."""
+    hidden = [("./._a.jpg", b"1"), ("x/._b.jpg", b"2"), (".git/c.jpg", b"3"), ("x/.d/e.jpg", b"4"), ("...jpg", b"5")]
+    shown = [("./a.jpg", b"6"), ("x/./b.jpg", b"7"), ("../c.jpg", b"8"), ("x/d._e.jpg", b"9")]
+    write_tar(tmp_path / "a.tar", [*hidden, *shown])
+    assert [content for _, content in listed(tmp_path / "a.tar")] == [content for _, content in shown]
+
+
+def test_an_archive_without_an_end_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.tar")
+    for path in (tmp_path / "a.tar", Path("/dev/zero")):
+        with pytest.raises(SourceError, match=r"cannot be opened \(is not a regular file\)"):
+            Archive(path)
+
+
 def test_an_archive_in_an_archive(tmp_path: Path) -> None:
     inner = {"1.jpg": b"one", "2.jpg": b"two"}
     path = write_tar(tmp_path / "outer.tar", [("./a.tar", tar_bytes(inner.items())), ("b.tar", tar_bytes({}))])

@@ -381,6 +381,27 @@ def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
         folders(tmp_path / "root", None, validation_fraction=None, seed=0)
     write_folder(tmp_path / "vehicles", {"bus": 1, "train": 1})  # here it is a class
     assert folders(tmp_path / "vehicles", None, validation_fraction=None, seed=0)[1] == ["bus", "train"]
+    with pytest.raises(SourceError, match=r"--validation-fraction is 0\.5 where no class has two images"):
+        folders(tmp_path / "vehicles", None, validation_fraction=0.5, seed=0)
+
+
+def test_paths_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """dataset.json holds the names of sources and shards, and is UTF-8."""
+    folder = write_folder(tmp_path / "\udcff" / "im\udcffages", {"ant": 2, "bee": 2})
+    out, smaller = tmp_path / "\udcff" / "out\udcff", tmp_path / "smaller"
+    assert convert("folder", "--train", folder, "--out", out) == 0
+    assert tool("show_dataset").main([str(out)]) == 0
+    assert tool("make_subset").main([str(out), "--classes", "1", "--out", str(smaller)]) == 0
+    assert tool("verify_dataset").main([str(smaller)]) == 0
+    (tmp_path / "theirs").mkdir()
+    (out / "train").rename(tmp_path / "theirs" / "train")
+    shard = next((tmp_path / "theirs" / "train").iterdir())
+    shard.rename(shard.with_name("\udcff"))
+    for path, options in ((tmp_path / "theirs", []), (folder, ["--out", tmp_path / "index"])):
+        capsys.readouterr()
+        assert index(path, *options) == 2
+        assert "\\xff" in (error := capsys.readouterr().err) and "is not UTF-8, and dataset.json must" in error
+    assert not (tmp_path / "index").exists() and not (tmp_path / "theirs" / "dataset.json").exists()
 
 
 def test_thumbnails_open_only_known_formats(indexed: Path) -> None:

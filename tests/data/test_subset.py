@@ -69,6 +69,8 @@ def test_mistakes(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     error = message("--class-list", tmp_path / "list")
     assert "'cow' is not a class of the dataset: one name per line is expected, such as ant, bee, cat" in error
     assert "cannot be read (No such file or directory)" in message("--class-list", tmp_path / "nowhere")
+    (tmp_path / "list").write_bytes(b"b\xea\n")
+    assert f"--class-list {tmp_path}/list: cannot be read ('utf-8' codec" in message("--class-list", tmp_path / "list")
     assert "--images-per-class is 0: use at least 1" in message("--images-per-class", 0)
 
 

@@ -42,6 +42,7 @@ from dali_train.data.dataset.manifest import (
     Manifest,
     SplitManifest,
     SplitName,
+    check_name,
     checksums_path,
     files_path,
     index_path,
@@ -154,10 +155,12 @@ def index_in_place(task: IndexInPlace) -> list[str]:
     """Write the index, and return lines to print.
 
     Raises:
-        DatasetError: `out` holds something else, or images cannot be read by their range.
+        DatasetError: `out` holds something else, the source's name is not UTF-8, or images cannot be read by their
+            range.
         RunError: bad images and ``on_bad`` is fail, the disk is full, or the store does not answer.
         SourceError: a file is not what it should be, or changed meanwhile.
     """
+    check_name(str(task.source))
     _check_out(task.out)
     state = task.out / ".indexing"
     task.out.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import copy
 import gzip
 import json
 import os
+import re
 import stat
 import tarfile
 import tempfile
@@ -27,6 +28,7 @@ from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
 from dali_train.data.dataset.manifest import SplitName
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
+from dali_train.files import open_regular
 
 _HELD_OUT_STREAM = 0x4845_4C44_4F55_54  # apart from those that training draws from, whose keys are small numbers
 
@@ -101,7 +103,12 @@ class Images:
         self._names, self._files = bytes(names), [*files]
         self.labels = np.array(labels, dtype=np.int32)
         self.num_bytes = sum(self._sizes)
-        self._facts = {"name": Path(root).name, "num_images": len(labels), "num_bytes": self.num_bytes, **facts}
+        self._facts = {
+            "name": printable(Path(root).name),
+            "num_images": len(labels),
+            "num_bytes": self.num_bytes,
+            **facts,
+        }
 
     def __getitem__(self, number: int) -> Image:
         row = number if self._rows is None else int(self._rows[number])
@@ -154,7 +161,7 @@ def hold_out(images: Mapping[SplitName, Images], fraction: float | None, *, seed
     as the validation split.
 
     Raises:
-        SourceError: it is no fraction, or there is another split than that for training.
+        SourceError: it is no fraction, there is another split than that for training, or no class has two images.
     """
     if fraction is None:
         return dict(images)
@@ -167,6 +174,11 @@ def hold_out(images: Mapping[SplitName, Images], fraction: float | None, *, seed
         )
     train = images["train"]
     chosen = held_out(train.labels, fraction, seed=seed)
+    if len(chosen) and not chosen.any():
+        raise SourceError(
+            f"--validation-fraction is {fraction} where no class has two images, of which one could be held out: leave "
+            "it out"
+        )
     return {
         "train": train.part(np.flatnonzero(~chosen), fraction),
         "validation": train.part(np.flatnonzero(chosen), fraction),
@@ -243,6 +255,7 @@ class PixelSource:
 
 
 _MAX_UNPACKED_BYTES = 2 << 30  # of a gzipped archive: the small datasets and the devkit are far below
+_HIDDEN = re.compile(r"(^|/)\.(?!\.?(/|$))")  # part of a member's name, but for "." and ".."
 _MAX_PADDING = 128 << 10  # zeros behind the last member; tar itself pads to 10 kB
 
 
@@ -323,10 +336,10 @@ class Archive:
     """An open tar file, plain or gzipped."""
 
     def __init__(self, path: Path) -> None:
-        """Raises SourceError: no such file, or a damaged gzip."""
+        """Raises SourceError: no such file, or none that has an end, or a damaged gzip."""
         self.path = path
         try:
-            self._file: IO[bytes] = path.open("rb", buffering=0)
+            self._file: IO[bytes] = open_regular(path)
             self.is_gzipped = self._file.read(2) == b"\x1f\x8b"
             if self.is_gzipped:
                 self._file = _unpacked(path)
@@ -340,7 +353,8 @@ class Archive:
 
     def list(self, within: Image | None = None, *, folders: bool = False) -> Iterator[Image]:
         """Yield the files of the archive, or of the archive that is its file `within`, in their order there; if asked
-        for, the folders as well, whose names end in "/".
+        for, the folders as well, whose names end in "/". As in a directory, hidden ones are skipped: macOS's tar adds
+        `._NAME` to each file NAME.
 
         Raises:
             SourceError: not a tar, truncated, or a member that is neither file nor directory, with its name and offset.
@@ -368,7 +382,7 @@ class Archive:
                 name = entry.name.removeprefix("./")
                 if entry.isdir():  # tarfile has removed the slash
                     name = f"{name.rstrip('/')}/"
-                if folders or not name.endswith("/"):
+                if _HIDDEN.search(name) is None and (folders or not name.endswith("/")):
                     yield Image(file, name, entry.offset_data, entry.size, is_packed=self.is_gzipped)
             self._check_end(position, end)
         except (SourceError, tarfile.TarError, ValueError, OverflowError) as error:

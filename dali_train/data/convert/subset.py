@@ -66,7 +66,9 @@ class DatasetSource:
         if self._split.files is not None:
             shards = self._split.manifest.splits[self._split.name].image_checksums_crc32c
         chosen = crc32c(self._labels.data, crc32c(self._images.data, crc32c(repr(shards).encode())))
-        return Images(self, str(root).rstrip("/"), name=self._split.dataset_name, chosen_crc32c=f"{chosen:08x}")
+        return Images(
+            self, str(root).rstrip("/"), name=printable(self._split.dataset_name), chosen_crc32c=f"{chosen:08x}"
+        )
 
 
 def subset(
@@ -113,8 +115,9 @@ def _chosen_classes(manifest: Manifest, classes: int | None, class_list: Path | 
         return list(range(manifest.num_classes))
     try:
         names = [line.strip() for line in class_list.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise SourceError(f"--class-list {class_list}: cannot be read ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SourceError(f"--class-list {class_list}: cannot be read ({reason})") from error
     number_of = {name: number for number, name in enumerate(manifest.class_names)}
     unknown = [name for name in names if name not in number_of]
     if unknown or not names:

@@ -33,6 +33,7 @@ from dali_train.data.dataset.manifest import (
     Shard,
     SplitManifest,
     SplitName,
+    check_name,
     checksums_path,
     index_path,
     text_index_path,
@@ -381,7 +382,7 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
     ``ROOT/train-*`` and ``ROOT/validation-*`` or ``ROOT/val-*``.
 
     Raises:
-        DatasetError: no shards, the same split in two places, or `_in_order`'s errors.
+        DatasetError: no shards, a name that is not UTF-8, the same split in two places, or `_in_order`'s errors.
     """
     if not root.is_dir():
         raise DatasetError(f"{root}: this directory does not exist")
@@ -399,6 +400,8 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
             raise DatasetError(f"{root}: the {split} split is in {' and in '.join(locations)}: keep one of them")
         if locations:
             location, paths = next(iter(locations.items()))
+            for path in paths:
+                check_name(path.name)
             splits[split] = _in_order(location, paths)
     if not splits:
         expected = f"expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*"

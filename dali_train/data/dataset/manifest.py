@@ -147,6 +147,15 @@ class Manifest:
         write_atomically(root / "dataset.json", (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
+def check_name(name: str) -> None:
+    """Raises DatasetError: a path or a part of one cannot be written to ``dataset.json``, which is UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        raise DatasetError(f"{shown}: this name is not UTF-8, and dataset.json must hold it: rename it") from None
+
+
 def _parse(source: Path | bytes, name: str, remedy: str) -> Manifest:
     """Return the manifest in a file, or in bytes; `name` and `remedy` are for messages.
 

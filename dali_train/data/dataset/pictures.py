@@ -115,7 +115,7 @@ def _header(split: Split, width: int) -> Image.Image:
     }
     figure = Figure(figsize=(width / _DPI, _HEADER / _DPI), dpi=_DPI, facecolor=PAPER, layout="constrained")
     text = f"{len(split):,} images in {split.num_classes:,} classes, {span(counts.min(), counts.max())} per class"
-    figure.suptitle(f"{split.dataset_name}: {split.name}, {text}", fontsize=10, parse_math=False)
+    figure.suptitle(printable(f"{split.dataset_name}: {split.name}, {text}"), fontsize=10, parse_math=False)
     for axes, (title, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         axes.hist(values, bins=24)
         axes.set_title(title, fontsize=8)
