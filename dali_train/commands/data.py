@@ -126,7 +126,7 @@ def _dataset(text: str) -> Path | str:
 def _add_workers(parser: argparse._ActionsContainer) -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--workers", type=int, default=cores, metavar="N", help=f"threads (default: one per core, {cores} here)"
+        "--workers", type=_positive, default=cores, metavar="N", help=f"threads (default: one per core, {cores} here)"
     )
 
 
@@ -232,7 +232,10 @@ def _check_destination(out: Path, sources: Mapping[str, Any]) -> None:
 def _check_writable(out: Path) -> None:
     try:
         out.stat()
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except FileNotFoundError:
+        if out.is_symlink():
+            raise DatasetError(f"--out {out}: is a link to what does not exist: remove it, or mend it") from None
+    except (NotADirectoryError, PermissionError):
         pass  # what is there already tells more
     except OSError as error:  # a name that is too long, a loop of links
         raise DatasetError(f"--out {shortened(str(out), 200)}: {error.strerror}: name another directory") from error
@@ -261,7 +264,7 @@ def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding:
         on_bad=getattr(options, "on_bad", "fail"),
     )
     for line in convert(conversion, getattr(options, "phase", "all")):
-        print(line)
+        print(printable(line))
     return 0
 
 

@@ -7,6 +7,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from dali_train.text import printable
+
 LINE_INTERVAL_S = 10.0
 
 
@@ -20,7 +22,7 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         self._lock = threading.Lock()
         self._num_bytes = 0
-        self._title = title
+        self._title = title = printable(title)
         self._last_line = time.monotonic()
         scaled = unit == "B"
         # In a log tqdm only keeps the count: its own output is off, plain lines are printed below.

@@ -258,13 +258,15 @@ def test_what_is_refused_leaves_nothing_behind(
     thesis = tmp_path / "work" / "thesis.tex"
     thesis.parent.mkdir()
     thesis.write_text("all of it")
+    (tmp_path / "work" / "link").symlink_to("nowhere")
     before = files_of(tmp_path)
     for out, message, *options in (
-        (thesis.parent, "holds thesis.tex but no conversion to resume: use an empty directory for --out"),
+        (thesis.parent, "holds link, thesis.tex but no conversion to resume: use an empty directory for --out"),
         (folder, f"--out {folder}: lies in --train {folder}: name a directory outside of it"),
         (folder / "ant" / "new", f"lies in --train {folder}: name a directory outside of it"),
         (thesis, f"--out {thesis}: {thesis} is a file: name a new directory, or an empty one"),
         (thesis / "out", f"{thesis} is a file: name a new directory"),
+        (tmp_path / "work" / "link", "link: is a link to what does not exist: remove it, or mend it"),
         (tmp_path / ("x" * 5000), "…: File name too long: name another directory"),
         (tmp_path / "out", "is not planned yet: start the same command with --plan", "--part", "1/2"),
         (tmp_path / "out", "--train-shards is 99: use 1 to 37", "--train-shards", 99),
@@ -337,7 +339,10 @@ def test_a_shard_without_good_images_is_refused(tmp_path: Path, capsys: pytest.C
     folder = write_folder(tmp_path / "images", {"ant": 4})
     (folder / "ant" / "bad.jpg").write_bytes(b"")
     assert convert_folder(folder, tmp_path / "out", "--on-bad", "skip") == 1
-    assert re.search("train: train-0000.-of-00005 has no good image: start with fewer --train", capsys.readouterr().err)
+    assert re.search(
+        "train-0000.-of-00005 has no good image: delete .*/out and start with fewer --train-shards than 5",
+        capsys.readouterr().err,
+    )
 
 
 def test_without_decode_check_headers_still_count(
@@ -444,7 +449,6 @@ def test_a_spoilt_note_costs_only_its_shard(folder: Path, tmp_path: Path, monkey
     ("options", "message"),
     [
         (["--train-shards", "38"], "--train-shards is 38: use 1 to 37, the split has 37 images"),
-        (["--workers", "0"], "--workers is 0: use at least 1"),
         (["--part", "5/4"], "--part is 5/4: use I/N with I from 1 to N, such as 3/16"),
         (["--part", "16"], "--part is 16: use I/N"),
         (["--seed", "-1"], "--seed is -1: use 0 to 2**63 - 1"),

@@ -51,9 +51,15 @@ def test_commands_and_scripts_are_the_same(tmp_path: Path, capsys: pytest.Captur
     )
     assert data("convert", "cifar10", "--out", tmp_path / "c") == 2
     assert "dali-train data convert cifar10: name the published files with --source" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        data("verify", tmp_path / "a", "--sample", 0)
-    assert stop.value.code == 2
+    for arguments in (
+        ("verify", tmp_path / "a", "--sample", 0),
+        ("verify", tmp_path / "a", "--workers", 0),
+        ("index", folder, "--out", tmp_path / "i", "--workers", -1),
+        ("convert", "folder", "--train", folder, "--out", tmp_path / "c", "--workers", 0),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            data(*arguments)
+        assert stop.value.code == 2
 
 
 @pytest.mark.parametrize("layout", ["flat", "val", "flat val"])
@@ -155,6 +161,10 @@ def test_names_of_the_classes_from_a_file(tmp_path: Path, capsys: pytest.Capture
         (["photos.tar"], "run `dali-train data convert folder --train ROOT/photos.tar --out DATASET`"),
         (["cifar-10-binary.tar.gz"], "run `dali-train data convert cifar10 --source ROOT"),
         (["train-images-idx3-ubyte.gz"], "run `dali-train data convert mnist --source ROOT"),
+        (
+            [".conversion/options.json", "train/train-00000-of-00002"],
+            "a conversion that is not finished: start the same `dali-train data convert` again",
+        ),
         (["thesis.tex"], "nothing in the directory looks like a dataset: `dali-train data convert --help` lists"),
     ],
 )

@@ -44,9 +44,10 @@ def test_fetches_once(server: ObjectServer, tmp_path: Path) -> None:
 def test_a_download_that_breaks_off_leaves_nothing(server: ObjectServer, tmp_path: Path) -> None:
     server.fault = break_off
     (tmp_path / "a.bin.1234.partial").write_bytes(b"what a killed download left")
+    (tmp_path / "thesis.pdf.partial").write_bytes(b"what a browser has fetched so far")
     with pytest.raises(RunError, match=r"broke off, or is not the official file .*: start the same command again"):
         download(files(server), tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.pdf.partial"]
     server.fault = None
     download(files(server), tmp_path)
     assert (tmp_path / "a.bin").read_bytes() == CONTENT

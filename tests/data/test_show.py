@@ -1,5 +1,6 @@
 """The overview: right numbers, and a sheet on which each picture stands with its class."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,12 @@ def test_fewer_images_than_places(tmp_path: Path) -> None:
 
 def test_class_names_that_no_terminal_should_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path / "images", {"plain": 2})
+    (folder / "bad\x1b[2J\n").mkdir()
+    (folder / "bad\x1b[2J\n" / "same.jpg").write_bytes((folder / "plain" / "000.jpg").read_bytes())
+    assert convert("folder", "--train", folder, "--out", tmp_path / "bad") == 0
+    printed = capsys.readouterr().out
+    assert "duplicates under two labels: " in printed and "(bad )" in printed and "\x1b" not in printed
+    shutil.rmtree(folder / "bad\x1b[2J\n")
     assert convert("folder", "--train", folder, "--out", tmp_path / "out") == 0
     manifest = tmp_path / "out" / "dataset.json"
     manifest.write_text(manifest.read_text().replace('"plain"', r'"a\u0001\u001b[2Jb"'))

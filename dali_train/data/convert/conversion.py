@@ -96,8 +96,6 @@ class Conversion:
     on_bad: OnBad
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise DatasetError(f"--workers is {self.workers}: use at least 1")
         if not 0 <= self.seed < 1 << 63:
             raise DatasetError(f"--seed is {self.seed}: use 0 to 2**63 - 1")
         for split, images in self.splits.items():
@@ -333,7 +331,10 @@ def _refuse_missing(
     for split, shards in finished.items():
         empty = [shard.indexed.shard.name for shard in shards.values() if not shard.indexed.shard.num_records]
         if empty and conversion.on_bad == "skip":
-            raise RunError(f"{split}: {min(empty)} has no good image: start with fewer --{split}-shards")
+            raise RunError(
+                f"{split}: {min(empty)} has no good image: delete {conversion.out} and start with fewer "
+                f"--{split}-shards than {conversion.shards_of(split)}"
+            )
 
 
 def _finished(conversion: Conversion, path: Path, note: Path) -> WrittenShard | None:

@@ -251,10 +251,10 @@ def download(files: Download, directory: Path, *, mirror: str | None = None) -> 
     if not address.startswith(("http://", "https://")):
         raise RunError(f"--mirror {address}: use an address that begins with http:// or https://")
     directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob("*.partial"):  # of a download that was killed
-        leftover.unlink()
     for name, expected in files.sha256.items():
         target = directory / name
+        for leftover in directory.glob(f"{name}.*.partial"):  # as torch names it; of a download that was killed
+            leftover.unlink()
         if not target.exists():
             _fetch(f"{address.rstrip('/')}/{name}", target, expected)
         elif sha256(target) != expected:
@@ -292,6 +292,8 @@ def advice(root: Path, datasets: Mapping[str, Converter], *, indexing: bool = Fa
     Args:
         indexing: True when called by `data index`, so that the advice does not suggest `data index` again.
     """
+    if (root / ".conversion" / "options.json").exists():
+        return "it holds a conversion that is not finished: start the same `dali-train data convert` again"
     names, below = _look(root)
     if _has_tfrecords(names, below):
         return "move its TFRecords there" if indexing else f"run `dali-train data index {root}` to index its TFRecords"
