@@ -12,7 +12,7 @@ from .conftest import Train
 from .helpers import FLOAT64_BOUND, largest_difference, samples
 from .ranks import POOL, command
 
-OPTIONS = ["--precision.dtype", "fp64", "--run.eval_every_epochs", "None", "--parallel.shard", "full"]
+OPTIONS = ["--precision.dtype", "fp64", "--run.eval_every_epochs", "1", "--parallel.shard", "full"]
 
 
 def train_on_own_host(place: Path, arguments: list[str]) -> int:
@@ -25,7 +25,7 @@ def train_on_own_host(place: Path, arguments: list[str]) -> int:
 
 
 def test_a_run_goes_on_where_one_host_is_new(tiny_config: Path, tmp_path: Path, train: Train) -> None:
-    for steps in (3, 5):
+    for steps in (4, 6):  # step 4 ends an epoch, so its checkpoint is evaluated, which the new host cannot see
         shutil.rmtree(tmp_path / "second", ignore_errors=True)
         for host in ("first", "second"):
             (tmp_path / host).mkdir(exist_ok=True)
@@ -33,12 +33,12 @@ def test_a_run_goes_on_where_one_host_is_new(tiny_config: Path, tmp_path: Path, 
         words = ["train", "--config", str(tiny_config), "--run.dir", "run", "--run.max_steps", str(steps), *OPTIONS]
         assert POOL.run(3, train_on_own_host, tmp_path, words, log=log) == [0, 0, 0], log.read_text()
         assert "2 ranks of 3 send their part of each checkpoint to rank 0" in log.read_text()
-    assert "resuming from step 3" in log.read_text()
+    assert "resuming from step 4" in log.read_text()
     second = tmp_path / "second" / "run"
     assert list((second / "checkpoints").iterdir()) == [], "what was sent, or fetched to be read, is gone"
     for path in second.glob("samples.rank*.jsonl"):
         path.rename(tmp_path / "first" / "run" / path.name)
-    train("one", "--run.max_steps", "5", *OPTIONS[:4])
+    train("one", "--run.max_steps", "6", *OPTIONS[:4])
     assert largest_difference(tmp_path / "first" / "run", tmp_path / "one") < FLOAT64_BOUND
-    last = {key: images for key, images in samples(tmp_path / "one").items() if key[0] >= 3}
-    assert {key: images for key, images in samples(tmp_path / "first" / "run").items() if key[0] >= 3} == last
+    last = {key: images for key, images in samples(tmp_path / "one").items() if key[0] >= 4}
+    assert {key: images for key, images in samples(tmp_path / "first" / "run").items() if key[0] >= 4} == last

@@ -28,6 +28,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
+from dali_train.runtime.process_group import on_rank_0
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import is_path
 from dali_train.training.trainer import Trainer
@@ -100,8 +101,14 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
         record=checkpoint.values.get("record", ""),
         weights_record=checkpoint.values.get("weights", {}),
     )
-    if checkpoint.path.parent == directory:
-        top1 = saved_top1(checkpoint.path)
+    path = checkpoint.path
+
+    def own_top1() -> tuple[bool, float | None]:
+        is_own = path.resolve().parent == directory.resolve()  # however run.resume spells it
+        return is_own, saved_top1(path) if is_own else None
+
+    is_own, top1 = on_rank_0(own_top1, group)  # other hosts may not see the checkpoint, and evaluate if it has none
+    if is_own:
         start.history = [*checkpoint.value("epoch_accuracies"), *([top1] if top1 is not None else [])]
         start.evaluated = top1 is not None
     return start
