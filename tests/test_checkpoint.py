@@ -23,14 +23,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from dali_train.checkpoint.format import CheckpointError, find_checkpoint, load_checkpoint, load_newest
 from dali_train.checkpoint.recipe import changes_between, recipe
 from dali_train.checkpoint.record import weights_digest
-from dali_train.checkpoint.run_directory import resolve_checkpoint
+from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkpoint, saved_score, saved_top1
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.runtime.status import newest_step
+from dali_train.runtime.status import newest_step, read_status
 
 from .conftest import Train, jpeg, photograph, write_shard
 from .helpers import LONG, events, in_ranks
@@ -91,13 +91,12 @@ def test_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         save(writer, step, top1=top1)
     assert names(tmp_path) == ["best", "newest", "step-00000002", "step-00000005", "step-00000006"]
     assert (tmp_path / "best").resolve().name == "step-00000002"
-    assert CheckpointWriter(tmp_path, None, keep=2).prepare(6) == 0.7
     scored = make_writer(tmp_path / "scored", keep=1)  # by the negative loss, which is higher for a worse accuracy
     for step, top1, score in ((1, 0.2, -1.5), (2, 0.7, -2.5), (3, 0.1, -9.0)):
         save(scored, step)
         scored.record_top1(step, top1, score)
     assert names(tmp_path / "scored") == ["best", "newest", "step-00000001", "step-00000003"]
-    assert (tmp_path / "scored" / "best").resolve().name == "step-00000001" and scored.prepare(3) == 0.2
+    assert (tmp_path / "scored" / "best").resolve().name == "step-00000001"
     several = make_writer(tmp_path / "several", keep=1, keep_best=2)
     for step, top1 in ((1, 0.5), (2, 0.7), (3, 0.6), (4, 0.1)):
         save(several, step, top1=top1)
@@ -244,7 +243,7 @@ def test_a_crafted_manifest_is_one_sentence(tmp_path: Path, fields: dict[str, An
 def test_a_crafted_score_is_none(tmp_path: Path, score: str) -> None:
     save(make_writer(tmp_path), 1, top1=0.5)
     (tmp_path / "step-00000001" / "evaluation.json").write_text(score)
-    assert CheckpointWriter(tmp_path, None, keep=2).prepare(1) is None
+    assert saved_top1(tmp_path / "step-00000001") is None and saved_score(tmp_path / "step-00000001") is None
 
 
 def test_what_cannot_be_read_is_not_damaged(
@@ -490,15 +489,28 @@ def test_begins_at_another_runs_checkpoint_only_once(train: Train, plain_run: Pa
     again = train("second", *resume, "--run.max_steps", "5")
     assert "resuming from step 3" in again
     assert f"run.resume {resume[1]} is not used, because this run has checkpoints: resuming from its newest" in again
-    # Its own earlier checkpoint is gone back to, and what came after it is set aside.
-    back = tmp_path / "second" / "checkpoints" / "step-00000003"
+    # Its own earlier checkpoint is gone back to, however it is spelled, and what came after it is set aside.
+    back = tmp_path / "second" / ".." / "second" / "checkpoints" / "step-00000003"
     assert "resuming from step 3" in train("second", "--run.resume", str(back), "--run.max_steps", "4")
+    accuracies = [event["top1"] for event in events(tmp_path / "second", "eval")]
+    assert (
+        json.loads((tmp_path / "second" / "epoch_accuracies.json").read_text()) == accuracies and len(accuracies) == 2
+    )
     assert (tmp_path / "second" / "checkpoints" / "set-aside-1-step-00000005").is_dir()
     assert (tmp_path / "second" / "checkpoints" / "newest").resolve().name == "step-00000004"
     output = train("third", "--run.resume", str(tmp_path / "nowhere"), status=2)
     assert f"{tmp_path / 'nowhere'}: no such directory" in output and "Traceback" not in output
     output = train("second", "--run.resume", "never", status=2)
     assert "run.resume is never, but" in output
+
+
+def test_the_best_accuracy_outlives_its_checkpoint(train: Train, plain_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain_run, tmp_path / "run", symlinks=True)
+    for path in checkpoint_paths(tmp_path / "run" / "checkpoints")[:-1]:
+        shutil.rmtree(path)
+    train("run")
+    status, accuracies = read_status(tmp_path / "run"), [event["top1"] for event in events(plain_run, "eval")]
+    assert status is not None and status.best_top1 == max(accuracies) > accuracies[-1]
 
 
 def test_all_ranks_fall_back_together(train: Train, tmp_path: Path) -> None:

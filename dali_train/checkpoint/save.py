@@ -38,7 +38,6 @@ from dali_train.checkpoint.run_directory import (
     point_link,
     record_top1,
     saved_score,
-    saved_top1,
     set_aside,
     step_of,
 )
@@ -88,8 +87,8 @@ class CheckpointWriter:
         self._host: Tensors = {}
         self._num_bytes = 0
 
-    def prepare(self, start_step: int) -> float | None:
-        """Prepare the directory, on all ranks; return the best accuracy of a kept checkpoint, if any.
+    def prepare(self, start_step: int) -> None:
+        """Prepare the directory, on all ranks.
 
         This removes incomplete checkpoints of a killed run, and sets aside those after `start_step`, which are damaged,
         or were abandoned by resuming from an earlier step.
@@ -98,7 +97,7 @@ class CheckpointWriter:
             CheckpointError: the directory is not writable.
         """
         try:
-            best = on_rank_0(lambda: self._tidy(start_step), self._group)
+            on_rank_0(lambda: self._tidy(start_step), self._group)
             self._apart = ranks_without_shared_disk(self._directory, self._group)
         except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
@@ -108,7 +107,6 @@ class CheckpointWriter:
                 "With run.mirror the run also survives the loss of its host",
                 *(plural(len(self._apart), "rank"), self._world_size),
             )
-        return best
 
     def save(self, step: int, state: Mapping[str, Mapping[str, torch.Tensor]], values: dict[str, Any]) -> None:
         """Copy this rank's share of `state` to host memory, then write it in the background.
@@ -241,7 +239,7 @@ class CheckpointWriter:
             point_link(self._directory / "best", best[0])
         return best
 
-    def _tidy(self, start_step: int) -> float | None:
+    def _tidy(self, start_step: int) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         for parent in self._directory.parents[:2]:  # which have the names of this directory and of the run's
             with suppress(PermissionError):
@@ -258,7 +256,6 @@ class CheckpointWriter:
         if kept := [path for path in paths if step_of(path) <= start_step]:  # a killed run may not have come to it
             point_link(self._directory / "newest", kept[-1])
             self._point_to_best(kept)
-        return max((top1 for path in paths if path.exists() and (top1 := saved_top1(path)) is not None), default=None)
 
     def _explain(self, error: BaseException) -> str:
         """Describe the root cause on each rank that has one, with the remedy if the disk is full."""

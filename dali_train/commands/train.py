@@ -81,7 +81,7 @@ class RunResult:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop uses, and when to evaluate and save. Only the accuracies and the last five
+    """Everything that the training loop uses, and when to evaluate and save. Only the accuracies and the last four
     fields change."""
 
     plan: RunPlan
@@ -99,7 +99,6 @@ class Run:
     accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
     evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
     step: int  # optimizer steps done
-    best_top1: float | None = None  # of the evaluations and of all kept checkpoints
     stopping: StopReason = StopReason.NONE
     saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
     save_is_asked: bool = False  # by any rank, for this step
@@ -108,6 +107,11 @@ class Run:
     def epoch(self) -> float:
         """Completed passes over the training split."""
         return self.step * self.plan.config.batch.global_batch / self.plan.num_images
+
+    @property
+    def best_top1(self) -> float | None:
+        """The best top-1 so far, a fraction; None: never evaluated."""
+        return max(self.accuracies, default=None)
 
     @property
     def is_last_step(self) -> bool:
@@ -351,7 +355,7 @@ def build(
         step=start.step,
     )
     announce_start(run, command, start.warnings, startup_s=time.perf_counter() - begin)
-    run.best_top1 = run.saver.prepare(start.step)
+    run.saver.prepare(start.step)
     run.write_status("running")
     run.write_accuracies()
     return run
@@ -496,7 +500,6 @@ def evaluate(run: Run) -> None:
     decisive = average or result
     top1 = decisive.top1
     run.accuracies.append(top1)
-    run.best_top1 = max(top1, run.best_top1 or 0.0)
     trainer.clock.enter("checkpoint")
     run.saver.record_top1(run.step, top1, score(vars(decisive), run.plan.config.run.best_by))
     run.write_status("running")
