@@ -113,11 +113,11 @@ def repeat_a_micro_batch(run: Path) -> None:
     add_from(run, 1, order=order, draws=draws)
 
 
-def flip_an_image(run: Path) -> None:
-    batch = micro_batches(run)(4, 7)
+def flip_an_image(run: Path, step: int = 4) -> None:
+    batch = micro_batches(run)(step, 7)
     before = draws_digest(batch)
     batch.flips[0] ^= 1
-    add_from(run, 5, draws=draws_digest(batch) - before)
+    add_from(run, step + 1, draws=draws_digest(batch) - before)
 
 
 def mix_otherwise(run: Path) -> None:
@@ -298,6 +298,20 @@ def test_a_step_is_trained_again(proven_run: Path, tmp_path: Path, capsys: pytes
     on_another_processor(run)
     assert replayed(run, 7, status=1) == {"tensors"}
     assert replayed(run, 6) == {"there", "here", "loss", "gradient", "tensors"}
+
+
+def test_a_run_that_went_on_between_two_lines(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The means of its next line begin there, also if the checkpoint is gone; as a run of its own it agrees, too."""
+    options = (*CHECKPOINTS, "--hooks.log_every_steps", "2")
+    train("run", *options, "--run.max_seconds", "0.001", status=75)
+    first = tmp_path / "run" / "checkpoints" / "step-00000001"
+    train("other", *options, "--run.resume", str(first), "--run.max_steps", "3")
+    assert verdict(tmp_path / "other", capsys) == {}
+    flip_an_image(tmp_path / "other", step=0)
+    assert verdict(tmp_path / "other", capsys).keys() == {"draws"}
+    train("run", *options, "--run.max_steps", "2")
+    shutil.rmtree(first)
+    assert replayed(tmp_path / "run", 2) == {"loss", "gradient", "weights", "tensors"}
 
 
 GOLDEN = "cc3b9963f96d8abbcc593c1abc663bf93f02ae760443b4732d3f3b22552eab0f"

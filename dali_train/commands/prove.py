@@ -195,20 +195,22 @@ def check_order(points: Sequence[Point], beyond: Sequence[int]) -> list[str]:
 def check_complete(evidence: Evidence) -> list[str]:
     """Name steps of the run that no record covers."""
     first, last, status = evidence.points[0].step, evidence.points[-1].step, evidence.status
+    begin = next(iter(evidence.run.events), {"event": "none"})
+    is_whole = first == 0 or (begin["event"] == "start" and begin["step"] == first)  # or it began at another run's step
     trained = max((event["step"] for event in evidence.run.events if event["event"] == "train"), default=0)
     if status is not None and status.state in ("finished", "stopped"):
         trained = max(trained, status.step)
-    faults = [f"{METRICS} lacks the record of {_steps(0, first)}"] if first else []
+    faults = [] if is_whole else [f"{METRICS} lacks the record of {_steps(0, first)}"]
     return faults + ([f"there is no record of {_steps(last, trained)}"] if last < trained else [])
 
 
 def check_draws(points: Sequence[Point], micro_batches: MicroBatches, *, all_draws: bool) -> tuple[int, list[str]]:
-    """Compare the differences of neighbouring records with the draws of the steps between them.
+    """Compare the differences of neighbouring records with the draws of the steps between them, from step 0 on.
 
     Returns:
         The number of these steps, and what differs first.
     """
-    by_step = {point.step: point for point in reversed(points)}
+    by_step = {0: Point(0, 0, 0, "")} | {point.step: point for point in reversed(points)}
     intervals = list(pairwise(sorted(by_step)))
     if not all_draws and intervals:
         longest = max(end - begin for begin, end in intervals) * micro_batches.num_per_step

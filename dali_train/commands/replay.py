@@ -160,10 +160,13 @@ def train_again(
     start.release()
     warm_up_trainer(trainer, config, device, plan.num_threads)
     sums = {}
+    begins = {recorded.means_since[at] for at in recorded.lines}  # also where a start began in between
     for index in range(recorded.begin, recorded.end):
         trainer.step(index, learning_rate(config, index, plan.num_images), loader)
-        if index + 1 in recorded.lines:
-            sums[index + 1] = trainer.metrics.read()
+        if index + 1 in recorded.lines or index + 1 in begins:
+            read = trainer.metrics.read()
+            if index + 1 in recorded.lines:
+                sums[index + 1] = read
     # A checkpoint has complete tensors under their names, whichever ranks hold them now.
     with tempfile.TemporaryDirectory(prefix="dali-train-") as own:
         directory = Path(on_rank_0(lambda: own, group))
