@@ -22,7 +22,7 @@ from ..ranks import FORK
 @pytest.fixture
 def source(dataset: Path, tmp_path: Path) -> Path:
     """A dataset that a test may change."""
-    return shutil.copytree(dataset, tmp_path / "source")  # with its times
+    return shutil.copytree(dataset, tmp_path / "source [1]")  # with its times
 
 
 def same_images(a: Path, b: Path) -> bool:

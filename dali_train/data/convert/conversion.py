@@ -21,14 +21,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
-from zipfile import BadZipFile
 
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.convert.image import EncodingOptions
-from dali_train.data.convert.shards import LABEL_BASE, BadImage, ShardWriter, WrittenShard, write_shards
+from dali_train.data.convert.shards import LABEL_BASE, SPOILT_NOTE, BadImage, ShardWriter, WrittenShard, write_shards
 from dali_train.data.convert.sources import Images
 from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
@@ -341,10 +340,13 @@ def _finished(conversion: Conversion, path: Path, note: Path) -> WrittenShard | 
     """Return a shard of an earlier run. All of it is read: a bit may have flipped while the conversion was stopped."""
     try:
         shard = WrittenShard.load(note)
-        if conversion.upload is not None:
-            return shard if conversion.upload.has(path, shard.indexed.shard.num_bytes) else None
+    except SPOILT_NOTE:
+        return None
+    if conversion.upload is not None:
+        return shard if conversion.upload.has(path, shard.indexed.shard.num_bytes) else None
+    try:
         return shard if f"{crc32c(map_file(path)):08x}" == shard.indexed.shard.crc32c else None
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # there is none, or a power failure has spoilt it
+    except OSError:  # it is gone
         return None
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 from crc32c import crc32c
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from dali_train.data.convert.conversion import OnBad, explain_full_disk, locked, report_bad_images, shuffled_layout
 from dali_train.data.convert.image import RawImage, orientation_of
 from dali_train.data.convert.listing import ListFile, Within, where_it_lies
-from dali_train.data.convert.shards import BadImage, partial_path
+from dali_train.data.convert.shards import SPOILT_NOTE, BadImage, partial_path
 from dali_train.data.convert.sources import Image, Images, SourceError, Sources, read_range
 from dali_train.data.dataset.build_index import map_shards, objects_as_files, write_array
 from dali_train.data.dataset.files_in_place import make_table
@@ -81,7 +80,7 @@ class Measured:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return cls(rows=arrays["rows"], bad=dict(json.loads(arrays["facts"].tobytes())["bad"]))
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        except SPOILT_NOTE:
             return None
 
 

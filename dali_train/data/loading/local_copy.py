@@ -12,6 +12,7 @@ work between runs, and with launchers whose local rank does not identify the hos
 """
 
 import fcntl
+import glob
 import hashlib
 import os
 import platform
@@ -104,7 +105,7 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
     in_use = open_lock(_beside(root, "in-use"))
     fcntl.flock(in_use, fcntl.LOCK_SH)
     with _alone(root, f"the copy of {source} to {root}" if verbose else None):
-        for other in directory.glob(f"{family}-{'[0-9a-f]' * _DIGEST_LENGTH}"):
+        for other in directory.glob(f"{glob.escape(family)}-{'[0-9a-f]' * _DIGEST_LENGTH}"):
             if other != root:
                 _remove_unused(other)
         _copy(source, root, manifest)
