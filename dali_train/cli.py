@@ -302,6 +302,8 @@ def _add_status(commands: Commands) -> None:
 
 
 def _status(options: argparse.Namespace, overrides: list[str]) -> int:
+    if not options.directories and options.config is None and not overrides:
+        raise ConfigError("no run is named: `dali-train status RUN`, or --config FILE for its run.dir")
     directories = options.directories or [Path(_config(options, overrides).run.dir)]
     for directory in options.directories:
         if not directory.exists() or (directory.is_file() and len(directories) == 1):
@@ -445,7 +447,9 @@ def _export(options: argparse.Namespace, overrides: list[str]) -> int:
 def _add_predict(commands: Commands) -> None:
     summary = "Classify images; without any, compare DALI's and PIL's decoding on the validation split."
     predict = _on_runs(commands, "predict", summary, _predict)
-    predict.add_argument("images", nargs="*", type=Path, metavar="IMAGE", help="an image file, or a directory of them")
+    predict.add_argument(
+        "images", nargs="*", default=[], type=Path, metavar="IMAGE", help="an image file, or a directory of them"
+    )
     predict.add_argument(
         "--decoder", choices=("dali", "pil"), default="dali", help="the library that decodes (default: dali)"
     )
@@ -550,6 +554,9 @@ def _report(options: argparse.Namespace, overrides: list[str]) -> int:
 
         serve(options.run_dir, getattr(options, "host", LOCALHOST), getattr(options, "port", PORT))
         return FINISHED
+    for name in ("host", "port"):
+        if hasattr(options, name):
+            raise ConfigError(f"--{name} without --serve: leave it out, or serve the pages")
     from dali_train.report import write_report
 
     print(write_report(options.run_dir, options.output))
@@ -568,7 +575,7 @@ def _add_recipes(commands: Commands) -> None:
 
 
 def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
-    _refuse_settings(options, overrides)
+    _refuse_settings(options, overrides, "takes no arguments")
     titles = ("--config", "recipe", "target", "source", "measured")
     rows = [[shortened(cell, 60) for cell in row] for row in [titles, *recipe_table()]]
     print("\n".join(aligned(rows)))
@@ -585,7 +592,7 @@ def _add_completion(commands: Commands) -> None:
 
 
 def _completion(options: argparse.Namespace, overrides: list[str]) -> int:
-    _refuse_settings(options, overrides)
+    _refuse_settings(options, overrides, "takes the name of a shell and nothing else")
     print_completion_script(options.shell)
     return FINISHED
 

@@ -238,7 +238,10 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ("train", "--config FILE is missing; `dali-train recipes` lists"),
     ("train --confg digits", "--confg is not a setting: use --config"),
     ("train --config digits --num-process 2", "--num-process is not a setting: use --num-processes"),
-    ("train --config vit-b16 --data.root nowhere", "nowhere: this directory does not exist; data.root names a dataset"),
+    (
+        "train --config vit-b16 --data.root nowhere",
+        "nowhere: this directory does not exist; name a dataset's (data.root",
+    ),
     (
         "plan --config vit-b16 --world_size 129",
         "batch.global_batch 32768 is 128 x batch.micro_batch 256, and 129 data-parallel ranks need at least",
@@ -260,6 +263,17 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ("report . --run.dir x", "--run.dir x: report uses the run's own settings"),
     ("predict nowhere", "nowhere is not a run directory: no such directory; use the run.dir of a run"),
     ("diff . .", ". is not a run directory: it has no config.json"),
+    ("status", "no run is named: `dali-train status RUN`, or --config FILE"),
+    ("recipes vit", "vit: recipes takes no arguments"),
+    ("report . --port 7008", "--port without --serve: leave it out"),
+    (
+        "plan --config digits --world-size 3 --parallel.pipeline 2",
+        "the number of ranks, 3, is not a multiple of parallel.pipeline 2",
+    ),
+    (
+        "init . --from-timm nowhere.yaml",
+        "nowhere.yaml: cannot be read as timm's args.yaml: No such file or directory\n",
+    ),
     (f"status {__file__}", "test_mistakes.py: a file; use a run directory"),
     ("plan --config vit-b16 --gpu-memory nan", "--gpu-memory is nan: use a number over 0"),
     ("plan --config vit-b16 --world_size -5", "--world-size is -5: use a number over 0"),

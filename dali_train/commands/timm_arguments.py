@@ -190,7 +190,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(read_limited(path, 1_000_000))
     except (OSError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise ConfigError(f"--from-timm {path}: cannot be read as timm's args.yaml: {reason}") from None
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise ConfigError(f"--from-timm {path}: not arguments by name, as timm's train.py writes them")

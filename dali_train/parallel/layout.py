@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from dali_train.config import ParallelConfig
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import Launch
-from dali_train.text import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class Layout:
         data, rest = divmod(launch.world_size, pipeline * tensor)
         if rest:
             raise ConfigError(
-                f"{plural(launch.world_size, 'rank')} do not divide into parallel.pipeline {pipeline} x "
+                f"the number of ranks, {launch.world_size}, is not a multiple of parallel.pipeline {pipeline} x "
                 f"parallel.tensor.size {tensor} = {pipeline * tensor} ranks per copy of the model: start a multiple of "
                 f"{pipeline * tensor} ranks, or use smaller sizes"
             )

@@ -139,7 +139,7 @@ class Manifest:
         except FileNotFoundError:
             if not directory.is_dir():
                 raise DatasetError(
-                    f"{directory}: this directory does not exist; data.root names a dataset's directory"
+                    f"{directory}: this directory does not exist; name a dataset's (data.root, data.eval_sets)"
                 ) from None
             raise NoDatasetError(f"{path} is missing", directory) from None
 
