@@ -67,6 +67,19 @@ def test_a_sound_dataset(check: Callable[..., tuple[int, str]]) -> None:
     assert check("--sample", "5")[0] == 0
 
 
+def test_a_shard_that_cannot_be_opened_hides_no_other_fault(
+    dataset: Path, check: Callable[..., tuple[int, str]]
+) -> None:
+    damage(shard(dataset, 2), 30)
+    shard(dataset).unlink()
+    shard(dataset).symlink_to(shard(dataset).name)  # to itself: root is refused nothing by permissions
+    for options in ((), ("--sample", "1000"), ("--no-decode",)):
+        status, printed = check(*options)
+        assert status == 1
+        assert f"fault: {shard(dataset)}: cannot be read (Too many levels of symbolic links)" in printed
+        assert f"fault: {shard(dataset, 2)}: " in printed
+
+
 def test_a_flipped_bit_anywhere_in_a_shard(dataset: Path, check: Callable[..., tuple[int, str]]) -> None:
     size = shard(dataset).stat().st_size
     for offset in (0, 9, 30, size // 2, size - 2):

@@ -196,6 +196,9 @@ def _in_shard(split: Split, shard: int, compare: Callable[[Path], list[str]]) ->
             problems = compare(path)
     except DatasetError as error:
         return [str(error)]
+    except OSError as error:  # the others are checked all the same
+        reason = f"cannot be read ({error.strerror}): check its permissions and its disk"
+        return [f"{split.shard_location(shard)}: {reason}"]
     return [problem.replace(str(path), split.shard_location(shard)) for problem in problems]
 
 
