@@ -376,7 +376,9 @@ class Torture:
         if self._stores is not None:
             attempt = replace(attempt, keeps_mirror=True)
             words += self._stores.mirroring()
-        step = self.total_steps if to_the_end else min((newest_step(self._killed) or 0) + 1, self.total_steps)
+        # The directory may be lost, and its mirror be as far as it was.
+        newest = newest_step(self._killed) or newest_step(self._lost) or 0
+        step = self.total_steps if to_the_end else min(newest + 1, self.total_steps)
         ranks = self._start(attempt, [*words, "--run.max_steps", str(step)])
         if set(statuses := ranks.wait(HANG_S)) != {0}:
             raise FaultError(f"the ranks were to stop at step {step} and ended with {statuses}: see killed.log")
