@@ -51,7 +51,7 @@ from .conftest import (
     run_in_pool,
     write_shard,
 )
-from .helpers import events, extended, words
+from .helpers import PIPELINE, events, extended, words
 
 OWN_HOOKS = """
 import logging
@@ -494,6 +494,14 @@ def test_a_layer_without_gradient_is_not_in_the_trust_ratios(tmp_path: Path) -> 
     layers = json.loads((tmp_path / "lamb.jsonl").read_text())["layers"]
     assert layers["0.weight"][0] > 1000 and layers["0.weight"][3] == 0
     assert measured["trust_ratio_max"] < 100
+
+
+def test_ranks_that_split_a_model_go_on_without_lambs_view(train: Train, tmp_path: Path) -> None:
+    """They compute it together, also if rank 0 cannot write it."""
+    (tmp_path / "run" / "lamb.jsonl").mkdir(parents=True)
+    output = train("run", *PIPELINE, "--run.max_steps", "1", ranks=2)
+    assert "lamb.jsonl cannot be written" in output
+    assert all("trust_ratio_min" not in event for event in events(tmp_path / "run", "train"))
 
 
 def test_a_model_without_lamb_has_no_trust_ratios(tmp_path: Path) -> None:

@@ -158,7 +158,14 @@ class LambView(Hook):
             return
         self._names = {parameter: name for name, parameter in record.model.named_parameters()}
         if self._layout.rank == 0:
-            self._file = JsonLines(record.directory / "lamb.jsonl", record.start_step)
+            path = record.directory / "lamb.jsonl"
+            try:
+                self._file = JsonLines(path, record.start_step)
+            except OSError as error:  # computed all the same, with the other ranks
+                logger.warning(
+                    f"{path} cannot be written ({error.strerror}): trust ratios are not recorded. Training continues; "
+                    "move it away or free some space, and start again to record them"
+                )
         self._step = record.start_step
         record.optimizer.register_step_pre_hook(self._before_step)
 
