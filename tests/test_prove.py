@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -312,6 +313,16 @@ def test_a_run_that_went_on_between_two_lines(train: Train, tmp_path: Path, caps
     train("run", *options, "--run.max_steps", "2")
     shutil.rmtree(first)
     assert replayed(tmp_path / "run", 2) == {"loss", "gradient", "weights", "tensors"}
+
+
+def test_a_step_that_overflowed_is_trained_again(train: Train, tmp_path: Path) -> None:
+    """Its gradient norm is not a number, there as here, except in float64."""
+    overflowing = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e9", "--run.max_steps", "1")
+    train("run", *CHECKPOINTS, *overflowing)
+    assert math.isnan(events(tmp_path / "run", "train")[0]["grad_norm"])
+    assert replayed(tmp_path / "run", 1) == {"loss", "gradient", "weights", "tensors"}
+    on_another_processor(tmp_path / "run")
+    assert replayed(tmp_path / "run", 1) == {"there", "here", "loss", "gradient", "tensors"}
 
 
 GOLDEN = "cc3b9963f96d8abbcc593c1abc663bf93f02ae760443b4732d3f3b22552eab0f"

@@ -192,7 +192,8 @@ def check_comparable(recorded: set[str], here: str, device: torch.device) -> Non
 def bits(recorded: Recorded, here: Replayed, saved: Checkpoint | None) -> Iterator[Comparison]:
     """Compare what was recorded with what was trained `here`, for equality."""
     for subject, values in recorded.scalars(here).items():
-        wrong = next((f"step {at}: recorded {was!r}, here {now!r}" for at, was, now in values if was != now), "")
+        differing = (value for value in values if value[1] != value[2] and not all(map(math.isnan, value[1:])))
+        wrong = next((f"step {at}: recorded {was!r}, here {now!r}" for at, was, now in differing), "")
         yield subject, not wrong, wrong or f"the same bits in {plural(len(values), 'line')}"
     wrong_sections = [
         section for section, digest in recorded.weights.items() if weights_digest(here.state[section]) != digest
@@ -219,7 +220,8 @@ def distances(
         ratios = []
         for (at, *two), (_, _, right) in zip(values, rights[subject], strict=True):
             was, now, exactly = torch.tensor([*two, right], dtype=torch.float64)
-            ratios.append((_ratio(was, now, exactly, _SCALARS[precision]), f"step {at}"))
+            overflows = not any(map(math.isfinite, two))  # in both, as float64 does not
+            ratios.append((0.0 if overflows else _ratio(was, now, exactly, _SCALARS[precision]), f"step {at}"))
         yield _farthest(subject, ratios)
     if saved is not None:
         ratios = [
