@@ -250,7 +250,10 @@ def read_class_names(path: Path) -> list[str]:
     try:
         names = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"--class-names {path}: cannot be read ({error})") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DatasetError(
+            f"--class-names {path}: cannot be read ({reason}): use a text file, one name per line"
+        ) from error
     if len({name for name in names if name.strip()}) < max(1, len(names)):
         raise DatasetError(f"--class-names {path}: use one name per line, each class another")
     return names
