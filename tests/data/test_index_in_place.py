@@ -300,6 +300,21 @@ def test_what_has_changed_is_found(
     assert len(set(files)) == len(files) or form != "folder", "each is counted once"
 
 
+def test_a_file_that_cannot_be_opened_hides_no_other_fault(
+    forms: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("folder", "folder.index"):
+        shutil.copytree(forms / name, tmp_path / name)
+    closed, damaged = tmp_path / FIRST, "folder/train/bee/008.jpg"
+    closed.unlink()
+    closed.symlink_to(closed.name)  # to itself: root is refused nothing by permissions
+    flip(damaged, keep_time=True)(tmp_path)
+    data("verify", tmp_path / "folder.index", status=1)
+    printed = capsys.readouterr().out
+    assert f"fault: {closed}: cannot be read (Too many levels of symbolic links)" in printed
+    assert f"fault: {tmp_path}/{damaged} has CRC32C" in printed
+
+
 def test_what_changes_during_a_run_is_found(forms: Path, tmp_path: Path) -> None:
     for form, name in (("folder", FIRST), ("tars", TAR)):
         for part in (form, f"{form}.index"):

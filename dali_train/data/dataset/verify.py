@@ -197,9 +197,12 @@ def _in_shard(split: Split, shard: int, compare: Callable[[Path], list[str]]) ->
     except DatasetError as error:
         return [str(error)]
     except OSError as error:  # the others are checked all the same
-        reason = f"cannot be read ({error.strerror}): check its permissions and its disk"
-        return [f"{split.shard_location(shard)}: {reason}"]
+        return [_unreadable(split.shard_location(shard), error)]
     return [problem.replace(str(path), split.shard_location(shard)) for problem in problems]
+
+
+def _unreadable(location: str, error: OSError) -> str:
+    return f"{location}: cannot be read ({error.strerror}): check its permissions and its disk"
 
 
 def _compare_bytes(split: Split, number: int, checksums: NDArray[np.uint32], path: Path) -> list[str]:
@@ -357,12 +360,14 @@ def _check_portion(split: Split, storage: RangedImages, decode: bool, images: ND
     problems: list[str] = []
     try:
         contents = dict(storage.fetch(images))
-    except DatasetError:
+    except (DatasetError, OSError):
         for image in images:  # again one by one, to name all that are wrong
             try:
                 contents |= dict(storage.fetch(image[None]))
             except DatasetError as error:
                 problems.append(str(error))
+            except OSError as error:
+                problems.append(_unreadable(split.describe(image), error))
     sizes = {}
     for image, content in contents.items():
         indexed = int(split.rows[image]["height"]), int(split.rows[image]["width"])
