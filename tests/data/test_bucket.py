@@ -1,5 +1,6 @@
 """Datasets in a bucket: made there, shown, checked and cut down, with the bytes that they have on a disk."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -116,6 +117,10 @@ def test_records_in_a_bucket_are_indexed(folder: Path, tmp_path: Path, capsys: p
     data("index", local, "--class-names", names)
     data("index", url, "--class-names", names)
     assert objects(url) == files_of(local)
+    made = (tmp_path / "out" / "dataset.json").read_bytes()
+    Bucket(url).write("dataset.json", made)
+    data("index", url)
+    assert json.loads(Bucket(url).read_all("dataset.json"))["conversion"] == json.loads(made)["conversion"]
     Bucket(url).write("train/train-00001-of-00003", b"no record at all")
     data("index", url, status=1)
     assert f"{url}/train/train-00001-of-00003: at byte 0" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 dataset."""
 
 import os
+import shutil
 import stat
 from argparse import Namespace
 from pathlib import Path
@@ -41,8 +42,18 @@ def test_commands_and_scripts_are_the_same(tmp_path: Path, capsys: pytest.Captur
     assert data("show", tmp_path / "a", "--out", tmp_path / "sheets") == 0
     assert data("subset", tmp_path / "a", "--classes", 1, "--out", tmp_path / "subset") == 0
     before = Manifest.read(tmp_path / "a")
-    assert data("index", tmp_path / "a") == 0
+    assert before.applies_orientation
+    for options in ((), ("--no-crc",), ()):  # a model that is trained on it must know that photographs were turned
+        assert data("index", tmp_path / "a", *options) == 0
+        assert Manifest.read(tmp_path / "a").conversion == before.conversion
     assert Manifest.read(tmp_path / "a").splits == before.splits
+    assert data("index", tmp_path / "a", "--out", tmp_path / "e") == 0
+    assert Manifest.read(tmp_path / "e").conversion == before.conversion
+    shutil.copytree(tmp_path / "a", tmp_path / "d")
+    first, other = sorted((tmp_path / "d" / "train").iterdir())[:2]
+    shutil.copy(other, first)
+    assert data("index", tmp_path / "d") == 0
+    assert Manifest.read(tmp_path / "d").conversion == {}, "other records, of which nothing is known"
     capsys.readouterr()
     assert data("verify", tmp_path / "a", "--smple", 3) == 2
     assert (

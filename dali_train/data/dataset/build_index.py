@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,7 +42,7 @@ from dali_train.data.dataset.tfrecord import Feature, RecordSpan, TFRecordError,
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, NoDatasetError, RunError
 from dali_train.files import write_atomically
-from dali_train.runtime.object_store import Bucket
+from dali_train.runtime.object_store import Bucket, MissingObjectError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -225,7 +225,25 @@ def build_index(
     names = _class_names(indexed, label_base=label_base, num_classes=num_classes)
     _common_encoding(root, indexed)  # before anything is written
     link_shards(out, shards)
-    return write_index(out, indexed, label_base=label_base, class_names=names, features=features)
+    conversion = _conversion_of(out, indexed) or _conversion_of(root, indexed)
+    return write_index(out, indexed, label_base=label_base, class_names=names, conversion=conversion, features=features)
+
+
+def _conversion_of(root: Path, indexed: Mapping[SplitName, Sequence[IndexedShard]]) -> dict[str, Any]:
+    """Return what the ``dataset.json`` of `root` says about how these same shards were made, such as whether
+    photographs were turned upright, which predicting asks; nothing if it is missing or of other shards."""
+    try:
+        earlier = Manifest.read(root)
+    except DatasetError:
+        return {}
+    old = [(split, shard) for split, facts in earlier.splits.items() for shard in facts.shards]
+    new = [(split, part.shard) for split, parts in indexed.items() for part in parts]
+    same = len(old) == len(new) and all(
+        (split, one.name, one.num_records, one.num_bytes) == (its_split, other.name, other.num_records, other.num_bytes)
+        and (one.crc32c == other.crc32c or None in (one.crc32c, other.crc32c))  # None: not all of it was read
+        for (split, one), (its_split, other) in zip(old, new, strict=False)
+    )
+    return earlier.conversion if same else {}
 
 
 def write_index(
@@ -483,6 +501,8 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
     if not sizes:
         raise DatasetError(f"{url} has no objects in train/ or validation/, where a dataset has its shards")
     with objects_as_files(bucket, sizes) as (directory, fetch):
+        with suppress(MissingObjectError):  # an earlier index, see `_conversion_of`
+            (directory / "dataset.json").write_bytes(bucket.read_all("dataset.json"))
         yield directory, fetch
         upload_index(directory, bucket)
 
