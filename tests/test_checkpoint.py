@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dali_train.checkpoint.format import CheckpointError, find_checkpoint, load_checkpoint, load_newest
-from dali_train.checkpoint.recipe import changes_between, recipe
+from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe
 from dali_train.checkpoint.record import weights_digest
 from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkpoint, saved_score, saved_top1
 from dali_train.checkpoint.save import CheckpointWriter
@@ -445,8 +445,8 @@ SHARDS = {"train/train-00000-of-00003": range(0, 50, 3), "validation/validation-
 
 
 def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: Path, tmp_path: Path) -> None:
-    """Exchanged in its place, it is another recipe; what `dataset.json` does not fit is no dataset. A resumed
-    checkpoint has digests of its own, see `test_damage_is_never_loaded`."""
+    """Exchanged in its place, it is another recipe, and lost it is not; what `dataset.json` does not fit is no
+    dataset. A resumed checkpoint has digests of its own, see `test_damage_is_never_loaded`."""
     root = shutil.copytree(dataset, tmp_path / "data")
     save(make_writer(tmp_path / "run" / "checkpoints"), 1)
     (tmp_path / "hub").mkdir()
@@ -460,6 +460,11 @@ def test_each_file_that_decides_a_result_is_noticed(tiny_config: Path, dataset: 
             found.append(recipe(changed, Manifest.read(root)))
         (change,) = changes_between(*found)
         assert re.fullmatch(rf"{setting} content (\w{{16}}) -> content (?!\1)\w{{16}}", change)
+        place = (tmp_path / value.rpartition("DIR/")[2]).rename(tmp_path / "elsewhere")
+        lost = recipe(changed, Manifest.read(root))
+        keep_digests_of_lost_files(found[-1], lost)
+        assert lost == found[-1]
+        place.rename(tmp_path / value.rpartition("DIR/")[2])
     for name, numbers in SHARDS.items():
         before = recipe(config, Manifest.read(root))
         records = [(jpeg(photograph(100 + i, 30 + 7 * (i % 9), 80 - 5 * (i % 11))), 1 + i % 5) for i in numbers]

@@ -21,6 +21,7 @@ from dali_train.text import plural, printable, shortened
 from dali_train.training.pretrained import is_path
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
+_DIRECTORY = "local-dir:"  # timm's name for one that `export --format timm` writes
 _CONTENT = "content "
 _NAMES = "class_names"  # recipes of earlier versions lack it
 _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
@@ -100,11 +101,12 @@ def check_recipe(
 
 
 def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Give `current` the digests in `saved` of weight files that do not exist any more. A file of model.weights has no
-    effect after the start."""
+    """Give `current` the digests in `saved` of weight files and directories that do not exist any more. What
+    model.weights names has no effect after the start."""
     for name in _WEIGHTS:
         began_with, weights = str(saved.get(name)), str(current.get(name))
-        if began_with.startswith(_CONTENT) and is_path(weights) and not Path(weights).exists():
+        is_local = is_path(weights) or weights.startswith(_DIRECTORY)
+        if began_with.startswith(_CONTENT) and is_local and not Path(weights.removeprefix(_DIRECTORY)).exists():
             current[name] = began_with
 
 
@@ -131,10 +133,10 @@ def changes_between(saved: dict[str, Any], current: dict[str, Any]) -> list[str]
 
 def _content_of(field: str, weights: str | None) -> str | None:
     """Return the digest of the file, directory, run or checkpoint `weights`; a timm name is returned as it is."""
-    path = Path((weights or "").removeprefix("local-dir:"))
+    path = Path((weights or "").removeprefix(_DIRECTORY))
     files = [path]
     if weights is not None and path.is_dir():
-        if weights.startswith("local-dir:"):
+        if weights.startswith(_DIRECTORY):
             files = sorted(path.iterdir())
         elif is_path(weights):
             files = [named_checkpoint(path, field) / MANIFEST]  # which has the digests of the tensors
