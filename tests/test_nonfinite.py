@@ -33,6 +33,11 @@ def test_a_run_that_ends_with_nan_is_a_failure(train: Train, tmp_path: Path) -> 
     assert status is not None and status.state == "failed" and status.reason.startswith("NonFiniteError")
 
 
+def test_a_run_that_stalls_with_nan_is_a_failure(train: Train) -> None:
+    output = train("run", *HOPELESS, "--hooks.stop_early", "1", status=1)
+    assert re.search(r"dali-train train: the run ended at step 4 of 7, but was not saved: .* no checkpoint", output)
+
+
 STOPPING = """
 import os, signal
 

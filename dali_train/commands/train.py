@@ -81,7 +81,7 @@ class RunResult:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop uses, and when to evaluate and save. Only the accuracies and the last four
+    """Everything that the training loop uses, and when to evaluate and save. Only the accuracies and the last five
     fields change."""
 
     plan: RunPlan
@@ -99,6 +99,7 @@ class Run:
     accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
     evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
     step: int  # optimizer steps done
+    saved_step: int  # of the newest checkpoint
     stopping: StopReason = StopReason.NONE
     saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
     save_is_asked: bool = False  # by any rank, for this step
@@ -184,7 +185,7 @@ class Run:
         """Return the error for a run that ends unsaved, because weights or loss are not finite."""
         newest = newest_step(self.plan.directory)
         saved = f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
-        when = "ended" if self.is_last_step else f"stopped on request ({self.stopping.describe()})"
+        when = "ended" if self.is_finished else f"stopped on request ({self.stopping.describe()})"
         return NonFiniteError(
             f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: weights or the last "
             f"loss are not finite, and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or "
@@ -353,6 +354,7 @@ def build(
         accuracies=start.history,
         evaluation_is_pending=not start.evaluated,
         step=start.step,
+        saved_step=start.step,
     )
     announce_start(run, command, start.warnings, startup_s=time.perf_counter() - begin)
     run.saver.prepare(start.step)
@@ -448,6 +450,8 @@ def loop(run: Run, agreement: StepAgreement) -> None:
             evaluate(run)
     run.trainer.clock.enter("checkpoint")
     run.saver.wait()
+    if run.has_stalled and run.saved_step != run.step:
+        raise run.unsaved_error()
     run.write_model()
 
 
@@ -528,6 +532,7 @@ def save(run: Run) -> None:
         "epoch_accuracies": [*run.accuracies],
     }
     run.saver.save(run.step, state, values)
+    run.saved_step = run.step
 
 
 def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
