@@ -415,6 +415,15 @@ class OptimizerConfig:
         refuse(by_layer and bool(self.groups), self, ("layer_decay", "groups"), remedy)
 
 
+_USES = {  # the decays that have a use for a setting; what a decay of the user's own uses is not known
+    "milestones": ("multistep",),
+    "power": ("polynomial", "warmup-stable-decay"),
+    "decay_rate": ("step", "multistep"),
+    "decay_epochs": ("step", "warmup-stable-decay", "linear", "cosine", "polynomial"),
+}
+_DECAYS = {decay for decays in _USES.values() for decay in decays}
+
+
 @section("schedule")
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -455,14 +464,10 @@ class ScheduleConfig:
         refuse(needs_length and length is None, self, ("name", "decay_epochs"), "set schedule.decay_epochs")
         remedy = "set schedule.milestones, such as 30,60,80"
         refuse(self.name == "multistep" and not self.milestones, self, ("name", "milestones"), remedy)
-        remedy = "it has no effect there; leave it out, or use"
-        refuse(bool(self.milestones) and self.name != "multistep", self, ("milestones", "name"), f"{remedy} multistep")
-        refuse(
-            self.name in ("linear", "cosine", "step", "multistep") and self.power != 1,
-            self,
-            ("power", "name"),
-            f"{remedy} polynomial or warmup-stable-decay",
-        )
+        for name, decays in _USES.items():
+            is_set = getattr(self, name) != getattr(ScheduleConfig, name)
+            remedy = f"it has no effect there; leave it out, or use {' or '.join(decays)}"
+            refuse(is_set and self.name in _DECAYS and self.name not in decays, self, (name, "name"), remedy)
 
 
 @section("batch")
