@@ -25,6 +25,7 @@ from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_f
 from dali_train.checkpoint.record import weights_digest
 from dali_train.checkpoint.run_directory import checkpoint_paths, resolve_checkpoint, saved_score, saved_top1
 from dali_train.checkpoint.save import CheckpointWriter
+from dali_train.checkpoint.trained_model import load_trained
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
@@ -524,6 +525,8 @@ def test_all_ranks_fall_back_together(train: Train, tmp_path: Path) -> None:
     train("run", *options, ranks=2)
     newest = tmp_path / "run" / "checkpoints" / "step-00000003"
     damaged(newest, sorted(newest.glob("*.safetensors")), random.Random(0), "flipped")
+    with pytest.raises(CheckpointError, match=f"{newest}/shard-.* choose another one with --checkpoint"):
+        load_trained(tmp_path / "run", "newest")  # as eval, predict and export do
     output = train("run", *options, ranks=2)
     assert f"{newest}/shard-" in output and "is damaged: its SHA-256" in output
     assert f"resuming from {newest.with_name('step-00000002')} instead" in output

@@ -159,7 +159,7 @@ def test_micro_batches_that_do_not_fill_the_pipeline() -> None:
 
 
 def test_ranks_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"6 ranks .*pipeline 2 x .*tensor.size 2 = 4 ranks"):
+    with pytest.raises(ConfigError, match=r"ranks, 6, .*pipeline 2 x .*tensor.size 2 = 4 ranks"):
         layout(6, pipeline=2, tensor={"size": 2})
     with pytest.raises(ConfigError, match=r"shard_ranks 3 .* 4 data-parallel ranks \(8 ranks = pipeline 2 x data 4\)"):
         layout(8, pipeline=2, shard="full", shard_ranks=3)

@@ -305,6 +305,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
+def load_chosen(path: Path) -> Checkpoint:
+    """Read the checkpoint that a command was told to use, as `load_checkpoint`: there is no other one in its place."""
+    try:
+        return load_checkpoint(path)
+    except DamagedError as error:
+        raise CheckpointError(f"{error}: choose another one with --checkpoint, or restore it from a copy") from error
+
+
 def load_newest(directory: Path, group: dist.ProcessGroup | None = None) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest complete checkpoint, if any, and a warning for each newer one that was skipped.
 

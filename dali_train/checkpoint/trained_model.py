@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_checkpoint
+from dali_train.checkpoint.format import Checkpoint, CheckpointError, load_checkpoint, load_chosen
 from dali_train.checkpoint.record import weights_digest
 from dali_train.checkpoint.run_directory import RunDirectory, resolve_checkpoint
 from dali_train.checkpoint.state import first_weights, restore_weights
@@ -77,7 +77,7 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     """
     config = RunDirectory(run_dir).config
     check_registered(config.model, run_dir)
-    loaded = load_checkpoint(resolve_checkpoint(run_dir, checkpoint))
+    loaded = load_chosen(resolve_checkpoint(run_dir, checkpoint))
     names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
     used: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
     plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dali_train.checkpoint.format import Checkpoint, load_checkpoint
+from dali_train.checkpoint.format import Checkpoint, load_chosen
 from dali_train.checkpoint.recipe import changes_between, recipe_settings
 from dali_train.checkpoint.run_directory import resolve_checkpoint
 from dali_train.checkpoint.state import restore_weights
@@ -40,7 +40,7 @@ def evaluate_checkpoint(
 
     Raises:
         ConfigError: no checkpoint is named, or normalisation, model or class names of `config` differ from the run's.
-        CheckpointError, DatasetError: see `load_checkpoint` and `Split`.
+        CheckpointError, DatasetError: see `load_chosen` and `Split`.
     """
     with joined_and_watched(options, config, run_dir or Path(config.run.dir)) as (launch, device):
         if run_dir is None and checkpoint is None:
@@ -53,7 +53,7 @@ def evaluate_checkpoint(
         path = resolve_checkpoint(run_dir or Path(config.run.dir), checkpoint)
         require_equal_ranks(config, device, host_group(launch, config.parallel), path)
         plan = prepare(config, launch, device, trains=False)
-        loaded = load_checkpoint(path)
+        loaded = load_chosen(path)
         warnings = differences_from_run(loaded, config, plan.split)
         model = model_from(loaded, config, plan.num_classes, device)
         check_sizes(model, config, trains=False)
