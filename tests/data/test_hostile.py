@@ -363,6 +363,14 @@ def test_classes_without_images_are_refused_by_name(
     assert "but ant (1 .avif), bee (empty)" in error(train, validation)
 
 
+def test_a_folder_around_the_class_folders(tmp_path: Path) -> None:
+    write_folder(tmp_path / "root" / "photos", {"ant": 1, "bee": 1})
+    with pytest.raises(SourceError, match=r"root has one class folder, photos, and all images in 2 folders below it"):
+        folders(tmp_path / "root", None, validation_fraction=None, seed=0)
+    (tmp_path / "root" / "photos" / "ant" / "000.jpg").rename(tmp_path / "root" / "photos" / "ant.jpg")
+    assert folders(tmp_path / "root", None, validation_fraction=None, seed=0)[1] == ["photos"]
+
+
 def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
     write_folder(tmp_path / "root" / "train", {"ant": 2, "bee": 2})
     write_folder(tmp_path / "root" / "val", {"bee": 1}, first_seed=50)

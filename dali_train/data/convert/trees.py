@@ -42,7 +42,8 @@ def folders(train: Path | None, validation: Path | None, *, validation_fraction:
     With `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
 
     Raises:
-        SourceError: no class folders, a class that only `validation` has, or nothing that can be divided.
+        SourceError: no class folders, or classes that lie a folder deeper, a class that only `validation` has, or
+            nothing that can be divided.
     """
     paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
     if train is None and validation is None:
@@ -62,6 +63,13 @@ def folders(train: Path | None, validation: Path | None, *, validation_fraction:
             f"{train} holds {', '.join(splits_within)}, which are splits and not classes: give --train {train}/train "
             f"and --validation with the folder of the other split, of an archive once it is unpacked"
         )
+    for listing in listed.values():
+        if len(listing.classes) == 1 and len(listing.deeper) > 1:
+            name = shortened(printable(listing.classes[0]), _MOST_LETTERS)
+            raise SourceError(
+                f"{listing.path} has one class folder, {name}, and all images in {len(listing.deeper):,} folders below "
+                f"it: if these are the classes, name {name} instead (of an archive once it is unpacked)"
+            )
     sources, names = _with_common_labels(listed)
     return hold_out(sources, validation_fraction, seed=seed), names
 
@@ -87,6 +95,7 @@ class _Listing:
     images: Images
     classes: list[str]  # that have images, as they appear: labels are places in this list
     skipped: dict[str, Counter[str]]  # class -> suffix -> files that are no images; of an empty folder none
+    deeper: set[tuple[str, ...]]  # the folders below class folders, if all images lie in such
 
     @cached_property
     def empty(self) -> dict[str, Counter[str]]:
@@ -99,6 +108,7 @@ def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str
     """List the files in the class folders; `class_of` returns the class of a name by its parts, None if it has none."""
     numbers: dict[str, int] = {}
     skipped: dict[str, Counter[str]] = {}
+    deeper: set[tuple[str, ...]] = set()
 
     def images() -> Iterator[Image]:
         for entry in container.list(folders=True):
@@ -107,6 +117,7 @@ def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str
             if suffix in IMAGE_SUFFIXES and not is_folder:
                 name = class_of(path.parts)
                 if name is not None:
+                    deeper.add(path.parts[:-1][:2])
                     yield entry._replace(label=numbers.setdefault(name, len(numbers)))
             elif len(path.parts) > (not is_folder):
                 # A folder belongs to the class that a file in it would have.
@@ -115,7 +126,9 @@ def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str
                     skipped.setdefault(name, Counter()).update([] if is_folder else [suffix])
 
     listed = Images(ImageFiles(images, container.read), container.path)
-    return _Listing(container.path, listed, list(numbers), skipped)
+    if any(len(folder) < 2 for folder in deeper):
+        deeper.clear()
+    return _Listing(container.path, listed, list(numbers), skipped, deeper)
 
 
 def _described(skipped: Mapping[str, Counter[str]]) -> str:
