@@ -408,13 +408,13 @@ def test_next_use_is_that_of_the_order(tiny_config: Path, dataset: Path, shuffle
     )
     sizes = np.full(50, 10)
     for now in (0, 3, 7):
-        next_use.forget(now)
-        first = next_use.first_use(sizes, 10**9)
+        next_use.forget(now - 2)
+        first = next_use.first_use(now, sizes, 10**9)
         for image in range(50):
             later = times[(images == image) & (times >= now)]
             assert first[image] == (later[0] if len(later) else np.iinfo(np.int32).max)
     short = NextUse(config, labels, dp_size=3, coordinates=frozenset({0, 2}), start_step=0)
-    near = short.first_use(sizes, 100)  # ten images are enough
+    near = short.first_use(0, sizes, 100)  # ten images are enough
     assert 10 <= (near < np.iinfo(np.int32).max).sum() < 50
 
 

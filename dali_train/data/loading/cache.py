@@ -197,14 +197,16 @@ class ImageCache:
             else:
                 self.give_up("written", error)
 
-    def remove(self, image: int) -> None:
-        """Remove an image's file. Raises OSError."""
+    def remove(self, image: int) -> bool:
+        """Remove an image's file; return whether there was one. Raises OSError."""
         path = self.path(image)
         try:
-            if stat.S_ISREG(path.lstat().st_mode):
+            is_file = stat.S_ISREG(path.lstat().st_mode)
+            if is_file:
                 path.unlink()
         except FileNotFoundError:
-            pass
+            return False
+        return is_file
 
     def give_up(self, what: Literal["read", "written"], error: OSError) -> None:
         """Use the cache no more: only for reading, if it cannot be written."""
@@ -384,8 +386,8 @@ class NextUse:
         begin, stop = np.searchsorted(self._times, [first, end])
         return self._images[begin:stop]
 
-    def first_use(self, sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int32]:
-        """Return the time of each image's first use that was not forgotten, (N,).
+    def first_use(self, now: int, sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int32]:
+        """Return the time of each image's first use from `now` on, (N,).
 
         It is the largest int32 for images that are never used again, or only after other images of `capacity` bytes.
 
@@ -395,8 +397,10 @@ class NextUse:
         never = np.iinfo(np.int32).max
         while True:
             found = np.full(len(sizes), never, dtype=np.int32)
-            found[self._images[::-1]] = self._times[::-1]  # the last assignment counts: the earliest use
-            too_many = len(self._images) >= _MOST_EVENTS_PER_IMAGE * len(sizes)
+            begin = int(np.searchsorted(self._times, now))
+            images, times = self._images[begin:], self._times[begin:]
+            found[images[::-1]] = times[::-1]  # the last assignment counts: the earliest use
+            too_many = len(images) >= _MOST_EVENTS_PER_IMAGE * len(sizes)
             if sizes[found < never].sum() > capacity or too_many or self._end >= self.total_steps:
                 return found
             self._look_further()
@@ -443,8 +447,7 @@ class Eviction:
         began = time.thread_time()
         sizes, now = self._cache.file_sizes, self._now
         end = now + self._num_ahead + 1
-        # By one rank or another: also an image that was removed while a rank that lags had still to store it.
-        self._present[self._next_use.between(self._seen - self._lag, end)] = True
+        self._present[self._next_use.between(self._seen, end)] = True  # by one rank or another
         self._seen = max(self._seen, end)
         self._next_use.forget(now - self._lag)
         total = int(sizes[self._present].sum())
@@ -456,14 +459,15 @@ class Eviction:
         self._total = total
         if total <= capacity:
             return
-        first_use = self._next_use.first_use(sizes, capacity)
+        first_use = self._next_use.first_use(now, sizes, capacity)
         present = np.flatnonzero(self._present)
         latest = present[np.argsort(-first_use[present], kind="stable")]
         self._choosing_s = time.thread_time() - began  # without removal, which takes longer the longer it has waited
         for image in latest.tolist():
             if self._total <= goal or self._stopped.is_set():
                 break
-            self._cache.remove(image)
+            if not self._cache.remove(image) and image in self._next_use.between(now - self._lag, end):
+                continue  # a rank that lags has still to store it, and room for it must be left
             self._present[image] = False
             self._total -= int(sizes[image])
 
