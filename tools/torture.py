@@ -289,7 +289,8 @@ class Stores:
         if event == "byte" and (files := self.files()):
             path = rng.choice(files)
             with contextlib.suppress(FileNotFoundError):  # it has just been removed
-                content = bytearray(path.read_bytes())
+                if not (content := bytearray(path.read_bytes())):  # it is just being written
+                    return
                 content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
                 path.write_bytes(content)
                 self.disturbed["bytes changed in the cache"] += 1
