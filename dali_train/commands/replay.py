@@ -90,17 +90,17 @@ class Recorded:
     def scalars(self, replayed: "Replayed") -> dict[str, list[tuple[int, float, float]]]:
         """Return (step, recorded, replayed) of each line, by name; without means that began before the checkpoint."""
         values: dict[str, list[tuple[int, float, float]]] = {}
-        for at, sums in replayed.sums.items():
+        for at, line in self.lines.items():
             for subject, name in (("loss", "loss"), ("gradient", "grad_norm")):
                 if name == "grad_norm" or self.means_since[at] >= self.begin:
-                    values.setdefault(subject, []).append((at, self.lines[at][name], getattr(sums, name)))
+                    values.setdefault(subject, []).append((at, line[name], getattr(replayed.sums[at], name)))
         return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
     state: dict[str, Tensors]  # as in a checkpoint; on rank 0, empty elsewhere
-    sums: dict[int, TrainingSums]
+    sums: dict[int, TrainingSums]  # of the recorded lines at least, by step
 
 
 def replay(run_dir: Path, step: int, *, dataset: str | None, options: LaunchOptions) -> bool:
@@ -160,13 +160,12 @@ def train_again(
     start.release()
     warm_up_trainer(trainer, config, device, plan.num_threads)
     sums = {}
-    begins = {recorded.means_since[at] for at in recorded.lines}  # also where a start began in between
+    # Where lines end, and where a start began in between: reading begins new means.
+    reads = recorded.lines.keys() | {recorded.means_since[at] for at in recorded.lines}
     for index in range(recorded.begin, recorded.end):
         trainer.step(index, learning_rate(config, index, plan.num_images), loader)
-        if index + 1 in recorded.lines or index + 1 in begins:
-            read = trainer.metrics.read()
-            if index + 1 in recorded.lines:
-                sums[index + 1] = read
+        if index + 1 in reads:
+            sums[index + 1] = trainer.metrics.read()
     # A checkpoint has complete tensors under their names, whichever ranks hold them now.
     with tempfile.TemporaryDirectory(prefix="dali-train-") as own:
         directory = Path(on_rank_0(lambda: own, group))

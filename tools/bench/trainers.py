@@ -5,11 +5,11 @@
 
 They train ResNet-18 with SGD in float32 on the CPU, in batches of 64 random crops of 224 pixels, mirrored at random,
 with as many loading threads or workers as there are cores, and weights in channels-last memory, which torchvision's has
-no option for. Each logs every step; a line of its log is a step. In turn,
-round after round, each is started and killed after --steps steps. Measured from outside, in the same way for all: the
-time from the start to the first step's line, images/s over the steps after the third, and the memory of all its
-processes (proportional set size) at the end. This project also trains on synthetic data, which says what its data path
-costs; the two others cannot. A script that is not given is left out. The dataset must hold encoded images.
+no option for. Each logs every step; a line of its log is a step. In turn, round after round, each is started and killed
+after --steps steps. Measured from outside, in the same way for all: the time from the start to the first step's line,
+images/s over the steps after the third, and the memory of all its processes (proportional set size) at the end. This
+project also trains on synthetic data, which says what its data path costs; the two others cannot. A script that is not
+given is left out. The dataset must hold encoded images.
 """
 
 import os

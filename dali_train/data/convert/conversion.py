@@ -212,8 +212,8 @@ def _forget_absent_names(out: Path, state: Path) -> None:
     """Have an NFS client ask its server again for files that were not there when it looked: for up to a minute it
     remembers that, unless their directory has been opened since. Another machine may have written them."""
     for directory in (out.parent, out, state, *(out / split for split in SPLITS)):
-        with suppress(OSError):  # it is not there
-            next(directory.iterdir(), None)
+        with suppress(OSError), os.scandir(directory):  # it may not be there
+            pass
 
 
 def _plan(conversion: Conversion) -> list[str]:

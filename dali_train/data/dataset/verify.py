@@ -63,7 +63,8 @@ def verify(
         parse: whether each record is parsed and compared with its row of the index, and some of them also as the
             package ``tfrecord`` reads them. Without it each shard is compared as a whole with its checksum, which is
             enough for a dataset just written here: checksum and index were made of what was to be written. Parsing
-            takes ten times as long, under the interpreter's lock.
+            takes six times as long (1,000 photographs, two threads: 0.18 s instead of 0.03), under the interpreter's
+            lock.
 
     Raises:
         DatasetError: there is no manifest, so nothing can be checked.
@@ -173,13 +174,9 @@ def _check_all(split: Split, decode: bool, parse: bool, workers: int, findings: 
     checksums = np.zeros(len(split), dtype=np.uint32)
 
     def check(shard: int) -> list[str]:
-        return _in_shard(
-            split,
-            shard,
-            partial(_compare_shard, split, shard, decode, checksums)
-            if parse
-            else partial(_compare_bytes, split, shard, checksums),
-        )
+        if parse:
+            return _in_shard(split, shard, partial(_compare_shard, split, shard, decode, checksums))
+        return _in_shard(split, shard, partial(_compare_bytes, split, shard, checksums))
 
     with Progress(f"verifying {split.name}", total=len(split), unit="images") as progress:
         found = map_shards(range(len(split.shards)), check, workers=workers)

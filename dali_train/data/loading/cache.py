@@ -462,11 +462,12 @@ class Eviction:
         first_use = self._next_use.first_use(now, sizes, capacity)
         present = np.flatnonzero(self._present)
         latest = present[np.argsort(-first_use[present], kind="stable")]
+        recent = self._next_use.between(now - self._lag, end)
         self._choosing_s = time.thread_time() - began  # without removal, which takes longer the longer it has waited
         for image in latest.tolist():
             if self._total <= goal or self._stopped.is_set():
                 break
-            if not self._cache.remove(image) and image in self._next_use.between(now - self._lag, end):
+            if not self._cache.remove(image) and image in recent:
                 continue  # a rank that lags has still to store it, and room for it must be left
             self._present[image] = False
             self._total -= int(sizes[image])
