@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dali_train.checkpoint.trained_model import load_model
-    from dali_train.commands.predict import predict
     from dali_train.commands.train import RunResult, run
     from dali_train.config import load_config
+    from dali_train.extras.predict import predict
     from dali_train.hooks import Hook
     from dali_train.training.optim import register_optimizer
 
@@ -26,7 +26,7 @@ _PLACES = {
     "RunResult": "commands.train",
     "load_config": "config",
     "load_model": "checkpoint.trained_model",
-    "predict": "commands.predict",
+    "predict": "extras.predict",
     "register_optimizer": "training.optim",
     "run": "commands.train",
 }

@@ -27,8 +27,8 @@ with importing_torch():
     from dali_train.data.dataset.tfrecord import write_records
     from dali_train.runtime import torchrun
 
-from .ranks import POOL, Ranks, command, in_environment
-from .s3_server import S3Server
+from tests.ranks import POOL, Ranks, command, in_environment
+from tests.s3_server import S3Server
 
 REPOSITORY = Path(__file__).parent.parent
 

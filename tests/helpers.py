@@ -17,9 +17,8 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import Loader, make_loader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.runtime.status import STEP_PHASES, read_events
-
-from .conftest import REPOSITORY, StartTraining, final_weights, relative_differences
-from .ranks import POOL, Ranks
+from tests.conftest import REPOSITORY, StartTraining, final_weights, relative_differences
+from tests.ranks import POOL, Ranks
 
 # Largest |difference| / |weight| of a tensor after 7 steps (4 epochs of 50 images in batches of 32), measured between 1
 # and 2 ranks: 5e-6 in float32, 1e-14 in float64. Float64 resolves 2**29 = 5e8 times finer and the difference shrinks

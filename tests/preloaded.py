@@ -15,6 +15,6 @@ with importing_torch():
         "torch.distributed.checkpoint.state_dict",
         "tests.ranks",
         "tests.helpers",  # and conftest with pytest: what the modules of the tests import
-        "tests.data.files",
+        "tests.convert.files",
     ):
         import_module(name)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from dali_train.checkpoint import format as format_module
-
-from .conftest import Train
-from .helpers import FLOAT64_BOUND, largest_difference, samples
-from .ranks import POOL, command
+from tests.conftest import Train
+from tests.helpers import FLOAT64_BOUND, largest_difference, samples
+from tests.ranks import POOL, command
 
 OPTIONS = ["--precision.dtype", "fp64", "--run.eval_every_epochs", "1", "--parallel.shard", "full"]
 

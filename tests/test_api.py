@@ -16,9 +16,8 @@ from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import EvaluationPipeline
-
-from .conftest import TINY_CONFIG, jpeg, photograph, write_shard
-from .helpers import events
+from tests.conftest import TINY_CONFIG, jpeg, photograph, write_shard
+from tests.helpers import events
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,14 @@ from PIL import Image
 
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import MappedFiles
+from tests.conftest import REPOSITORY
+from tests.convert.files import tool
+from tests.helpers import words
+from tests.ranks import POOL
 from tools.bench import gpu, simulate_scale, startup
 from tools.bench.check_ratios import Bound, report
 from tools.bench.generated import generated_jpeg, write_dataset
 from tools.bench.turns import take_turns
-
-from .conftest import REPOSITORY
-from .data.files import tool
-from .helpers import words
-from .ranks import POOL
 
 
 def bench_step(arguments: list[str]) -> None:

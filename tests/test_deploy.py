@@ -19,9 +19,8 @@ from dali_train.config import Config
 from dali_train.config.command_line import config_with
 from dali_train.runtime import torchrun
 from dali_train.runtime.status import MISTAKE, START_AGAIN
-
-from .conftest import REPOSITORY
-from .ranks import FORK, POOL
+from tests.conftest import REPOSITORY
+from tests.ranks import FORK, POOL
 
 DEPLOY = REPOSITORY / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").iterdir())

@@ -12,9 +12,8 @@ import torch
 from dali_train.cli import main
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
-
-from .conftest import REPOSITORY, Train, jpeg, photograph, write_shard
-from .s3_server import S3Server
+from tests.conftest import REPOSITORY, Train, jpeg, photograph, write_shard
+from tests.s3_server import S3Server
 
 SMALL = ("--model.name", "test_resnet", "--batch.global_batch", "4", "--batch.micro_batch", "4", "--run.max_steps", "1")
 
@@ -39,7 +38,7 @@ def run_commands_of(page: str, expected: list[str]) -> None:
 def test_a_folder_becomes_an_exported_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a smaller network, and without onnx, which tests/test_export.py has."""
+    """With a smaller network, and without onnx, which tests/extras/test_export.py has."""
     monkeypatch.chdir(tmp_path)
     folder_of_photographs(40, 50)
     page = (REPOSITORY / "docs" / "own-images.md").read_text()

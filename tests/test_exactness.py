@@ -11,15 +11,14 @@ import torch
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.checkpoint.recipe import dataset_content
-from dali_train.commands.prove import prove
 from dali_train.config import load_config
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.extras.proof.prove import prove
 from dali_train.runtime.status import read_status
-
-from .conftest import StartTraining, Train, final_weights, relative_differences
-from .helpers import (
+from tests.conftest import StartTraining, Train, final_weights, relative_differences
+from tests.helpers import (
     BF16_ALL_REDUCE,
     CONVOLUTIONAL,
     FAST,

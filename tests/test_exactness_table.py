@@ -6,9 +6,12 @@ python -m tests.test_exactness_table
 from collections import defaultdict
 from collections.abc import Iterator
 
-from . import test_exactness, test_optimizers, test_parallel, test_parallel_config
-from .conftest import REPOSITORY
-from .helpers import FLOAT64_BOUND, Compared
+from tests import test_exactness
+from tests.config import test_parallel_config
+from tests.conftest import REPOSITORY
+from tests.helpers import FLOAT64_BOUND, Compared
+from tests.parallel import test_parallel
+from tests.training import test_optimizers
 
 DOCUMENT = REPOSITORY / "docs" / "exactness.md"
 COLUMNS = {

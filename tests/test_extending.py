@@ -17,10 +17,9 @@ import pytest
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.cli import main
-
-from .conftest import REPOSITORY, Train, photograph
-from .helpers import FLOAT64_BOUND, extended, losses, samples, state_difference
-from .ranks import FORK, TIMEOUT_S, Ranks
+from tests.conftest import REPOSITORY, Train, photograph
+from tests.helpers import FLOAT64_BOUND, extended, losses, samples, state_difference
+from tests.ranks import FORK, TIMEOUT_S, Ranks
 
 OWN_PARTS = REPOSITORY / "tests" / "own_parts.py"
 
@@ -60,7 +59,7 @@ def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
     tracked = json.loads((one / "tracked.json").read_text())
     assert tracked["train/loss"] == losses(one), "the tracker"
     newest, _ = load_newest(one / "checkpoints")
-    assert newest is not None and newest.values["optimizer"]["class"] == "Descent"
+    assert newest is not None and newest.values.optimizer.kind == "Descent"
     assert set(newest.values["optimizer"]["numbers"].values()) == {3}, "the optimizer's own count of its steps"
     assert {"train", "validation"} >= set((stripes / "counted.txt").read_text().split()) >= {"train"}, "the storage"
     assert json.loads((one / "config.json").read_text())["data"]["root"] == f"counted://{stripes}"
@@ -101,7 +100,7 @@ def test_the_documents_loss_and_optimizer_train(train: Train, tiny_config: Path,
     train("one", *options, config=config)
     train("two", *options, "--parallel.shard", "full", ranks=2, config=config)
     newest, _ = load_newest(tmp_path / "two" / "checkpoints")
-    assert newest is not None and newest.values["optimizer"]["class"] == "SignDescent"
+    assert newest is not None and newest.values.optimizer.kind == "SignDescent"
     assert losses(tmp_path / "one")[0] == pytest.approx(0.8**2 * math.log(5), rel=0.05), "all classes are as likely"
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 

@@ -20,9 +20,8 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import decode_repeatedly
 from dali_train.data.loading.loader import pixel_format
 from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
-
-from .conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
-from .helpers import loader_of, state_difference
+from tests.conftest import TINY_CONFIG, Train, final_weights, jpeg, write_shard
+from tests.helpers import loader_of, state_difference
 
 KIND = os.environ.get("GPU_TESTS_ON", "cuda")
 pytestmark = pytest.mark.skipif(

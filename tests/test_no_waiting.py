@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dali_train.cli import main
 from dali_train.training import build
-
-from .helpers import FAST
+from tests.helpers import FAST
 
 
 class ValuesRead(TorchDispatchMode):

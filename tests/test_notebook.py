@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from dali_train.config import load_config
-
-from .conftest import REPOSITORY, finished_run
-from .helpers import FLOAT32_BOUND, in_ranks, largest_difference, losses, samples
+from tests.conftest import REPOSITORY, finished_run
+from tests.helpers import FLOAT32_BOUND, in_ranks, largest_difference, losses, samples
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")

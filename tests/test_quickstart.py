@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from dali_train.commands import data
-
-from .data.files import tool
-from .helpers import words
+from tests.convert.files import tool
+from tests.helpers import words
 
 
 @pytest.mark.usefixtures("forked_launch")

@@ -20,11 +20,11 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dali_train.checkpoint.record import WeightsRecord
 from dali_train.checkpoint.run_directory import MANIFEST, MANIFEST_DIGEST, checkpoint_paths, step_of, wrong_path
+from dali_train.config.check import Rule, from_json
 from dali_train.errors import ConfigError, RunError
 from dali_train.files import (
     ForeignFileError,
@@ -47,7 +49,6 @@ from dali_train.files import (
     write_atomically,
 )
 from dali_train.runtime.process_group import first_fault, on_rank_0
-from dali_train.runtime.status import is_record
 from dali_train.text import shortened
 
 # DCP's warning in a single process, where it is used on purpose.
@@ -69,11 +70,38 @@ class DamagedError(CheckpointError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerValues:
+    """The state of an optimizer that is not tensors."""
+
+    kind: str  # the name of its class, "class" in the manifest
+    groups: tuple[dict[str, float | bool], ...] = ()  # what each group keeps besides settings, such as counts of steps
+    numbers: dict[str, float | bool] = field(default_factory=dict)  # state.PARAMETER.KEY -> number
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunValues:
+    """What a checkpoint holds besides tensors: all that a run knows of its past, by the names in the manifest.
+
+    A value that the version which wrote a manifest did not know has its default.
+    """
+
+    recipe: dict[str, Any] = field(default_factory=dict)  # see recipe.py
+    class_names: tuple[str, ...] = ()
+    applies_orientation: bool = False  # of the images, see `Manifest.applies_orientation`
+    epoch_accuracies: tuple[float, ...] = ()  # top-1 of the evaluations before this step, fractions
+    record: Annotated[str, Rule("a record", pattern="(?:[0-9a-f]{64})?")] = ""  # see record.py
+    weights: WeightsRecord = field(default_factory=dict)
+    dropout: Literal["block", "micro-batch"] | None = None  # see invariant.py
+    optimizer: OptimizerValues | None = None
+    scaler: dict[str, float] = field(default_factory=dict)  # of the loss, torch's
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
     """The content of a checkpoint besides the tensors."""
 
     step: int  # optimizer steps done
-    values: dict[str, Any]  # the state that is not tensors
+    values: RunValues
     files: dict[str, str]  # SHA-256 in hexadecimal by plain file name
     format: int = FORMAT
 
@@ -96,7 +124,11 @@ class CheckpointManifest:
 
     def write(self, directory: Path) -> None:
         """Write and flush the manifest and the directory entry."""
-        content = (json.dumps(asdict(self), indent=1) + "\n").encode()
+        fields = asdict(self)
+        optimizer = fields["values"]["optimizer"]
+        if optimizer is not None:
+            optimizer["class"] = optimizer.pop("kind")
+        content = (json.dumps(fields, indent=1) + "\n").encode()
         write_atomically(directory / MANIFEST, content)
         write_atomically(directory / MANIFEST_DIGEST, _digest_line(content))
         sync_directory(directory)
@@ -130,12 +162,17 @@ def parse_manifest(content: bytes, name: str) -> CheckpointManifest:
                 "choose another run.dir to start at step 0"
             )
         step = json_field(fields, "step", int)
-        values, files = json_field(fields, "values", dict), json_field(fields, "files", dict)
+        values = json_field(fields, "values", dict)
+        files = json_field(fields, "files", dict)
         if not 0 <= step < 10**15:
             raise ForeignFileError(f"step is {step} instead of a number of steps")
-        for field, is_right in _IS_RIGHT.items():
-            if field in values and not is_right(values[field]):
-                raise ForeignFileError(f"values.{field} is not what a run writes there")
+        optimizer = values.get("optimizer")
+        if isinstance(optimizer, dict) and "class" in optimizer:
+            optimizer["kind"] = optimizer.pop("class")
+        try:
+            run_values = from_json(RunValues, values)
+        except ConfigError as error:
+            raise ForeignFileError(f"values: {error}") from None
         if not 0 < len(files) < 10**6:
             raise ForeignFileError(f"files has {len(files)} names")
         for file in files:
@@ -145,14 +182,7 @@ def parse_manifest(content: bytes, name: str) -> CheckpointManifest:
                 raise ForeignFileError(f"files.{file} is not a SHA-256")
     except ForeignFileError as error:
         raise CheckpointError(f"{name} cannot be read as the manifest of a checkpoint: {error}") from None
-    return CheckpointManifest(step=step, values=values, files=files)
-
-
-def saved_value(values: dict[str, Any], name: str, source: object) -> Any:
-    """Return one of the `values` that every run writes. Raises CheckpointError: the manifest of `source` lacks it."""
-    if name not in values:
-        raise CheckpointError(f"{source}: values.{name} is missing in {MANIFEST}, so this is not a run's checkpoint")
-    return values[name]
+    return CheckpointManifest(step=step, values=run_values, files=files)
 
 
 @contextmanager
@@ -214,45 +244,6 @@ def _digest_line(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
-
-
-def _is_optimizer(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() == {"class", "groups", "numbers"}
-        and isinstance(value["class"], str)
-        and isinstance(value["groups"], list)
-        and all(_are_numbers(group) for group in value["groups"])
-        and _are_numbers(value["numbers"])
-    )
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
-
-
-def _are_digests(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
-
-
-_IS_RIGHT: dict[str, Callable[[Any], bool]] = {
-    "optimizer": _is_optimizer,
-    "scaler": _are_numbers,
-    "recipe": lambda value: isinstance(value, dict),
-    "class_names": _are_texts,
-    "epoch_accuracies": lambda value: isinstance(value, list) and all(map(_is_number, value)),
-    "dropout": lambda value: value in ("block", "micro-batch"),
-    "record": lambda value: value == "" or is_record(value),
-    "weights": lambda value: isinstance(value, dict) and all(map(_are_digests, value.values())),
-}
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete, verified checkpoint.
@@ -263,11 +254,7 @@ class Checkpoint:
     path: Path
     step: int  # optimizer steps done
     state: dict[str, Tensors]
-    values: dict[str, Any]
-
-    def value(self, name: str) -> Any:
-        """Return one of the values that every run writes. Raises CheckpointError: it is missing."""
-        return saved_value(self.values, name, self.path)
+    values: RunValues
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

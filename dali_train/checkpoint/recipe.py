@@ -10,7 +10,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from dali_train.checkpoint.format import saved_value
+from dali_train.checkpoint.format import CheckpointError, RunValues
 from dali_train.checkpoint.run_directory import MANIFEST, named_checkpoint
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
@@ -110,11 +110,13 @@ def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -
             current[name] = began_with
 
 
-def saved_recipe(values: dict[str, Any], source: object) -> dict[str, Any]:
+def saved_recipe(values: RunValues, source: object) -> dict[str, Any]:
     """Return the recipe in the values of a checkpoint. Raises CheckpointError: `source` has none."""
-    saved = dict(saved_value(values, "recipe", source))
-    if _NAMES not in saved and values.get("class_names"):
-        saved[_NAMES] = names_content(values["class_names"])
+    if not values.recipe:
+        raise CheckpointError(f"{source}: values.recipe is missing in {MANIFEST}, so this is not a run's checkpoint")
+    saved = dict(values.recipe)
+    if _NAMES not in saved and values.class_names:
+        saved[_NAMES] = names_content(values.class_names)
     return saved
 
 

@@ -12,8 +12,8 @@ import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from dali_train.checkpoint.format import (
     CheckpointError,
     CheckpointManifest,
+    RunValues,
     Tensors,
     Writer,
     collect,
@@ -108,7 +109,7 @@ class CheckpointWriter:
                 *(plural(len(self._apart), "rank"), self._world_size),
             )
 
-    def save(self, step: int, state: Mapping[str, Mapping[str, torch.Tensor]], values: dict[str, Any]) -> None:
+    def save(self, step: int, state: Mapping[str, Mapping[str, torch.Tensor]], values: RunValues) -> None:
         """Copy this rank's share of `state` to host memory, then write it in the background.
 
         A replicated tensor is written by one rank, a sharded one (DTensor) by all ranks that hold a shard. Waits for
@@ -186,7 +187,7 @@ class CheckpointWriter:
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
+    def _write(self, step: int, values: RunValues) -> None:
         final = self._directory / f"step-{step:08d}"
         partial = self._directory / f".{final.name}.partial"
         try:
@@ -204,13 +205,13 @@ class CheckpointWriter:
         if self._error is not None and self._rank == 0:  # to free its space
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _commit(self, partial: Path, final: Path, step: int, values: dict[str, Any], files: dict[str, str]) -> None:
+    def _commit(self, partial: Path, final: Path, step: int, values: RunValues, files: dict[str, str]) -> None:
         self.weights[str(step)] = {
             section: weights_digest({name.removeprefix(f"{section}."): tensor for name, tensor in tensors.items()})
             for section in ("model", "ema")
             if (tensors := read_safetensors(partial, set(files), section))
         }
-        values |= {"weights": self.weights}
+        values = replace(values, weights=self.weights)
         CheckpointManifest(step=step, values=values, files=files).write(partial)
         if os.path.lexists(final):
             set_aside(final)

@@ -10,6 +10,7 @@ casts all of it to the parameter's dtype.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
-from dali_train.checkpoint.format import Checkpoint, CheckpointError, Tensors, find_checkpoint, load_checkpoint
+from dali_train.checkpoint.format import (
+    Checkpoint,
+    CheckpointError,
+    OptimizerValues,
+    RunValues,
+    Tensors,
+    find_checkpoint,
+    load_checkpoint,
+)
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
 from dali_train.checkpoint.record import WeightsRecord, recipe_digest, written
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
@@ -51,7 +60,7 @@ class Start:
     @property
     def seeding(self) -> str | None:
         """The dropout seeding of the checkpoint's run; None without a checkpoint."""
-        return self.checkpoint.value("dropout") if self.checkpoint is not None else None
+        return self.checkpoint.values.dropout if self.checkpoint is not None else None
 
     def restore(self, trainer: Trainer) -> None:
         """Restore weights, optimizer state, loss scale and averages, if there is a checkpoint.
@@ -98,8 +107,8 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
         checkpoint=checkpoint,
         warnings=warnings,
         step=checkpoint.step,
-        record=checkpoint.values.get("record", ""),
-        weights_record=checkpoint.values.get("weights", {}),
+        record=checkpoint.values.record,
+        weights_record=checkpoint.values.weights,
     )
     path = checkpoint.path
 
@@ -109,17 +118,17 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
 
     is_own, top1 = on_rank_0(own_top1, group)  # other hosts may not see the checkpoint, and evaluate if it has none
     if is_own:
-        start.history = [*checkpoint.value("epoch_accuracies"), *([top1] if top1 is not None else [])]
+        start.history = [*checkpoint.values.epoch_accuracies, *([top1] if top1 is not None else [])]
         start.evaluated = top1 is not None
     return start
 
 
-def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict[str, Tensors], dict[str, Any]]:
+def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict[str, Tensors], RunValues]:
     """Return (tensors by section and name, plain values), for a checkpoint. All ranks of `group` call this together."""
     state, values = capture(trainer.model, trainer.optimizer, trainer.precision, trainer.parallel, group)
     if trainer.ema is not None:
         state["ema"] = trainer.ema.state()
-    return state, values | {"dropout": trainer.dropout}
+    return state, dataclass_replace(values, dropout=trainer.dropout)
 
 
 def first_weights(model: ModelConfig) -> Tensors | None:
@@ -142,7 +151,7 @@ def capture(
     precision: Precision,
     parallel: Parallel | None = None,
     group: dist.ProcessGroup | None = None,
-) -> tuple[dict[str, Tensors], dict[str, Any]]:
+) -> tuple[dict[str, Tensors], RunValues]:
     """Return (tensors, plain values) of the run, as `restore` takes them. All ranks call this together.
 
     Args:
@@ -171,9 +180,9 @@ def capture(
         }
         for group in optimizer.param_groups
     ]
-    saved = {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+    saved = OptimizerValues(kind=type(optimizer).__name__, groups=tuple(groups), numbers=numbers)
     weights: Tensors = get_model_state_dict(model)  # type: ignore[assignment]  # its other kinds of values are FSDP1's
-    values = {"optimizer": saved, "scaler": precision.scaler.state_dict()}
+    values = RunValues(optimizer=saved, scaler=precision.scaler.state_dict())
     return {"model": weights, "optimizer": tensors}, values
 
 
@@ -194,7 +203,7 @@ def restore(
     """
     restore_weights(checkpoint, model, parallel=parallel)
     warnings = _restore_optimizer(checkpoint, model, optimizer)
-    scaler = checkpoint.values.get("scaler")
+    scaler = checkpoint.values.scaler
     if scaler and precision.scaler.is_enabled():
         if missing := precision.scaler.state_dict().keys() - scaler.keys():
             raise CheckpointError(f"{checkpoint.path}: values.scaler has no {min(missing)}, as that of a run has")
@@ -231,13 +240,13 @@ def restore_weights(
 
 
 def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> list[str]:
-    saved = checkpoint.values.get("optimizer", {"class": "none", "groups": [], "numbers": {}})
-    if saved["class"] != type(optimizer).__name__:
-        return [f"{checkpoint.path} holds the state of {saved['class']}: {type(optimizer).__name__} starts without one"]
+    saved = checkpoint.values.optimizer or OptimizerValues(kind="none")
+    if saved.kind != type(optimizer).__name__:
+        return [f"{checkpoint.path} holds the state of {saved.kind}: {type(optimizer).__name__} starts without one"]
     groups = optimizer.state_dict()["param_groups"]
     # If the parameters are grouped in another way, as when optimizer.exclude_vectors has changed, any group's counts
     # serve: those of all groups are equal.
-    counters = saved["groups"] if len(saved["groups"]) == len(groups) else saved["groups"][:1] * len(groups)
+    counters = saved.groups if len(saved.groups) == len(groups) else saved.groups[:1] * len(groups)
     for group, counter in zip(groups, counters, strict=False):
         group.update({key: value for key, value in counter.items() if key not in group})
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
@@ -245,7 +254,7 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter in group_of}
     weights = checkpoint.state["model"]
-    for name, value in (*checkpoint.state.get("optimizer", {}).items(), *saved["numbers"].items()):
+    for name, value in (*checkpoint.state.get("optimizer", {}).items(), *saved.numbers.items()):
         owner, _, key = name.removeprefix("state.").rpartition(".")
         if owner not in parameters:  # it is not trained any more
             continue

@@ -78,12 +78,12 @@ def load_trained(run_dir: Path, checkpoint: str | None = None, weights: Weights 
     config = RunDirectory(run_dir).config
     check_registered(config.model, run_dir)
     loaded = load_chosen(resolve_checkpoint(run_dir, checkpoint))
-    names = tuple(loaded.values.get("class_names") or Manifest.read(config.data.root).class_names)
+    names = tuple(loaded.values.class_names or Manifest.read(config.data.root).class_names)
     used: Weights = weights or ("ema" if "ema" in loaded.state else "raw")
     plain = replace(config.model, freeze=(), compile="none", activation_checkpointing=False, channels_last=False)
     model: Any = model_from(loaded, replace(config, model=plain), len(names), torch.device("cpu"), used)
     model.pretrained_cfg = _input_config(model, config, names)
-    model.applies_orientation = loaded.values.get("applies_orientation") is True  # which timm's description cannot say
+    model.applies_orientation = loaded.values.applies_orientation  # which timm's description cannot say
     return TrainedModel(
         config=config,
         checkpoint=loaded,
@@ -143,7 +143,7 @@ def model_from(
 def record_of(checkpoint: Checkpoint, weights: Weights) -> dict[str, str]:
     """Return the record of a checkpoint's steps, "" if the run has none, and the digest of one kind of its weights."""
     tensors = checkpoint.state["ema" if weights == "ema" else "model"]
-    return {"record": checkpoint.values.get("record", ""), "digest": weights_digest(tensors)}
+    return {"record": checkpoint.values.record, "digest": weights_digest(tensors)}
 
 
 def check_weights(model: ModelConfig, num_classes: int) -> None:

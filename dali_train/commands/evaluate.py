@@ -179,10 +179,10 @@ def differences_from_run(checkpoint: Checkpoint, config: Config, split: Split) -
     Raises:
         ConfigError: there are such differences, and run.accept_changed_recipe is false.
     """
-    saved, current = checkpoint.values["recipe"], recipe_settings(config)
+    saved, current = checkpoint.values.recipe, recipe_settings(config)
     differences = changes_between({n: saved[n] for n in _DECISIVE if n in saved}, {n: current[n] for n in _DECISIVE})
-    names = checkpoint.values.get("class_names")
-    if names is not None and tuple(names) != split.manifest.class_names:
+    names = checkpoint.values.class_names
+    if names and names != split.manifest.class_names:
         current_names = split.manifest.class_names
         number = next(
             (i for i, (a, b) in enumerate(zip(names, current_names, strict=False)) if a != b),

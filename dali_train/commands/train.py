@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,6 @@ from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
-from dali_train.report import write_report
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process import device_name, processor_name
 from dali_train.runtime.process_group import host_group, joined, locked
@@ -173,13 +172,10 @@ class Run:
         if self.is_finished and self.plan.launch.rank == 0:
             write_model(self.plan.directory, self.step)
 
-    def write_report(self) -> None:
-        """Write the run's report; a failure is only logged."""
+    def close(self) -> None:
+        """Call the hooks that read the files of the run, when all are written."""
         if self.plan.launch.rank == 0:
-            try:
-                write_report([self.plan.directory])
-            except Exception as fault:
-                logger.warning("the report was not written: %s", fault)
+            self.hooks.closed(self.plan.directory)
 
     def unsaved_error(self) -> NonFiniteError:
         """Return the error for a run that ends unsaved, because weights or loss are not finite."""
@@ -522,15 +518,15 @@ def save(run: Run) -> None:
             logger.warning("step %d is not saved: weights or the last loss are not finite", run.step)
         return
     state, values = capture_run(run.trainer, run.group)
-    record = run.record.total(run.step, run.group)
+    values = replace(
+        values,
+        record=run.record.total(run.step, run.group),
+        recipe=run.recipe,
+        class_names=run.plan.class_names,
+        applies_orientation=run.plan.split.manifest.applies_orientation,
+        epoch_accuracies=tuple(run.accuracies),
+    )
     run.write_status("running")
-    values |= {
-        "record": record,
-        "recipe": run.recipe,
-        "class_names": list(run.plan.class_names),
-        "applies_orientation": run.plan.split.manifest.applies_orientation,
-        "epoch_accuracies": [*run.accuracies],
-    }
     run.saver.save(run.step, state, values)
     run.saved_step = run.step
 
@@ -541,7 +537,7 @@ def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:
     record = run_end(run, error)
     reason = redacted(cause or f"{type(error).__name__}: {error}")
     status = partial(run.write_status, "failed", reason)
-    for action in (partial(run.hooks.end, record), run.saver.join, status, run.write_report):
+    for action in (partial(run.hooks.end, record), run.saver.join, status, run.close):
         try:
             action()
         except (Exception, SystemExit) as fault:
@@ -569,7 +565,7 @@ def end(run: Run) -> None:
                 f"stopped after saving: {run.stopping.describe()}. Start the same command again to resume",
                 file=sys.stderr,
             )
-    run.write_report()
+    run.close()
 
 
 # config.json and environment.json, which record how a run was made

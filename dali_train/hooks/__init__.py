@@ -6,6 +6,7 @@ Config files import `Hook` from here, and are executed before torch is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class Hook:
 
     def end(self, record: RunEnd) -> None:
         """Called after the last step, or after the error that ended the run."""
+
+    def closed(self, directory: Path) -> None:
+        """Called last on rank 0, when everything else in the run's `directory` is written."""
 
 
 class HookUnavailableError(RuntimeError):

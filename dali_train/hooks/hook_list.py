@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +71,10 @@ class HookList:
                 logger.warning("hook %s failed %s in all", type(hook).__name__, plural(self._failures[hook], "time"))
             self._guarded(hook, "the end", partial(hook.end, record))
 
+    def closed(self, directory: Path) -> None:
+        for hook in self._overriding("closed"):
+            self._guarded(hook, "closing", partial(hook.closed, directory))
+
     def _overriding(self, moment: str) -> list[Hook]:
         return [hook for hook in self._hooks if getattr(type(hook), moment) is not getattr(Hook, moment)]
 
@@ -121,6 +127,10 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"measure() returns {name} = {shown}: return one number for each name") from None
 
 
+EXTRA_HOOKS = [("dali_train.extras.report.page", "Report")]
+"""Hooks of rank 0 that are not part of the core, by module and name."""
+
+
 def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
     """Return the hooks of this rank: logs first, so that every other hook can log, and the user's own last.
 
@@ -140,6 +150,7 @@ def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
             hooks.append(PredictionFiles())
         if config.profile is not None:
             hooks.append(Profile(*config.profile))
+        hooks += [getattr(import_module(module), name)() for module, name in EXTRA_HOOKS]
         hooks += trackers
     if config.trace_samples:
         hooks.append(SampleTrace(writes=layout.is_first_of_coordinate))  # once per micro-batch

@@ -1,0 +1,1 @@
+"""Check what a run says of itself: `dali-train prove`, and `--replay`, which trains one step again."""

@@ -1,0 +1,278 @@
+"""``dali-train prove``: whether a run had the samples, draws and weights that its recipe demands.
+
+The record that a run keeps (checkpoint/record.py) is recomputed from the index, without images, on any machine,
+whatever ranks trained. Weights are compared with their recorded digests; replay.py trains a step again.
+docs/exactness.md says what this proves, and what it does not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, load_checkpoint
+from dali_train.checkpoint.mirror import local_run
+from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe, saved_recipe
+from dali_train.checkpoint.record import (
+    WeightsRecord,
+    draws_digest,
+    order_digest,
+    parsed,
+    recipe_digest,
+    result_of,
+    weights_digest,
+)
+from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
+from dali_train.checkpoint.trained_model import MODEL_FILE
+from dali_train.config import Config
+from dali_train.data.progress import Progress
+from dali_train.data.sampling.micro_batch import MicroBatches
+from dali_train.errors import ConfigError
+from dali_train.extras.diff import samples_of
+from dali_train.runtime.status import METRICS, RunStatus, read_status
+from dali_train.text import plural, printable
+
+MOST_DRAWS = 20_000
+"""Micro-batches whose draws are recomputed if not all are asked for: a minute, at 2 to 4 ms each."""
+
+
+class Point(NamedTuple):
+    """A place in the run directory that has the record of `step` steps."""
+
+    step: int
+    order: int  # what the order's sum of digests is compared with, the recipe's included
+    draws: int
+    source: str
+
+
+@dataclass(kw_only=True)
+class Evidence:
+    """What a run directory says of itself, without the tensors."""
+
+    run: RunDirectory
+    status: RunStatus | None
+    points: list[Point] = field(default_factory=list)  # by step
+    weights: dict[Path, WeightsRecord] = field(default_factory=dict)  # by checkpoint, oldest first
+    recipe: dict[str, Any] = field(default_factory=dict)  # of the newest checkpoint
+    damage: list[str] = field(default_factory=list)  # checkpoints that cannot be read
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> "Evidence":
+        """Read it. Raises ConfigError: the run has no record."""
+        found = cls(run=run, status=read_status(run.directory))
+        records = [(event["step"], event["record"], METRICS) for event in run.events if "record" in event]
+        for path in checkpoint_paths(run.directory / "checkpoints"):
+            try:
+                manifest = CheckpointManifest.read(path)
+                found.recipe = saved_recipe(manifest.values, path)
+            except CheckpointError as error:
+                found.damage.append(str(error))
+                continue
+            records.append((manifest.step, manifest.values.record, path.name))
+            found.weights[path] = manifest.values.weights
+        if found.status is not None:
+            records.append((found.status.step, found.status.record, "status.json"))
+        points = (Point(step, *parsed(record), source) for step, record, source in records if record)
+        found.points = sorted(points, key=lambda point: point.step)
+        if not found.points:
+            raise ConfigError(
+                f"{run.directory} has no record of its samples, as runs of earlier versions: only runs that a version "
+                "with `prove` began have one"
+            )
+        return found
+
+
+def prove(run: Path | str, *, dataset: str | None, all_draws: bool) -> bool:
+    """Print what of a run agrees with its recipe and dataset, and what differs.
+
+    Args:
+        run: its directory, or the URL of its mirror, of which the newest checkpoint's weights are checked.
+        dataset: the dataset on this machine; None: where the run had it.
+        all_draws: recompute all draws instead of those of about `MOST_DRAWS` micro-batches.
+
+    Returns:
+        Whether everything agrees.
+
+    Raises:
+        ConfigError, DatasetError: there is no such run, it has no record, or its dataset is not here.
+        CheckpointError, ObjectStoreError: see `local_run`.
+    """
+    with local_run(run, "newest") as directory:
+        return _prove(RunDirectory(directory), dataset=dataset, all_draws=all_draws)
+
+
+def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
+    split, micro_batches = samples_of(with_dataset(run.config, dataset))
+    evidence, current = Evidence.of(run), recipe(run.config, split.manifest)
+    keep_digests_of_lost_files(evidence.recipe, current)
+    points, last = evidence.points, evidence.points[-1].step
+    sums = order_sums(micro_batches, {point.step for point in points})
+    # What a record has beyond the recomputed order is the same number at every step: the recipe's digest.
+    beyond = [(point.order - sums[point.step]) % (1 << 128) for point in points]
+    num_steps, draws = check_draws(points, micro_batches, all_draws=all_draws)
+    num_weights, weights = check_weights(evidence)
+    subjects = {
+        "recipe": (
+            check_recipe(evidence, current, beyond[0]),
+            "dataset and settings are those that the run began with",
+        ),
+        "order": (
+            check_order(points, beyond) + check_complete(evidence),
+            f"the images of {plural(last, 'step')} are those that the recipe demands",
+        ),
+        "draws": (draws, f"so is everything drawn for them, in {num_steps} of {plural(last, 'step')}"),
+        "weights": (weights, f"{plural(num_weights, 'set')} of weights with the recorded digest"),
+    }
+    for subject, (faults, agreement) in subjects.items():
+        for line in [f"DIFFERS: {fault}" for fault in faults] or [agreement]:
+            print(f"{subject:8} {printable(line)}")
+    return not any(faults for faults, _ in subjects.values())
+
+
+def with_dataset(config: Config, dataset: str | None) -> Config:
+    """Return the settings of a run with the `dataset` on this machine, of which no copies are made."""
+    return config.replace(
+        {
+            "data.root": dataset or config.data.root,
+            **dict.fromkeys(("data.local_copy", "data.cache", "data.cache_gb")),
+        }
+    )
+
+
+def order_sums(micro_batches: MicroBatches, steps: set[int]) -> dict[int, int]:
+    """Return the sum of the digests of the order of all steps before each of `steps`."""
+    sums, total, last = {}, 0, max(steps)
+    with Progress("order", last, "step") as progress:
+        for step in range(last + 1):
+            if step in steps:
+                sums[step] = total
+            if step < last:
+                first = micro_batches.positions(step, 0)
+                positions = first[0] + np.arange(len(first) * micro_batches.num_per_step)
+                images, _ = micro_batches.order.images_at(positions)
+                total += sum(order_digest(step, k, part) for k, part in enumerate(images.reshape(-1, len(first))))
+                progress.update(1)
+    return sums
+
+
+def check_recipe(evidence: Evidence, current: dict[str, Any], root: int) -> list[str]:
+    """Compare the `current` recipe with the newest checkpoint's and with the digest in the records, `root`."""
+    changes = changes_between(evidence.recipe, current) if evidence.recipe else []
+    faults = [f"the newest checkpoint has another recipe than config.json and the dataset: {'; '.join(changes)}"]
+    if root != recipe_digest(current):
+        steps = _steps(0, evidence.points[0].step)
+        also = f", or other images in {steps}" if evidence.points[0].step else ""
+        faults.append(f"the record began with another recipe or dataset{also}")
+    return faults if changes else faults[1:]
+
+
+def check_order(points: Sequence[Point], beyond: Sequence[int]) -> list[str]:
+    """Name the first records whose order of images is not the recomputed one.
+
+    Args:
+        beyond: of each point, the difference to the recomputed order.
+    """
+    wrong = [point for point, number in zip(points, beyond, strict=True) if number != beyond[0]]
+    if not wrong:
+        return []
+    first = wrong[0]
+    if right := [point for point in points if point.step == first.step and point not in wrong]:
+        return [f"{first.source} has another record of step {first.step} than {right[0].source}"]
+    later = [point for point in points if point.step > first.step]
+    num_wrong = sum(point in wrong for point in later)
+    if later and not num_wrong:
+        return [f"the record of step {first.step} was changed in {first.source}: all later ones agree"]
+    before = max(point.step for point in points if point.step < first.step)
+    return [
+        f"{_steps(before, first.step)} had other images; {num_wrong} of {plural(len(later), 'later record')} differ too"
+    ]
+
+
+def check_complete(evidence: Evidence) -> list[str]:
+    """Name steps of the run that no record covers."""
+    first, last, status = evidence.points[0].step, evidence.points[-1].step, evidence.status
+    begin = next(iter(evidence.run.events), {"event": "none"})
+    is_whole = first == 0 or (begin["event"] == "start" and begin["step"] == first)  # or it began at another run's step
+    trained = max((event["step"] for event in evidence.run.events if event["event"] == "train"), default=0)
+    if status is not None and status.state in ("finished", "stopped"):
+        trained = max(trained, status.step)
+    faults = [] if is_whole else [f"{METRICS} lacks the record of {_steps(0, first)}"]
+    return faults + ([f"there is no record of {_steps(last, trained)}"] if last < trained else [])
+
+
+def check_draws(points: Sequence[Point], micro_batches: MicroBatches, *, all_draws: bool) -> tuple[int, list[str]]:
+    """Compare the differences of neighbouring records with the draws of the steps between them, from step 0 on.
+
+    Returns:
+        The number of these steps, and what differs first.
+    """
+    by_step = {0: Point(0, 0, 0, "")} | {point.step: point for point in reversed(points)}
+    intervals = list(pairwise(sorted(by_step)))
+    if not all_draws and intervals:
+        longest = max(end - begin for begin, end in intervals) * micro_batches.num_per_step
+        number = max(2, MOST_DRAWS // longest)
+        if number < len(intervals):  # spread evenly, with the first and the last
+            intervals = [intervals[i * (len(intervals) - 1) // (number - 1)] for i in range(number)]
+    faults = [f"{point.source}: there are draws in step 0" for point in points if point.step == 0 and point.draws]
+    num_steps = sum(end - begin for begin, end in intervals)
+    with Progress("draws", num_steps, "step") as progress:
+        for begin, end in intervals:
+            total = 0
+            for step in range(begin, end):
+                total += sum(draws_digest(micro_batches(step, k)) for k in range(micro_batches.num_per_step))
+                progress.update(1)
+            if (by_step[end].draws - by_step[begin].draws - total) % (1 << 128):
+                faults.append(f"{_steps(begin, end)} had other draws ({by_step[end].source})")
+                break
+    return num_steps, faults
+
+
+def _steps(before: int, last: int) -> str:
+    """Name the steps after `before`, counted from 1 as in metrics.jsonl."""
+    return f"step {last}" if last - before == 1 else f"steps {before + 1} to {last}"
+
+
+def check_weights(evidence: Evidence) -> tuple[int, list[str]]:
+    """Compare the weights in all checkpoints and in model.safetensors with the digests in all manifests.
+
+    Returns:
+        The number of sets of weights that are here, and what differs.
+    """
+    faults, number = [*evidence.damage], 0
+    recorded: WeightsRecord = {}
+    for path, history in evidence.weights.items():
+        for step, digests in history.items():
+            if recorded.setdefault(step, digests) != digests:
+                faults.append(f"{path.name} has another digest of the weights of step {step} than an older checkpoint")
+    for path in evidence.weights:
+        try:
+            state = load_checkpoint(path).state
+        except CheckpointError as error:
+            faults.append(str(error))
+            continue
+        for section, digest in recorded.get(str(step_of(path)), {}).items():
+            number += 1
+            if weights_digest(state.get(section, {})) != digest:
+                faults.append(f"{path.name}: the weights of section {section} are not those that were saved")
+    results, status = {step: result_of(digests) for step, digests in recorded.items()}, evidence.status
+    if status is not None and status.weights and results.setdefault(str(status.step), status.weights) != status.weights:
+        faults.append(f"status.json has another digest of the weights of step {status.step} than the checkpoints")
+    if (model := evidence.run.directory / MODEL_FILE).exists():
+        faults += _check_model(model, results)
+    return number + model.exists(), faults
+
+
+def _check_model(path: Path, results: dict[str, str]) -> Iterator[str]:
+    try:
+        with safe_open(path, "pt") as file:
+            step = (file.metadata() or {}).get("step", "none")
+            digest = weights_digest({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        yield f"{path.name} cannot be read ({error})"
+        return
+    if digest != results.get(step):
+        yield f"{path.name} has other weights than those saved after step {step}"

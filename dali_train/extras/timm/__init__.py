@@ -1,0 +1,1 @@
+"""Translate the arguments of timm's train.py into a config: `dali-train init --from-timm`."""

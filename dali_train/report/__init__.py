@@ -1,5 +1,0 @@
-"""``dali-train report``: run directories as an HTML page. It only reads files, and does not import torch."""
-
-from dali_train.report.page import write_report
-
-__all__ = ["write_report"]

@@ -1,0 +1,177 @@
+"""Archives are read in place, all of them or not at all."""
+
+import gzip
+import io
+import os
+import tarfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from dali_train.data.convert import sources
+from dali_train.data.convert.sources import Archive, Directory, SourceError
+from tests.convert.files import tar_bytes, write_tar
+
+MEMBERS = [
+    ("a.txt", b"12345"),
+    ("folder/" + "x" * 100 + "/" + "y" * 60 + "/b.txt", b""),
+    ("folder/c", bytes(100_000)),
+    ("ü" * 90, b"u"),
+]
+
+
+def listed(path: Path) -> list[tuple[str, bytes]]:
+    container = Archive(path)
+    return [(member.name, container.read(member)) for member in container.list()]
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_lists_what_tarfile_wrote(tmp_path: Path, tar_format: int, mode: str) -> None:
+    members = MEMBERS[:3] if tar_format == tarfile.USTAR_FORMAT else MEMBERS
+    path = tmp_path / "archive"
+    with tarfile.open(path, mode, format=tar_format) as writer:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        writer.addfile(folder)
+        for name, content in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            writer.addfile(entry, io.BytesIO(content))
+    assert listed(path) == members
+
+
+def test_hidden_members_are_skipped_as_in_a_directory(tmp_path: Path) -> None:
+    """macOS's tar adds them; WebDataset's library skips them, too."""
+    hidden = [("./._a.jpg", b"1"), ("x/._b.jpg", b"2"), (".git/c.jpg", b"3"), ("x/.d/e.jpg", b"4"), ("...jpg", b"5")]
+    shown = [("./a.jpg", b"6"), ("x/./b.jpg", b"7"), ("../c.jpg", b"8"), ("x/d._e.jpg", b"9")]
+    write_tar(tmp_path / "a.tar", [*hidden, *shown])
+    assert [content for _, content in listed(tmp_path / "a.tar")] == [content for _, content in shown]
+
+
+def test_an_archive_without_an_end_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.tar")
+    for path in (tmp_path / "a.tar", Path("/dev/zero")):
+        with pytest.raises(SourceError, match=r"cannot be opened \(is not a regular file\)"):
+            Archive(path)
+
+
+def test_an_archive_in_an_archive(tmp_path: Path) -> None:
+    inner = {"1.jpg": b"one", "2.jpg": b"two"}
+    path = write_tar(tmp_path / "outer.tar", [("./a.tar", tar_bytes(inner.items())), ("b.tar", tar_bytes({}))])
+    container = Archive(path)
+    found = {outer.name: {m.name: container.read(m) for m in container.list(outer)} for outer in container.list()}
+    assert found == {"a.tar": inner, "b.tar": {}}
+    # Truncated, the inner one must not continue with the members of the outer one.
+    write_tar(path, [("a.tar", tar_bytes([("1", b"1")])[:1024]), ("b.jpg", b"2")])
+    container = Archive(path)
+    with pytest.raises(SourceError, match=r"outer.tar \(a.tar in it\): at byte 1536: .* truncated"):
+        list(container.list(next(container.list())))
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, b"S", b"Z"])
+def test_only_files_are_read(tmp_path: Path, kind: bytes) -> None:
+    member = tarfile.TarInfo("odd")
+    member.type, member.linkname = kind, "/etc/passwd"
+    path = tmp_path / "odd.tar"
+    path.write_bytes(tar_bytes([("good", b"g")])[:1024] + member.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
+    with pytest.raises(SourceError, match=r"odd.tar: at byte 1024: member 'odd' is .*: only files are read"):
+        listed(path)
+
+
+TWO = tar_bytes([("a", b"1"), ("b", b"x" * 3000)])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "at byte 0: .* damaged here"),
+        (TWO[:1024], "at byte 1024: the archive ends without its closing blocks: truncated"),
+        (TWO[:2500], "member 'b' has 3000 bytes, 964 are there: truncated"),
+        (TWO[:1300], "at byte 1024: .* (truncated|damaged)"),
+        (b"hello" * 1000, "at byte 0: .* not a plain or gzipped tar"),
+        (b"BZh9" + bytes(1000), "not a plain or gzipped tar"),
+        (gzip.compress(TWO, mtime=0)[:-30], "damaged or truncated"),
+        (
+            tar_bytes([("a", b"1")]) + TWO,
+            "at byte 1024: the archive seems to end here, but .* bytes follow: .*two archives",
+        ),
+        (TWO[:1024] + bytes(1024) + TWO[2048:], "at byte 1024: the archive seems to end here"),  # a hole
+        (tar_bytes([("a", b"1")])[:1024] + bytes(1 << 20), "1,048,576 bytes follow: .* an unfinished download"),
+    ],
+)
+def test_damaged_and_unfinished_archives(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "archive"
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match=message) as error:
+        listed(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_flipped_bit_in_a_header_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "archive"
+    good = tar_bytes([("a", b"1"), ("b", b"2")])
+    for bit in range(0, 512 * 8, 97):
+        bad = bytearray(good)
+        bad[1024 + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        with pytest.raises(SourceError, match="at byte 1024"):
+            listed(path)
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a gzipped archive fills the disk with, and of the memory that a list takes: tarfile would keep it all."""
+    path = tmp_path / "many.tar"
+    header = tarfile.TarInfo("n01440764_1.JPEG").tobuf(tarfile.USTAR_FORMAT)
+    path.write_bytes(header * 2_000 + bytes(1024))
+    tracemalloc.start()
+    assert sum(1 for _ in Archive(path).list()) == 2_000
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+    monkeypatch.setattr(sources, "_MAX_UNPACKED_BYTES", 5_000_000)
+    path.write_bytes(gzip.compress(bytes(50_000_000)))
+    with pytest.raises(SourceError, match="over 5,000,000 bytes when unpacked: gunzip it first"):
+        Archive(path)
+
+
+def test_an_archive_that_shrinks_under_the_reader(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("a", bytes(100_000))])
+    container = Archive(path)
+    (member,) = container.list()
+    os.truncate(path, 50_000)
+    with pytest.raises(SourceError, match=r"a.tar:a: has 49488 bytes, 100000 when the conversion began"):
+        container.read(member)
+
+
+def test_directories(tmp_path: Path) -> None:
+    for name in ("b/2", "b/10", "a/x", ".hidden/y", "a/.hidden", "\udcff"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(name.encode(errors="surrogateescape"))
+    container = Directory(tmp_path)
+    assert [member.name for member in container.list()] == ["a/x", "b/10", "b/2", "\udcff"]
+    member = next(container.list())
+    (tmp_path / "a/x").write_bytes(b"longer")
+    with pytest.raises(SourceError, match="has 6 bytes, 3 when the conversion began"):
+        container.read(member)
+    (tmp_path / "a/x").unlink()
+    with pytest.raises(SourceError, match="vanished while converting"):
+        container.read(member)
+
+
+def test_directories_with_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    odd = tmp_path / "a" / "b" / "odd"
+    for target, message in (
+        ("nowhere", "a link to a file that does not exist: remove or mend it"),
+        ("/dev/zero", "a device, FIFO or socket, or a link to one, not a file: remove it"),
+        (tmp_path / "a", "a link to a directory that it lies in: remove it"),
+    ):
+        odd.symlink_to(target)
+        with pytest.raises(SourceError, match=f"odd: {message}"):
+            list(Directory(tmp_path).list())
+        odd.unlink()
+    os.mkfifo(odd)
+    with pytest.raises(SourceError, match="odd: a device, FIFO or socket"):
+        list(Directory(tmp_path).list())

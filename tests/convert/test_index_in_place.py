@@ -1,0 +1,407 @@
+"""Images that are read where they lie give the run of the converted dataset, or an error that names the file."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tfrecord import writer
+
+from dali_train.cli import main
+from dali_train.config import Config
+from dali_train.data.convert import index_in_place
+from dali_train.data.convert.image import RawImage
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import Manifest, fetched_metadata
+from dali_train.data.dataset.storage import open_shards
+from dali_train.data.loading.pipelines import Batch
+from dali_train.errors import DatasetError
+from dali_train.runtime import object_store
+from dali_train.runtime.object_store import Bucket
+from tests.conftest import StartTraining, Train, encoded, photograph
+from tests.convert.files import files_of, small_photograph, write_tar
+from tests.helpers import extended, first_batches, kill_after_step_4, losses, state_difference
+from tests.s3_server import S3Server
+
+CLASSES = ("ant", "bee", "cat")
+PER_CLASS = {"train": 20, "val": 5}
+FORMS = ("folder", "tars", "mds")
+Sample = tuple[str, bytes, int]  # class and name, image, label
+
+
+def data(*words: object, status: int = 0) -> None:
+    assert main(["data", *map(str, words)]) == status
+
+
+def write_mds(directory: Path, samples: list[Sample], num_shards: int) -> None:
+    """As Streaming's MDSWriter writes columns x (jpeg) and y (int)."""
+    directory.mkdir(parents=True)
+    shards = []
+    for number in range(num_shards):
+        part = samples[number * len(samples) // num_shards : (number + 1) * len(samples) // num_shards]
+        encoded_samples = [struct.pack("<I", len(image)) + image + struct.pack("<q", label) for _, image, label in part]
+        table = 4 * (len(part) + 2)
+        begins = np.cumsum([table, *map(len, encoded_samples)], dtype=np.uint32)
+        content = struct.pack("<I", len(part)) + begins.tobytes() + b"".join(encoded_samples)
+        name = f"shard.{number:05d}.mds"
+        (directory / name).write_bytes(content)
+        shards.append(
+            {
+                "version": 2,
+                "format": "mds",
+                "samples": len(part),
+                "column_names": ["x", "y"],
+                "column_encodings": ["jpeg", "int"],
+                "column_sizes": [None, 8],
+                "raw_data": {"basename": name, "bytes": len(content), "hashes": {}},
+                "zip_data": None,
+                "compression": None,
+                "hashes": [],
+                "size_limit": 1 << 26,
+            }
+        )
+    (directory / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+
+
+def write_tars(directory: Path, samples: list[Sample], num_tars: int, split: str) -> None:
+    for number in range(num_tars):
+        part = samples[number * len(samples) // num_tars : (number + 1) * len(samples) // num_tars]
+        members = [
+            (f"{key}.{ending}", content)
+            for key, image, label in part
+            for ending, content in (("cls", str(label).encode()), ("jpg", image))
+        ]
+        write_tar(directory / f"{split}-{number}.tar", members)
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """75 images in class folders, tars and MDS of the same order; FORM.index of each, and what `convert` makes of the
+    folders. Each index has its source by a relative path, so that the directory can be copied."""
+    root, seed = tmp_path_factory.mktemp("forms"), 0
+    for split, count in PER_CLASS.items():
+        samples = []
+        for label, name in enumerate(CLASSES):
+            (root / "folder" / split / name).mkdir(parents=True)
+            for number in range(count):
+                image, seed = small_photograph(seed), seed + 1
+                (root / "folder" / split / name / f"{number:03d}.jpg").write_bytes(image)
+                samples.append((f"{name}/{number:03d}", image, label))
+        write_tars(root / "tars", samples, 2, split)
+        write_mds(root / "mds" / split, samples, 2)
+    (root / "names").write_text("".join(f"{name}\n" for name in CLASSES))
+    data("convert", "folder", "--train", root / "folder", "--out", root / "converted")
+    for form in FORMS:
+        names = () if form == "folder" else ("--class-names", root / "names")
+        data("index", root / form, "--out", root / f"{form}.index", *names)
+        manifest = root / f"{form}.index" / "dataset.json"
+        manifest.write_text(manifest.read_text().replace(json.dumps(str(root / form)), json.dumps(f"../{form}")))
+    return root
+
+
+@pytest.fixture
+def in_bucket(forms: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL below which the bucket has tars, MDS and single images."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fetched_metadata.cache_clear()
+    url = "s3://bucket/forms"
+    for form in ("tars", "mds"):
+        for name, content in files_of(forms / form).items():
+            Bucket(url).write(f"{form}/{name}", content)
+    Bucket(url).write("images/ant/1.jpg", b"")
+    return url
+
+
+def contents(root: Path | str, split: str) -> list[tuple[bytes, int]]:
+    opened = Split(root, split)
+    images = open_shards(opened).read(np.arange(len(opened)))
+    return [(image.tobytes(), label) for image, label in zip(images, opened.rows["label"].tolist(), strict=True)]
+
+
+def test_every_form_has_the_images_of_the_conversion_in_its_order(forms: Path, config: Config) -> None:
+    def batches(root: Path) -> list[Batch]:
+        return first_batches(replace(config, data=replace(config.data, root=str(root))), 3)
+
+    expected = batches(forms / "converted")
+    for form in FORMS:
+        index = forms / f"{form}.index"
+        for split in ("train", "validation"):
+            assert contents(index, split) == contents(forms / "converted", split)
+        assert Manifest.read(index).class_names == CLASSES
+        assert {path.suffix for path in index.rglob("*") if path.is_file()} == {".json", ".npy"}, "no image is copied"
+        data("verify", index)
+        data("verify", index, "--sample", 5)
+        for one, other in zip(expected, batches(index), strict=True):
+            assert (one.images == other.images).all() and (one.targets == other.targets).all()
+    data("index", forms / "tars", "--out", forms / "as-it-lies", "--class-names", forms / "names", "--keep-order")
+    rows = Split(forms / "as-it-lies", "train").rows
+    assert (np.diff(rows["shard"].astype(np.int64) * 10**9 + rows["offset"].astype(np.int64)) > 0).all()
+    data("subset", forms / "folder.index", "--classes", 2, "--out", forms / "subset")
+    assert len(Split(forms / "subset", "train")) == 40
+
+
+def test_runs_are_equal_to_the_bit_on_any_form_killed_and_resumed(
+    forms: Path,
+    train: Train,
+    start_training: StartTraining,
+    tiny_config: Path,
+    tmp_path: Path,
+    s3_server: S3Server,
+    in_bucket: str,
+) -> None:
+    """TFRecords are those of another writer, with other names of features and labels from 0, and no index."""
+    for split in ("train", "validation"):
+        (tmp_path / "foreign" / split).mkdir(parents=True)
+        other = writer.TFRecordWriter(str(tmp_path / "foreign" / split / f"{split}.tfrecord"))
+        for image, label in contents(forms / "converted", split):
+            other.write({"label": (label, "int"), "jpeg": (image, "byte")})
+        other.close()
+    keys = ("--image-key", "jpeg", "--label-key", "label", "--label-base", 0)
+    data("index", tmp_path / "foreign", *keys, "--class-names", forms / "names")
+    data("index", f"{in_bucket}/tars", "--out", tmp_path / "remote.index", "--class-names", forms / "names")
+    roots = {form: str(forms / f"{form}.index") for form in FORMS}
+    roots |= {"bucket": str(tmp_path / "remote.index"), "tfrecords": str(tmp_path / "foreign")}
+    extended(tiny_config, f"import os\nos.environ.update({s3_server.environment!r})\n").rename(tiny_config)
+    steps = ("--batch.global_batch", "12", "--run.epochs", "5", "--run.checkpoint_every_steps", "4")
+    steps += ("--run.eval_every_epochs", "None")
+    for ranks, names in ((1, ("folder", "tfrecords")), (3, ("bucket", "mds"))):
+        train(f"converted-{ranks}", *steps, "--data.root", str(forms / "converted"), ranks=ranks)
+        expected = losses(tmp_path / f"converted-{ranks}")
+        assert len(expected) == 25
+        for name in names:
+            run, place = f"{name}-{ranks}", (*steps, "--data.root", roots[name])
+            kill_after_step_4(start_training, tiny_config, run, *place, ranks=ranks)
+            assert "resuming from step" in train(run, *place, ranks=ranks)
+            assert losses(tmp_path / run) == expected, run
+            assert state_difference(tmp_path / run, tmp_path / f"converted-{ranks}") == 0
+
+
+def test_objects_of_a_bucket_are_indexed_in_place(
+    forms: Path, tmp_path: Path, in_bucket: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is fetched once, whatever happens; the index may be in the bucket, too."""
+    fetched: list[str] = []
+    monkeypatch.setattr(object_store, "RETRY_S", 0.2)
+
+    def lost(method: str, path: str) -> str | None:
+        if method == "GET" and path.endswith((".tar", ".mds")):
+            fetched.append(path.rpartition("/")[2])
+        return "503 Slow Down" if path.endswith("train-1.tar") and method == "GET" and not answers else None
+
+    for form, answers in (("tars", []), ("mds", [True])):
+        words = ("index", f"{in_bucket}/{form}", "--out", f"{in_bucket}/{form}.index")
+        s3_server.fault = lost
+        if not answers:
+            data(*words, "--class-names", forms / "names", status=1)
+            answers.append(True)
+        data(*words, "--class-names", forms / "names")
+        s3_server.fault = None
+        for split in ("train", "validation"):
+            assert contents(f"{in_bucket}/{form}.index", split) == contents(forms / "converted", split)
+        data("verify", f"{in_bucket}/{form}.index")
+    assert fetched.count("train-0.tar") == fetched.count("shard.00001.mds") - 1 == 1, "of two splits"
+    Bucket(in_bucket).write("tars/val-0.tar", b"x" * Bucket(in_bucket).size("tars/val-0.tar"))
+    data("verify", f"{in_bucket}/tars.index", status=1)
+    with pytest.raises(DatasetError, match=r"val-0.tar, .*\) came 3 times with CRC32C"):
+        contents(f"{in_bucket}/tars.index", "validation")
+    Bucket(in_bucket).delete("tars/train-1.tar")
+    with pytest.raises(DatasetError, match=r"tars/train-1.tar does not exist, dataset.json names it: index "):
+        contents(f"{in_bucket}/tars.index", "train")
+
+
+Damage = Callable[[Path], Any]
+FIRST, TAR, SHARD = "folder/train/bee/007.jpg", "tars/train-1.tar", "mds/train/shard.00001.mds"
+
+
+def flip(name: str, *, place: float = 0.5, keep_time: bool) -> Damage:
+    def change(root: Path) -> None:
+        path, status = root / name, (root / name).stat()
+        content = bytearray(path.read_bytes())
+        content[int(len(content) * place)] ^= 1
+        path.write_bytes(content)
+        if keep_time:
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    return change
+
+
+def exchange(name: str, other: str) -> Damage:
+    def change(root: Path) -> None:
+        (root / name).rename(root / "aside")
+        (root / other).rename(root / name)
+        (root / "aside").rename(root / other)
+
+    return change
+
+
+def without_times(root: Path) -> None:
+    for path in root.rglob("*"):
+        os.utime(path)
+
+
+CASES: list[tuple[str, Damage, str]] = [
+    ("folder", lambda root: (root / FIRST).unlink(), f"{FIRST} is missing"),
+    ("folder", lambda root: os.truncate(root / FIRST, 100), f"{FIRST} has 100 bytes, the index was made for"),
+    ("folder", lambda root: (root / FIRST).write_bytes(b""), f"{FIRST} has 0 bytes, the index was made for"),
+    ("folder", flip(FIRST, keep_time=False), f"{FIRST} has changed since it was indexed: restore it"),
+    ("folder", flip(FIRST, keep_time=True), f"/{FIRST} has CRC32C"),
+    ("folder", exchange(FIRST, "folder/train/bee/008.jpg"), "folder/train/bee/007.jpg has "),
+    ("folder", lambda root: shutil.copy(root / FIRST, root / "folder/train/bee/new.jpg"), "bee/new.jpg is not in the"),
+    ("folder", lambda root: (root / FIRST).rename(root / "folder/train/bee/x.jpg"), "bee/x.jpg is not in the index"),
+    ("folder", lambda root: shutil.copytree(root / "folder/train/bee", root / "folder/train/cow"), "train/cow is not"),
+    ("folder", lambda root: shutil.rmtree(root / "folder/train/bee"), "folder/train/bee is missing, the index names"),
+    ("folder", lambda root: shutil.rmtree(root / "folder"), "/folder cannot be read (No such file or directory)"),
+    ("folder", lambda root: (root / "folder/train/bee/notes.txt").touch(), ""),
+    ("folder", without_times, ""),
+    ("tars", lambda root: (root / TAR).unlink(), f"{TAR[5:]} is missing"),
+    ("tars", lambda root: os.truncate(root / TAR, 5000), f"{TAR} has 5000 bytes, the index was made for"),
+    ("tars", flip(TAR, place=0.5, keep_time=True), f"{TAR}, ... bytes at byte ... has CRC32C"),
+    ("tars", lambda root: shutil.copy(root / TAR, root / "tars/train-2.tar"), "train-2.tar is not in the index"),
+    ("tars", exchange(TAR, "tars/train-0.tar"), "tars/train-0.tar has changed since it was indexed"),
+    ("tars", without_times, ""),
+    ("mds", lambda root: os.truncate(root / SHARD, 5000), f"{SHARD} has 5000 bytes, the index was made for"),
+    ("mds", lambda root: (root / SHARD).unlink(), "train/shard.00001.mds is missing"),
+    ("mds", flip(SHARD, keep_time=True), f"{SHARD}, ... bytes at byte ... has CRC32C"),
+    ("mds", flip("mds.index/index/files.npy", place=0.9, keep_time=True), "files.npy has CRC32C"),
+    ("mds", lambda root: os.truncate(root / "mds.index/index/files.npy", 200), "files.npy cannot be read"),
+    (
+        "mds",
+        lambda root: shutil.copy(root / "tars.index/index/train.npy", root / "mds.index/index"),
+        "train.npy has CRC",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "damage", "message"), CASES)
+def test_what_has_changed_is_found(
+    forms: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, damage: Damage, message: str
+) -> None:
+    """At the start, or when it is read; what has only been copied, or does not concern the images, is no fault."""
+    for name in (form, f"{form}.index", "tars.index"):
+        shutil.copytree(forms / name, tmp_path / name, dirs_exist_ok=True)
+    damage(tmp_path)
+    if not message:
+        assert contents(tmp_path / f"{form}.index", "train") == contents(forms / "converted", "train")
+        return
+    with pytest.raises(DatasetError) as error:
+        contents(tmp_path / f"{form}.index", "train")
+    found = str(error.value)
+    assert all(part in found for part in message.split("... ")) and "\n" not in found and "again" in found
+    assert found.startswith(f"{tmp_path}/") or form != "folder", "an image that is a file has no number"
+    data("verify", tmp_path / f"{form}.index", status=2 if "cannot be read (" in message and form == "mds" else 1)
+    files = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
+    assert len(set(files)) == len(files) or form != "folder", "each is counted once"
+
+
+def test_a_file_that_cannot_be_opened_hides_no_other_fault(
+    forms: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("folder", "folder.index"):
+        shutil.copytree(forms / name, tmp_path / name)
+    closed, damaged = tmp_path / FIRST, "folder/train/bee/008.jpg"
+    closed.unlink()
+    closed.symlink_to(closed.name)  # to itself: root is refused nothing by permissions
+    flip(damaged, keep_time=True)(tmp_path)
+    data("verify", tmp_path / "folder.index", status=1)
+    printed = capsys.readouterr().out
+    assert f"fault: {closed}: cannot be read (Too many levels of symbolic links)" in printed
+    assert f"fault: {tmp_path}/{damaged} has CRC32C" in printed
+
+
+def test_what_changes_during_a_run_is_found(forms: Path, tmp_path: Path) -> None:
+    for form, name in (("folder", FIRST), ("tars", TAR)):
+        for part in (form, f"{form}.index"):
+            shutil.copytree(forms / part, tmp_path / part)
+        split = Split(tmp_path / f"{form}.index", "train")
+        storage = open_shards(split)
+        os.truncate(tmp_path / name, 50)
+        with pytest.raises(DatasetError, match=f"{name} has 50 bytes, the index has an image at byte"):
+            storage.read(np.arange(len(split)))
+        (tmp_path / name).unlink()
+        with pytest.raises(DatasetError, match=f"{name} is missing"):
+            open_shards(split).prefetch(np.arange(len(split)))
+
+
+def test_an_index_resumes_and_lists_what_cannot_be_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = tmp_path / "photos", tmp_path / "out"
+    for label, name in enumerate(CLASSES):
+        (root / name).mkdir(parents=True)
+        for number in range(8):
+            (root / name / f"{number}.jpg").write_bytes(small_photograph(8 * label + number))
+    (root / "ant" / "cmyk.jpg").write_bytes(encoded(photograph(1, 40, 40).convert("CMYK"), "JPEG"))
+    (root / "ant" / "lossless.png").write_bytes(encoded(photograph(2, 40, 40), "PNG"))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (root / "bee" / "sideways.jpg").write_bytes(encoded(photograph(3, 40, 60), "JPEG", exif=exif))
+    (root / "cat" / "cut.jpg").write_bytes(small_photograph(99)[:-300])
+    (root / "cat" / "text.jpg").write_text("no image")
+    monkeypatch.setattr(index_in_place, "_PORTION", 10)
+    measure, begun = index_in_place.measure, []
+
+    def interrupted(read: Callable[[int], RawImage], numbers: range, *, decode: bool) -> index_in_place.Measured:
+        begun.append(numbers.start)
+        if begun == [0, 10]:
+            raise KeyboardInterrupt
+        return measure(read, numbers, decode=decode)
+
+    words = ("index", root, "--out", out, "--workers", 1)
+    monkeypatch.setattr(index_in_place, "measure", interrupted)
+    data(*words, status=130)
+    assert not (out / "dataset.json").exists()
+    data(*words, status=1)
+    assert sorted(begun) == [0, 10, 10, 20]
+    printed = capsys.readouterr().err
+    assert f"2 images cannot be decoded, listed in {out}/quarantine.jsonl" in printed
+    assert f"{root}/cat/cut.jpg (at byte 0): " in printed and f"{root}/cat/text.jpg (at byte 0): " in printed
+    (root / "ant" / "0.jpg").write_bytes(small_photograph(50))
+    data(*words, status=1)
+    assert len(begun) == 7, "of other files nothing is known"
+    capsys.readouterr()
+    data(*words, "--on-bad", "skip")
+    assert len(begun) == 7, "nothing is read again"
+    printed = capsys.readouterr().out
+    for kind in ("CMYK JPEG", "PNG", "EXIF orientation not upright"):
+        assert f"train: 1 image: {kind}" in printed
+    assert "train: 2 images: left out, see quarantine.jsonl" in printed and "train: 27 images, 3 classes" in printed
+    assert len(contents(out, "train")) == 27 and {path.name for path in out.iterdir()} == {
+        *("dataset.json", "index", "quarantine.jsonl")
+    }
+    data("convert", "folder", "--train", root, "--out", tmp_path / "rest", "--no-apply-orientation", "--on-bad", "skip")
+    ours, theirs = (contents(place, "train") for place in (out, tmp_path / "rest"))
+    assert [label for _, label in ours] == [label for _, label in theirs]
+    assert sum(one != other for one, other in zip(ours, theirs, strict=True)) == 2, "CMYK and PNG, re-encoded there"
+
+
+def test_what_cannot_be_indexed_in_place(
+    forms: Path, in_bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compressed = Path(__file__).parent / "mds" / "val"
+    write_tar(tmp_path / "packed" / "a.tar", [("1.jpg", small_photograph(1)), ("1.cls", b"0")], mode="w:gz")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").touch()
+    out = ("--out", tmp_path / "out")
+    for words, message in (
+        ((forms / "folder",), "its images are read in place (folder): name a directory for the index with --out"),
+        ((forms / "folder", "--out", forms / "folder" / "index"), "lies in DATASET"),
+        ((forms / "folder", "--out", forms / "converted"), "holds a dataset with shards of its own"),
+        ((forms / "folder", "--out", other), "holds thesis.tex: name a new directory"),
+        ((forms / "folder", *out, "--label-base", 0), "--label-base: has no effect on images that are read in place"),
+        ((forms / "converted", "--keep-order"), "--keep-order: has no effect on TFRecords"),
+        ((compressed, *out), "is packed, and an image must be a range of bytes of a file"),
+        ((tmp_path / "packed", *out), "is gzipped"),
+        ((f"{in_bucket}/images", *out), "holds single images, and a request for each would be slow"),
+        ((other, *out), "nothing in the directory looks like a dataset"),
+    ):
+        data("index", *words, status=2)
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "dataset.json").exists()

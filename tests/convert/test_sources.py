@@ -1,0 +1,393 @@
+"""Sources of many files: WebDataset, Parquet as on the Hugging Face hub, MosaicML Streaming's MDS, ImageNet-21k."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from dali_train.data.convert.datasets import DATASETS, advice
+from dali_train.data.convert.sources import Sources
+from dali_train.data.dataset.image_file import BadImageError, image_size
+from dali_train.data.dataset.manifest import Manifest
+from dali_train.errors import DatasetError, RunError
+from tests.convert.files import files_of, records, small_photograph, tar_bytes, tool, write_tar
+
+NAMES = ["n00000001", "n00000002", "n00000003"]
+TRAIN, VALIDATION = 10, 3  # images, of which number n is small_photograph(n) and has the label n % 3
+Options = dict[str, Any]
+
+
+def load(kind: str, source: Path, **options: object) -> Sources:
+    rest = ("label_key", "image_key", "class_names", "validation_fraction")
+    given = {**dict.fromkeys(rest), "seed": 0, "source": source, "out": source.parent, **options}
+    return DATASETS[kind].load(Namespace(**given))
+
+
+def error_of(kind: str, source: Path, **options: object) -> str:
+    with pytest.raises((DatasetError, RunError)) as error:
+        splits, _ = load(kind, source, **options)
+        splits["train"].read(0)
+    return str(error.value)
+
+
+def write_names(path: Path) -> Options:
+    path.write_text("".join(f"{name}\n" for name in NAMES))
+    return {"--class-names": path}
+
+
+def write_webdataset(root: Path) -> Options:
+    """Two tars for each split, with labels both in .cls and in .json."""
+    root.mkdir(exist_ok=True)
+    for split, count in (("train", TRAIN), ("val", VALIDATION)):
+        samples = [
+            (f"./{split}/{n:03d}.{ending}", content)
+            for n in range(count)
+            for ending, content in (
+                ("cls", f"{n % 3}\n".encode()),
+                ("JPG" if n % 2 else "jpg", small_photograph(n)),
+                ("json", json.dumps({"caption": "an animal", "class": n % 3}).encode()),
+            )
+        ]
+        half = len(samples) // 6 * 3
+        write_tar(root / f"{split}-000.tar", samples[:half])
+        write_tar(root / f"{split}-001.tar", samples[half:])
+    return write_names(root / "names.txt")
+
+
+def table(numbers: list[int], names: list[str] | None = NAMES, labels: list[Any] | None = None) -> pyarrow.Table:
+    images = [{"bytes": small_photograph(n), "path": f"{n}.jpg"} for n in numbers]
+    made = pyarrow.table({"image": images, "label": [n % 3 for n in numbers] if labels is None else labels})
+    features = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    return made.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def write_parquet(root: Path) -> Options:
+    """The hub's names, several row groups, and a test split without labels, which is to be left out."""
+    (root / "data").mkdir(parents=True)
+    for name, content in (
+        ("train-00000-of-00002", table([*range(4)])),
+        ("train-00001-of-00002", table([*range(4, TRAIN)])),
+        ("validation-00000-of-00001", table([*range(VALIDATION)])),
+        ("test-00000-of-00001", table([7], labels=[-1])),
+    ):
+        parquet.write_table(content, root / "data" / f"{name}.parquet", row_group_size=3)
+    return {}
+
+
+def write_mds(root: Path) -> Options:
+    """What Streaming 0.13's MDSWriter has made of the same images, with ``columns={"i": "int", "x": "jpeg", "y": "int",
+    "note": "str"}, size_limit=16000``; of the validation split with ``compression="zstd:9"``."""
+    shutil.copytree(Path(__file__).parent / "mds", root, dirs_exist_ok=True)
+    return write_names(root / "names.txt")
+
+
+def write_imagenet21k(root: Path) -> Options:
+    for split, count in (("train", TRAIN), ("val", VALIDATION)):
+        (root / split).mkdir(parents=True)
+        for label, synset in enumerate(NAMES):
+            members = [(f"{synset}_{n}.JPEG", small_photograph(n)) for n in range(label, count, 3)]
+            write_tar(root / split / f"{synset}.tar", members)
+    return {}
+
+
+WRITE: dict[str, Callable[[Path], Options]] = {
+    "webdataset": write_webdataset,
+    "parquet": write_parquet,
+    "mds": write_mds,
+    "imagenet21k": write_imagenet21k,
+}
+
+
+@pytest.mark.parametrize("kind", WRITE)
+def test_images_labels_and_names(kind: str, tmp_path: Path) -> None:
+    """One process, or two parts in the wrong order with other numbers of workers: every image, and the same bytes."""
+    options = WRITE[kind](tmp_path / "source")
+    command = [kind, "--source", tmp_path / "source", *(part for option in options.items() for part in option)]
+
+    def convert(out: Path, *more: object) -> int:
+        return tool("make_tfrecords").main([str(word) for word in (*command, "--out", out, *more)])
+
+    out = tmp_path / "out"
+    assert convert(out, "--workers", 1, "--train-shards", 3) == 0
+    assert Manifest.read(out).class_names == tuple(NAMES) and not Manifest.read(out).applies_orientation
+    number_of = {image_size(small_photograph(n)): n for n in range(TRAIN)}
+    # libjpeg's version decides what tests/data/mds has, so those images are compared with what is in its shards.
+    shards = b"".join(path.read_bytes() for path in (tmp_path / "source").rglob("*.mds"))
+    for split, count in (("train", TRAIN), ("validation", VALIDATION)):
+        numbers = []
+        for place, (label, name, content) in records(out, split).items():
+            assert (tmp_path / "source" / place.partition(":")[0]).is_file()
+            numbers.append(n := number_of[image_size(content)])
+            assert (label, name) == (1 + n % 3, NAMES[n % 3])
+            assert content in shards if kind == "mds" else content == small_photograph(n)
+        assert sorted(numbers) == [*range(count)]
+    for phase in (["--plan"], ["--part", "2/2"], ["--part", "1/2"], ["--finish"]):
+        assert convert(tmp_path / "parts", *phase, "--workers", 3, "--train-shards", 3) == 0
+    assert files_of(tmp_path / "parts") == files_of(out)
+    # The advice to who takes it for a dataset.
+    directory = tmp_path / "source" / {"parquet": "data", "webdataset": ""}.get(kind, "train")
+    assert f"`dali-train data convert {kind} --source {directory} --out DATASET`" in advice(directory, DATASETS)
+
+
+SAMPLE = [("a/1.jpg", small_photograph(0)), ("a/1.cls", b"2")]
+
+
+def test_labels_in_json_a_single_tar_and_numbers_as_names(tmp_path: Path) -> None:
+    write_webdataset(tmp_path)
+    splits, names = load("webdataset", tmp_path / "train-000.tar", label_key="class", validation_fraction=0.4)
+    assert names == ["0", "1", "2"] and sorted(splits) == ["train", "validation"]
+    assert np.bincount(splits["train"].labels).tolist() == [1, 1, 1]
+    assert splits["validation"].name(0).startswith("train-000.tar:train/00")
+
+
+def test_splits_by_the_names_of_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def splits() -> dict[str, int]:
+        return {split: len(source.labels) for split, source in load("webdataset", tmp_path)[0].items()}
+
+    write_tar(tmp_path / "shard.tar", SAMPLE)
+    assert splits() == {"train": 1}
+    (tmp_path / "shard.tar").rename(tmp_path / "latest-contrasts-0.tar")  # neither "test" nor "train" is a word of it
+    assert splits() == {"train": 1}
+    (tmp_path / "latest-contrasts-0.tar").rename(tmp_path / "train_0.tar")
+    for name in ("Testing", "test-archives/validation"):
+        (tmp_path / name).mkdir(parents=True)
+    write_tar(tmp_path / "Testing" / "0.tar", [*SAMPLE, ("2.cls", b"0"), ("2.jpg", b"")])
+    assert splits() == {"train": 1, "validation": 2}
+    write_tar(tmp_path / "test-archives" / "validation" / "0.tar", SAMPLE)
+    assert splits() == {"train": 1, "validation": 1}
+    assert "1 files of the test split are left out" in caplog.text
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    """In what all kinds have in common."""
+
+    def error(source: Path = tmp_path, **options: object) -> str:
+        return error_of("webdataset", source, **options)
+
+    assert f"--source {tmp_path}/none: does not exist: name a directory of *.tar" in error(tmp_path / "none")
+    assert f"--source {tmp_path}: has no *.tar: name the directory" in error()
+    tar = write_tar(tmp_path / "train-0.tar", SAMPLE)
+    for path in (tmp_path / "a", tar):
+        assert f"--class-names {path}: cannot be read" in error(class_names=path)
+    (tmp_path / "names").write_text("ant\nant\n")
+    assert "use one name per line, each class another" in error(class_names=tmp_path / "names")
+    other = write_tar(tmp_path / "val-0.tar", SAMPLE)
+    assert "--validation-fraction is 0.5 where there is a validation split" in error(validation_fraction=0.5)
+    other = other.rename(tmp_path / "other.tar")
+    assert f"{other}: train, val or test is in the names of other files, but not in this one: rename" in error()
+    other.unlink()
+    tar.write_bytes(tar.read_bytes()[:1500])
+    assert f"{tar}: at byte 0: member 'a/1.jpg' has" in error()
+    write_tar(tar, SAMPLE, mode="w:gz")
+    assert f"{tar}: is gzipped, and images are read in place: gunzip it first" in error()
+
+
+@pytest.mark.parametrize(
+    ("members", "label_key", "place", "message"),
+    [
+        (SAMPLE[:1], None, ":a/1", "has 1 image and 0 .cls files: there must be one of each side by side"),
+        (SAMPLE[1:], None, ":a/1", "has 0 images and 1 .cls file"),
+        ([*SAMPLE, ("a/1.png", b"")], None, ":a/1", "has 2 images and 1 .cls file"),
+        ([SAMPLE[0], ("b/2.jpg", b""), SAMPLE[1]], None, ":a/1", "has 1 image and 0 .cls files"),
+        ([SAMPLE[0], ("a/1.json", b"{}")], None, ":a/1", "name the field of a KEY.json with --label-key"),
+        ([SAMPLE[0], ("a/1.cls", b"cat")], None, ":a/1.cls", "its label is 'cat': labels are whole numbers from"),
+        ([SAMPLE[0], ("a/1.cls", b"-1")], None, ":a/1.cls", "its label is -1: labels are whole numbers from 0"),
+        ([SAMPLE[0], ("a/1.cls", b"9" * 5000)], None, ":a/1.cls", "9...: labels are"),
+        ([SAMPLE[0], ("a/1.cls", b"\xff\0")], None, ":a/1.cls", "labels are whole numbers from 0 to 999,999"),
+        ([SAMPLE[0], ("a/1.cls", b"3")], None, ":a/1.jpg", "its label is 3, and there are 3 class names"),
+        ([SAMPLE[0], ("a/1.json", b'{"y": 1}')], "label", ":a/1.json", "has no field label: name another with"),
+        ([SAMPLE[0], ("a/1.json", b"[" * 99_999)], "label", ":a/1.json", "has no field label"),
+        ([SAMPLE[0], ("a/1.json", b'{"y": true}')], "y", ":a/1.json", "its label is True: labels are"),
+        ([("readme.txt", b"")], None, "", "has no images: fetch it"),
+    ],
+)
+def test_broken_samples_of_a_webdataset(
+    tmp_path: Path, members: list[tuple[str, bytes]], label_key: str | None, place: str, message: str
+) -> None:
+    tar = write_tar(tmp_path / "0.tar", members)
+    names = write_names(tmp_path / "names.txt")["--class-names"]
+    error = error_of("webdataset", tmp_path, label_key=label_key, class_names=names)
+    assert f"{tar}{place}: " in error and message in error
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "place", "message"),
+    [
+        (table([0]).drop(["label"]), {}, "", "has no column label, but image (struct<bytes: binary, path: string>)"),
+        (table([0]).rename_columns(["img", "label"]), {}, "", "has no column image, but img"),
+        (table([0]), {"label_key": "fine"}, "", "has no column fine, but image (struct<bytes: binary, path: string>)"),
+        (table([0]), {"image_key": "label"}, "", "column label is int64: name one of image files (binary)"),
+        (table([0], labels=["cat"]), {}, "", "column label is string: name one of whole numbers with --label-key"),
+        (table([0, 1], labels=[0, -1]), {}, ":row 1", "its label is -1: labels are whole numbers from 0"),
+        (table([0, 1], labels=[0, None]), {}, ":row 1", "its label is None: labels are whole numbers from 0"),
+        (table([0], labels=[1 << 40]), {}, ":row 0", "its label is 1099511627776: labels are whole numbers"),
+        (table([0, 1], labels=[0, 3]), {}, ":row 1", "its label is 3, and there are 3 class names"),
+        (table([]).cast(table([0]).schema), {}, "", "has no images: fetch it"),
+        (b"version https://git-lfs.github.com/spec/v1\n", {}, "", "damaged, truncated or not Parquet (Parquet magic"),
+        (None, {}, "", "damaged, truncated or not Parquet"),
+    ],
+)
+def test_broken_parquet(tmp_path: Path, content: Any, options: Options, place: str, message: str) -> None:
+    path = tmp_path / "0.parquet"
+    if isinstance(content, pyarrow.Table):
+        parquet.write_table(content, path)
+    else:
+        parquet.write_table(table([0, 1]), path)
+        path.write_bytes(path.read_bytes()[:-9] if content is None else content)
+    error = error_of("parquet", tmp_path, **options)
+    assert f"{path}{place}: " in error and message in error
+
+
+def test_parquet_of_other_datasets_plain_bytes_and_null(tmp_path: Path) -> None:
+    parquet.write_table(table([0, 1]), tmp_path / "0.parquet")
+    parquet.write_table(table([2], names=["a", "b", "c"]), tmp_path / "1.parquet")
+    assert f"{tmp_path}/1.parquet: its class names are not those of the files before it" in error_of(
+        "parquet", tmp_path
+    )
+    plain = pyarrow.table({"jpg": [small_photograph(5), None], "fine": [1, 0]})
+    for number, content in enumerate((plain, table([0, 1]).set_column(0, "image", [[{"bytes": b"x"}, None]]))):
+        path = tmp_path / f"{number}.parquet"
+        parquet.write_table(content, path)
+        keys = {"image_key": "jpg", "label_key": "fine"} if content is plain else {}
+        source = load("parquet", path, **keys)[0]["train"]
+        assert source.read(0) == (b"x", small_photograph(5))[content is plain]
+        with pytest.raises(BadImageError, match="is null, or has no bytes"):
+            source.read(1)
+        assert source[1].location == f"{path}:row 1"
+    content = bytearray(path.read_bytes())
+    content[4:40] = bytes(36)  # where listing does not look
+    path.write_bytes(content)
+    assert f"{path}: damaged, truncated or not Parquet" in error_of("parquet", path)
+
+
+Spoil = Callable[[Path], object]  # the directory of the training split
+SHARD, INDEX = "shard.00000.mds", "index.json"
+
+
+def with_shard(**changes: object) -> Spoil:
+    """Set fields of the first shard in the index; of "raw_data" only those that are given."""
+
+    def change(root: Path) -> None:
+        index = json.loads((root / INDEX).read_text())
+        shard = index["shards"][0]
+        shard.update({**changes, "raw_data": {**shard["raw_data"], **changes.get("raw_data", {})}})
+        (root / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+def with_bytes(offset: int, content: bytes) -> Spoil:
+    def change(root: Path) -> None:
+        shard = bytearray((root / SHARD).read_bytes())
+        shard[offset : (offset + len(content)) or None] = content
+        (root / SHARD).write_bytes(shard)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "place", "message"),
+    [
+        (lambda root: os.truncate(root / SHARD, 9000), SHARD, "has 9,000 bytes, 14,614 by index.json: truncated, or"),
+        (with_shard(samples=5), SHARD, "damaged, or not the shard that index.json describes"),
+        (with_shard(samples=10**9), SHARD, "damaged, or not the shard"),
+        (with_shard(column_sizes=[8, None, None, None]), INDEX, "column y is int of size None: name one"),
+        (with_shard(column_sizes=[8, 8, None, 8]), SHARD, "again (sample 0)"),
+        (with_shard(column_names=["i", "x"]), INDEX, "column_sizes do not fit each other: use the index.json of MDS"),
+        (with_shard(column_encodings=["int", "str", "pil", "int"]), INDEX, "column x is pil: name one of jpeg, png"),
+        (with_shard(column_encodings=["int", "str", "jpeg", "str"]), INDEX, "column y is str of size 8: name"),
+        (with_shard(column_names=["i", "note", "img", "y"]), INDEX, "has no column x or image, but i (int)"),
+        (with_shard(format="json"), INDEX, "format is 'json': use mds"),
+        (with_shard(version=3), INDEX, "version is 3: use 2"),
+        (with_shard(raw_data={"basename": "../x"}), INDEX, "basename is '../x': use a path below index.json"),
+        (with_shard(raw_data={"basename": "x" * 5000}), INDEX, "...: use a path below index.json"),
+        (with_shard(raw_data={"basename": "y.mds"}), "y.mds", "is missing, and"),
+        (with_shard(raw_data={"bytes": 1 << 40}), INDEX, "bytes is 1099511627776: use a number of bytes up to 2**32"),
+        (with_bytes(4, b"\0"), SHARD, "damaged, or not the shard"),
+        (with_bytes(8, b"\xff\xff"), SHARD, "again (sample 0)"),
+        (with_bytes(-1, b"\xff"), f"{SHARD}:sample 5", "its label is -"),
+        (lambda root: (root / INDEX).write_text("{"), INDEX, "is not valid JSON"),
+        (lambda root: (root / INDEX).write_text("[]"), INDEX, "an array instead of an object: fetch it again"),
+    ],
+)
+def test_broken_mds(tmp_path: Path, spoil: Spoil, place: str, message: str) -> None:
+    write_mds(tmp_path)
+    spoil(tmp_path / "train")
+    error = error_of("mds", tmp_path)
+    assert f"{tmp_path}/train/{place}" in error and message in error
+
+
+def test_compressed_and_merged_mds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    parquet.write_table(table([0]), parquet_file := tmp_path / "0.parquet")
+    write_mds(tmp_path)
+    packed, index = tmp_path / "val" / "shard.00000.mds.zstd", json.loads((tmp_path / "val/index.json").read_text())
+    assert load("mds", tmp_path / "val")[0]["train"].labels.tolist() == [0, 1, 2]
+    # Streaming's merge_index leaves the indexes that it merges.
+    for kind in ("raw_data", "zip_data"):
+        index["shards"][0][kind]["basename"] = "0/" + index["shards"][0][kind]["basename"]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    packed = packed.parent.rename(tmp_path / "0") / packed.name
+    shutil.rmtree(tmp_path / "train")
+    assert len(load("mds", tmp_path)[0]["train"].labels) == 3
+    assert load("mds", tmp_path)[0]["train"].name(2) == "0/shard.00000.mds.zstd:sample 2"
+
+    source = load("mds", tmp_path)[0]["train"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", lambda dir: Path("/dev/full").open("r+b"))  # noqa: SIM115
+        assert f"{tmp_path.parent}: the source cannot be unpacked here (No space left on device): make as much" in (
+            error_of("mds", tmp_path)
+        )
+        patch.setitem(sys.modules, "pyarrow", None)
+        for kind, path in (("mds", tmp_path), ("parquet", parquet_file)):
+            assert "with pyarrow, which is missing: pip install 'dali-train[parquet]'" in error_of(kind, path)
+    content = bytearray(packed.read_bytes())
+    content[0] ^= 255
+    packed.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"mds.zstd: damaged"):
+        source.read(0)
+    assert f"{packed}: damaged" in error_of("mds", tmp_path) and "fetch it again" in error_of("mds", tmp_path)
+    index["shards"][0]["compression"] = "bz2:9"
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert f"compression is bz2:9, and zstd, gz, br, snappy are read: unpack each shard, this one to {tmp_path}/0/" in (
+        error_of("mds", tmp_path)
+    )
+
+
+def test_imagenet21k_as_one_tar_and_broken(tmp_path: Path) -> None:
+    def inner(synset: str) -> bytes:
+        return tar_bytes((f"{synset}_{n}.JPEG", small_photograph(n)) for n in range(4))
+
+    whole = write_tar(tmp_path / "whole.tar", [(f"winter21_whole/{synset}.tar", inner(synset)) for synset in NAMES])
+    splits, names = load("imagenet21k", whole, validation_fraction=0.25)
+    assert names == NAMES and np.bincount(splits["validation"].labels).tolist() == [1, 1, 1]
+    for name, content, message in (
+        ("dogs.tar", inner(NAMES[0]), "dogs.tar: is not SYNSET.tar, such as n01440764.tar: move it out of --source"),
+        ("n00000001.tar", inner(NAMES[1]), "holds 'n00000002_0.JPEG', expected n00000001_NUMBER.JPEG"),
+        ("n00000001.tar", inner(NAMES[0])[:700], "n00000001.tar: at byte 0: member 'n00000001_0.JPEG' has"),
+        (
+            "n00000001.tar",
+            tar_bytes([("readme", b"")]),
+            "n00000001.tar: holds 'readme', expected n00000001_NUMBER.JPEG",
+        ),
+        ("n00000001.tar", tar_bytes([]), "n00000001.tar: has no images: fetch it"),
+        ("n00000001.tar", b"", "n00000001.tar: at byte 0: "),
+    ):
+        path = tmp_path / "broken" / name
+        path.parent.mkdir()
+        path.write_bytes(content)
+        assert message in error_of("imagenet21k", tmp_path / "broken")
+        shutil.rmtree(path.parent)
+    assert f"--source {tmp_path}/broken: does not exist" in error_of("imagenet21k", tmp_path / "broken")
+    (tmp_path / "broken").mkdir()
+    assert "has no *.tar: name the directory that holds them" in error_of("imagenet21k", tmp_path / "broken")

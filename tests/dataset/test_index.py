@@ -1,0 +1,228 @@
+"""Indexing somebody else's TFRecords, and opening a dataset."""
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tfrecord import writer
+
+from dali_train.data.convert.datasets import DATASETS, advice
+from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.dataset.tfrecord import TFRecordError
+from dali_train.errors import DatasetError, NoDatasetError
+from tests.conftest import encoded, photograph, write_shard
+from tests.convert.files import files_of, small_photograph
+from tests.ranks import FORK
+
+
+def write_records(path: Path, records: list[dict[str, tuple[Any, str]]]) -> Path:
+    """With another implementation of the format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    other = writer.TFRecordWriter(str(path))
+    for record in records:
+        other.write(record)
+    other.close()
+    return path
+
+
+def example(seed: int, **changes: tuple[Any, str] | None) -> dict[str, tuple[Any, str]]:
+    features: dict[str, tuple[Any, str] | None] = {
+        "image/width": (1, "int"),  # untrue: sizes come from the images
+        "image/encoded": (small_photograph(seed), "byte"),
+        "image/class/label": (1 + seed % 3, "int"),
+        "image/class/synset": (f"n0000000{seed % 3}".encode(), "byte"),
+        "image/colorspace": (b"RGB", "byte"),
+    }
+    features |= {name.replace("__", "/"): value for name, value in changes.items()}
+    return {name: value for name, value in features.items() if value is not None}
+
+
+def test_indexes_what_another_writer_wrote(tmp_path: Path) -> None:
+    images = [small_photograph(seed) for seed in range(11)]
+    for number in range(2):
+        records = [example(seed) for seed in range(number, 11, 2)]
+        write_records(tmp_path / "train" / f"train-{number:05d}-of-00002", records)
+    manifest = build_index(tmp_path, workers=2)
+    assert manifest.class_names == ("n00000000", "n00000001", "n00000002")
+    split = Split(tmp_path, "train")
+    order = [*range(0, 11, 2), *range(1, 11, 2)]
+    for image, seed in enumerate(order):
+        assert MappedFiles(split).image(image).tobytes() == images[seed]
+        row = split.rows[image]
+        assert row["label"] == seed % 3
+        assert (row["height"], row["width"]) == (32 + 2 * (seed % 9), 60 - 2 * (seed % 11))
+    assert not MappedFiles(split).image(0).flags.writeable
+
+
+def test_images_of_any_format_and_any_file_name(tmp_path: Path) -> None:
+    contents = [encoded(photograph(n, 20, 30), kind) for n, kind in enumerate(("PNG", "BMP", "WEBP", "JPEG"))]
+    write_shard(tmp_path / "validation" / "whatever.tfrecord", [(content, 0) for content in contents])
+    build_index(tmp_path, label_base=0)
+    split = Split(tmp_path, "validation")
+    assert [MappedFiles(split).image(image).tobytes() for image in range(4)] == contents
+    assert set(split.rows["height"]) == {20} and set(split.rows["width"]) == {30}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"image__encoded": None},
+            "feature image/encoded is missing; the record has image/class/label, image/class/synset",
+        ),
+        ({"image__class__label": None}, "feature image/class/label is missing"),
+        ({"image__class__label": (0.5, "float")}, "feature image/class/label is a list of float, expected int64"),
+        ({"image__class__label": ([1, 2], "int")}, "feature image/class/label has 2 values, expected 1"),
+        ({"image__encoded": (3, "int")}, "feature image/encoded is a list of int64, expected bytes"),
+        (
+            {"image__encoded": (b"hello", "byte")},
+            "image/encoded is not an image in a known format (JPEG, PNG, BMP, WEBP, TIFF, PPM, JPEG2000); it begins "
+            "with b'hello'",
+        ),
+        (
+            {"image__encoded": (b"\xff\xd8\xff\xe0", "byte")},
+            "image/encoded is not a JPEG that can be read: the file ends",
+        ),
+        ({"image__class__synset": (b"n00000009", "byte")}, "label 3 belongs to n00000002 before and to n00000009 here"),
+        (
+            {"image__class__label": (0, "int")},
+            "label 0 is out of range: 3 classes from 1 end at 3; labels that start at 0",
+        ),
+        (
+            {"image__format": (b"RAW", "byte"), "image__height": (4, "int"), "image__width": (5, "int")},
+            "bytes, 4 x 5 RGB pixels have 60",
+        ),
+        (
+            {"image__format": (b"RAW", "byte"), "image__height": (4, "int"), "image__width": None},
+            "feature image/width is missing",
+        ),
+    ],
+)
+def test_records_that_cannot_be_used_are_named(tmp_path: Path, changes: dict, message: str) -> None:
+    path = write_records(tmp_path / "train" / "a", [example(0), example(1), example(2), example(5, **changes)])
+    before = files_of(tmp_path)
+    with pytest.raises(TFRecordError) as error:
+        build_index(tmp_path)
+    assert message in str(error.value)
+    assert f"{path}: at byte " in str(error.value)
+    assert files_of(tmp_path) == before  # an error leaves nothing behind
+
+
+def test_raw_pixels(tmp_path: Path) -> None:
+    pixels = np.arange(2 * 3 * 3, dtype=np.uint8)
+    raw = {"image__format": (b"RAW", "byte"), "image__height": (2, "int"), "image__width": (3, "int")}
+    records = [example(seed, image__encoded=((pixels + seed).tobytes(), "byte"), **raw) for seed in range(3)]
+    write_records(tmp_path / "train" / "a", records)
+    assert build_index(tmp_path).encoding == "raw"
+    split = Split(tmp_path, "train")
+    assert np.array_equal(MappedFiles(split).image(2), pixels + 2)
+    assert (split.rows[2]["height"], split.rows[2]["width"]) == (2, 3)
+
+    write_records(tmp_path / "validation" / "b", [example(1)])
+    with pytest.raises(DatasetError, match="a holds raw pixels and b images: make two datasets of them"):
+        build_index(tmp_path)
+    write_records(tmp_path / "validation" / "b", [records[0], example(1)])
+    with pytest.raises(TFRecordError, match="the file mixes images with raw pixels"):
+        build_index(tmp_path)
+
+
+def test_which_files_are_shards(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="this directory does not exist"):
+        build_index(tmp_path / "nowhere")
+    for name, remedy in (
+        ("a.txt", "convert --help` lists what can be converted"),
+        ("a.tfrecord", "move its TFRecords"),
+    ):
+        (tmp_path / name).touch()
+        with pytest.raises(NoDatasetError, match="has no shard, expected TFRecord files in"):
+            build_index(tmp_path)
+        assert remedy in advice(tmp_path, DATASETS, indexing=True)
+    for number in (0, 1, 3):
+        write_records(tmp_path / "train" / f"train-{number:05d}-of-00004", [example(number)])
+    (tmp_path / "train" / "README").write_text("hello")
+    (tmp_path / "train" / ".hidden").write_text("hello")
+    with pytest.raises(DatasetError, match="lacks 1 of 4 shards: 00002"):
+        build_index(tmp_path)
+    write_records(tmp_path / "train" / "train-00002-of-00004", [example(2)])
+    assert build_index(tmp_path).splits["train"].num_records == 4
+    write_records(tmp_path / "train" / "train-00000-of-00005", [example(2)])
+    with pytest.raises(DatasetError, match="mixes shards of 4 and 5: keep one set of them"):
+        build_index(tmp_path)
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "train" / "train-00000-of-00005").unlink()
+    (tmp_path / "train" / "train-00001-of-00004").write_bytes(b"")
+    with pytest.raises(
+        TFRecordError, match="no record: the file is empty; delete it if it does not belong to the dataset"
+    ):
+        build_index(tmp_path)
+
+
+def test_damage_is_found_only_as_far_as_it_is_looked_for(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "train" / "a", [example(0), example(1)])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4] ^= 1  # in the first image's pixels
+    path.write_bytes(content)
+    with pytest.raises(TFRecordError, match="CRC mismatch of the record's"):
+        build_index(tmp_path)
+    assert build_index(tmp_path, check_crc=False).splits["train"].shards[0].crc32c is None
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    write_records(tmp_path / "train" / "a", [example(seed) for seed in range(5)])
+    build_index(tmp_path)
+    return tmp_path
+
+
+def test_a_shard_that_changed_since_is_refused(indexed: Path) -> None:
+    path = indexed / "train" / "a"
+    content = path.read_bytes()
+    path.write_bytes(content + b"x")
+    with pytest.raises(
+        DatasetError, match=rf"has {len(content) + 1} bytes, the index was made for {len(content)}: restore the shard"
+    ):
+        Split(indexed, "train")
+    path.write_bytes(content)
+    later = time.time() + 10
+    os.utime(path, (later, later))
+    assert len(Split(indexed, "train")) == 5  # copied without its time: the content counts
+    other = write_records(indexed / "other", [example(seed + 1) for seed in range(5)]).read_bytes()
+    path.write_bytes(other.ljust(len(content), b"x")[: len(content)])
+    os.utime(path, (later, later))
+    with pytest.raises(
+        DatasetError, match=r"is newer than .* and its record 0 is not what the index says: .*data index"
+    ):
+        Split(indexed, "train")
+    path.unlink()
+    with pytest.raises(DatasetError, match=r"is missing, dataset.json names it"):
+        Split(indexed, "train")
+    with pytest.raises(DatasetError, match="has no validation split, only train"):
+        Split(indexed, "validation")
+
+
+def open_with_limits(root: Path, soft: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if hard > 300:
+        split = Split(root, "train")
+        assert len({MappedFiles(split).image(image).tobytes() for image in range(len(split))}) == len(split)
+    else:
+        with pytest.raises(DatasetError, match=r"316 files would be open, `ulimit -Hn` allows 280; raise that limit"):
+            MappedFiles(Split(root, "train"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hard", [400, 280])
+def test_more_shards_than_open_files(tmp_path: Path, hard: int) -> None:
+    for number in range(60):
+        write_shard(tmp_path / "train" / f"train-{number:05d}-of-00060", [(small_photograph(number), 1)])
+    build_index(tmp_path)
+    process = FORK.Process(target=open_with_limits, args=(tmp_path, 50, hard))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

@@ -1,0 +1,425 @@
+"""What becomes of a finished run: exported models, predictions, and the question why two runs differ."""
+
+import csv
+import json
+import os
+import re
+import resource
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from huggingface_hub import ModelCard
+from PIL import ExifTags, Image, ImageOps
+from safetensors.torch import load_file
+
+import dali_train
+from dali_train.checkpoint.recipe import recipe_settings
+from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.checkpoint.trained_model import load_trained
+from dali_train.cli import main
+from dali_train.commands.train import as_typed
+from dali_train.data.convert.image import upright
+from dali_train.errors import ConfigError
+from dali_train.extras.doctor import model_and_batch
+from dali_train.extras.export import commands
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.status import read_events
+from dali_train.training.model import build_model
+from tests.conftest import REPOSITORY, TINY_CONFIG, photograph
+from tests.convert.files import EPS
+from tests.helpers import events, write_run
+
+
+@pytest.fixture(scope="module")
+def make_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``make_run((old, new), ...)``: the directory of a run of three steps with an EMA, its config changed so."""
+
+    def make(*changes: tuple[str, str]) -> Path:
+        place = tmp_path_factory.mktemp("run")
+        text = TINY_CONFIG.format(root=str(dataset)).replace('dir="run"', f"dir={str(place / 'run')!r}, max_steps=3")
+        text = text.replace("    run=RunConfig", "    ema=EmaConfig(decay=0.5),\n    run=RunConfig")
+        text = text.replace("micro_batch=4", "micro_batch=16")
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (place / "config.py").write_text(text)
+        return dali_train.run(place / "config.py").run_dir
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(make_run: Callable[..., Path]) -> Path:
+    return make_run()
+
+
+def logits_of(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(images)
+
+
+def test_timm_reads_what_was_exported(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(finished), "--output", str(tmp_path / "out"), "--weights", "raw"]) == 0
+    assert "its logits differ by" in capsys.readouterr().out
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    images = torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(logits_of(model, images), logits_of(load_trained(finished, weights="raw").model, images))
+    assert model.pretrained_cfg["label_names"] == ["class 0", "class 1", "class 2", "class 3", "class 4"]
+    assert model.pretrained_cfg["mean"] == [0.5, 0.5, 0.5] and model.pretrained_cfg["crop_pct"] == pytest.approx(
+        32 / 36
+    )
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    events = [event for event in read_events(finished / "metrics.jsonl") if event["event"] == "eval"]
+    best = max(events, key=lambda event: (event["ema_top1"], event["step"]))
+    assert [(result.metric_type, result.metric_value) for result in card.data.eval_results or []] == [
+        ("accuracy", best["top1"]),
+        ("top-5 accuracy", best["top5"]),
+    ]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert set(modes) == {*("config.json", "model.safetensors", "preprocessing.json", "README.md")}
+    assert len(set(modes.values())) == 1, modes
+    assert card.data.library_name == "timm" and f"{best['step']} steps of " in card.text and "lr 0.01" in card.text
+    record = load_trained(finished, weights="raw").record
+    assert record["digest"] in card.text and record["record"] in card.text
+    preprocessing = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
+    assert (preprocessing["resize_to"], preprocessing["center_crop"], preprocessing["weights"]) == (36, 32, "raw")
+    assert preprocessing["class_names"] == model.pretrained_cfg["label_names"]
+
+
+def test_a_card_has_the_commands_that_led_to_its_weights(tmp_path: Path) -> None:
+    """A start that ended before its first checkpoint led to nothing, nor has one after the weights were saved."""
+    starts = [(0, "a killed one"), (0, "train"), (7, "train"), (9, "train --more"), (11, "train"), (20, "too late")]
+    lines = [{"event": "start", "epoch": 0.0, "startup_s": 1.0, "step": step, "command": name} for step, name in starts]
+    run = RunDirectory(write_run(tmp_path / "run", events=lines))
+    assert commands(run, 20).splitlines() == ["train", "train --more  # from step 9", "train  # from step 11"]
+    assert commands(run, 9) == "train" and as_typed(["/x/dali_train/__main__.py", "a b"]) == "dali-train 'a b'"
+    assert as_typed(["/home/me/mine.py", "s3://me:SECRET@host"]) == "python mine.py 's3://***@host'"
+
+
+def test_a_run_begins_with_another_runs_weights(finished: Path, make_run: Callable[..., Path]) -> None:
+    """With the moving average, of the checkpoint that `load_model` would take."""
+    tuned = make_run(
+        ('name="vit_tiny_patch16_224",', f'name="vit_tiny_patch16_224", weights={str(finished)!r},'),
+        ("lr=1e-2", "lr=1e-9"),
+    )
+    first, second = (load_trained(run).model.state_dict() for run in (finished, tuned))
+    raw = load_trained(finished, weights="raw").model.state_dict()
+    average, written = load_trained(finished, "newest").model.state_dict(), load_file(finished / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in average.items())
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(tensor, raw[name])
+    began_with = load_trained(tuned).checkpoint.values.recipe["model.weights"]
+    config = load_trained(tuned).config
+    for path in (finished, finished / "checkpoints" / "best"):
+        assert recipe_settings(config.replace({"model.weights": str(path)}))["model.weights"] == began_with
+    other = config.replace({"model.weights": str(tuned)})
+    assert re.fullmatch(r"content \w{16}", began_with) and recipe_settings(other)["model.weights"] != began_with
+
+
+def loss_of(output: str) -> str:
+    return output.rpartition("  loss ")[2].split()[0]
+
+
+def test_weights_are_evaluated_without_a_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run, a file, and what timm knows by name, which brings its architecture and its images with it."""
+    assert main(["export", str(finished), "--output", str(tmp_path / "out")]) == 0
+    assert main(["eval", str(finished)]) == 0
+    expected = loss_of(capsys.readouterr().out)  # of the average
+    words = ["eval", "--config", str(finished.parent / "config.py"), "--model.weights"]
+    for weights in (str(finished), str(finished / "model.safetensors")):
+        assert main([*words, weights]) == 0
+        output = capsys.readouterr().out
+        assert (
+            "images: 32 pixels of the short side at 36 (crop share 0.889), bilinear, mean 127.5, 127.5, 127.5" in output
+        )
+        assert "note: timm's vit_tiny_patch16_224 has images" not in output and loss_of(output) == expected
+    digits = ["eval", "--config", str(REPOSITORY / "configs" / "digits.py")]
+    digits += ["--data.root", load_trained(finished).config.data.root]
+    digits += ["--model.weights", f"local-dir:{tmp_path / 'out'}", "--precision.dtype", "fp32"]
+    assert main(digits) == 0
+    output = capsys.readouterr().out
+    assert "at 36 (crop share 0.889), bilinear" in output and "timm's for these weights" in output
+    assert loss_of(output) == expected
+    assert main([*digits, "--data.eval_resize_to", "40", "--data.normalise", "imagenet"]) == 0
+    assert "32 pixels of the short side at 40 (crop share 0.800), bilinear, mean 123.675" in capsys.readouterr().out
+
+
+def test_weights_to_evaluate_name_what_does_not_fit(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", "--config", str(finished.parent / "config.py"), "--model.weights"]
+    torch.save(timm.create_model("test_resnet", num_classes=4).state_dict(), tmp_path / "four.pth")
+    for arguments, message in (
+        ([str(tmp_path)], f"model.weights: {tmp_path} has no newest checkpoint"),
+        ([str(tmp_path / "four.pth")], "four.pth does not fit vit_tiny_patch16_224"),
+        (
+            [str(tmp_path / "four.pth"), "--model.name", "test_resnet", "--model.kwargs", "{}"],
+            "four.pth has 4 classes, the dataset 5: use weights trained on these",
+        ),
+        (["resnet50.a1_in1k"], "resnet50.a1_in1k has 1000 classes, the dataset 5: use weights trained on these"),
+        ([str(finished), "--checkpoint", "best"], "--model.weights with a run or a checkpoint"),
+    ):
+        assert main([*words, *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["export", str(finished), "--output", str(tmp_path / "out")]) == 0
+    deeper = load_trained(finished).config.replace(
+        {"model.kwargs.depth": 3, "model.weights": f"local-dir:{tmp_path / 'out'}"}
+    )
+    for num_classes in (5, 4):  # of which timm alone would accept the second
+        with pytest.raises(ConfigError, match=r"does not fit .*: (blocks.2.\S+ absent there; ){2}.* and 9 more"):
+            build_model(deeper, num_classes, torch.device("cpu"), with_weights=True)
+    assert main(["plan", *words[1:], str(tmp_path / "four.pth")]) == 2
+    assert "four.pth does not fit vit_tiny_patch16_224" in capsys.readouterr().err
+    config = load_trained(finished).config.replace({"model.weights": str(tmp_path / "four.pth")})
+    findings, _ = model_and_batch(config, discover(LaunchOptions()), torch.device("cpu"))  # of the doctor
+    assert findings[-1].verdict == "fail" and "four.pth does not fit vit_tiny_patch16_224" in findings[-1].text
+
+
+def test_torch_reads_what_was_exported(finished: Path) -> None:
+    assert main(["export", str(finished), "--format", "torch-export"]) == 0
+    model = torch.export.load(finished / "export" / "torch-export" / "model.pt2").module()
+    images = torch.randn(7, 3, 32, 32)
+    torch.testing.assert_close(
+        logits_of(model, images), logits_of(load_trained(finished).model, images), atol=1e-4, rtol=1e-4
+    )
+
+
+def test_onnxruntime_reads_what_was_exported(finished: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert main(["export", str(finished), "--format", "onnx"]) == 0
+    session = onnxruntime.InferenceSession(
+        finished / "export" / "onnx" / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    for size in (1, 6):
+        images = torch.randn(size, 3, 32, 32)
+        (logits,) = session.run(["logits"], {"images": images.numpy()})
+        np.testing.assert_allclose(logits, logits_of(load_trained(finished).model, images).numpy(), atol=1e-4)
+
+
+def test_onnx_without_its_packages_says_what_to_install(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["export", str(finished), "--format", "onnx"]) == 2
+    assert (
+        "--format onnx needs onnx, onnxscript, onnxruntime: pip install 'dali-train[export]'" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("kind", ["timm", "torch-export", "onnx"])
+def test_export_on_a_full_disk_is_one_line(
+    finished: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # the largest file that this process may write
+    try:
+        assert main(["export", str(finished), "--format", kind, "--output", str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    printed = capsys.readouterr().err
+    assert re.search(r"out cannot be written \(.*File too large.*\): free some space there, or .* --output", printed)
+    assert len(printed.splitlines()) == 1, printed
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    place = tmp_path_factory.mktemp("photographs")
+    paths = [place / f"{number}.{kind}" for number, kind in enumerate(("jpg", "png", "jpg"))]
+    for number, path in enumerate(paths):
+        photograph(number, 60 + number, 90).save(path)
+    return paths
+
+
+@pytest.mark.parametrize("decoder", ["dali", "pil"])
+def test_predictions_of_files(
+    finished: Path, photographs: list[Path], decoder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, table = tmp_path / "picture.png", tmp_path / "table.csv"
+    files = ["--picture", str(picture), "--csv", str(table)]
+    assert main(["predict", str(finished), *map(str, photographs), "--decoder", decoder, *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("moving average of the weights of")
+    for path, line in zip(photographs, lines[1:], strict=False):
+        assert path.name in table.read_text() and re.fullmatch(
+            rf"{re.escape(str(path))} +(class \d \d+\.\d%( +|$)){{3}}", line
+        ), line
+    with Image.open(picture) as image:
+        assert image.size[0] > 500
+
+
+def test_both_decoders_are_compared_on_the_validation_split(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(finished), "--csv", str(tmp_path / "table.csv")]) == 0
+    printed = capsys.readouterr().out
+    found = re.search(r"13 validation images .* top-1 (\S+)% decoded by DALI, (\S+)% by PIL", printed)
+    assert found is not None
+    with (tmp_path / "table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    right = [row["truth"] == row["class 1"] for row in rows]
+    assert [row["image"] for row in rows] == [*map(str, range(13))] and set(rows[0]) >= {"score 1", "class 5"}
+    assert float(found[1]) == pytest.approx(100 * np.mean(right), abs=0.01)
+    by_class = [
+        np.mean([hit for hit, row in zip(right, rows, strict=True) if row["truth"] == f"class {n}"]) for n in range(5)
+    ]
+    assert f"mean over classes {np.mean(by_class):.2%}" in printed and "lowest: class" in printed
+    last = events(finished, "eval")[-1]
+    assert {"ema_loss", "ema_top5", "top1"} <= last.keys() and last["ema_loss"] != last["loss"]
+    assert last["ema_balanced_top1"] == pytest.approx(np.mean(by_class), abs=1e-6)
+    assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
+
+
+def test_predictions_are_the_mean_over_the_views_of_the_evaluation(
+    finished: Path, photographs: list[Path], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy, symlinks=True)
+    settings = json.loads((copy / "config.json").read_text())
+    settings["data"]["eval_views"] = "mirrored"
+    (copy / "config.json").write_text(json.dumps(settings))
+    plain = dali_train.predict(finished, photographs)
+    both = dali_train.predict(copy, photographs)
+    mirrored = []
+    for path in photographs:
+        with Image.open(path) as image:
+            mirrored.append(tmp_path / f"mirrored-{path.stem}.png")
+            ImageOps.mirror(image.convert("RGB")).save(mirrored[-1])
+    other = dali_train.predict(finished, mirrored)
+    for row in range(len(photographs)):
+        one, two, mean = (
+            np.log(found.probabilities[row][np.argsort(found.classes[row])]) for found in (plain, other, both)
+        )
+        expected = np.exp((one + two) / 2)
+        np.testing.assert_allclose(np.exp(mean), expected / expected.sum(), rtol=2e-2)  # a JPEG and its pixels differ
+
+
+def test_predict_goes_on_past_files_that_are_none(
+    finished: Path, photographs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a directory, and below it; the API has names, and says which files it left out."""
+    folder = photographs[0].parent
+    (tmp_path / "more" / "inner").mkdir(parents=True)
+    truncated, text = tmp_path / "more" / "inner" / "truncated.jpg", tmp_path / "text.jpg"
+    truncated.write_bytes(photographs[0].read_bytes()[:-200])
+    (tmp_path / "more" / "notes.txt").write_text("ignored")
+    text.write_text("no image")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    broken = [text, tmp_path / "pipe.jpg", tmp_path / "nowhere.jpg", tmp_path / "more"]
+    for decoder in ("dali", "pil"):
+        assert main(["predict", str(finished), *map(str, broken), str(folder), "--decoder", decoder]) == 2
+        printed = capsys.readouterr()
+        assert [line.split()[0] for line in printed.out.splitlines()[1:]] == [str(path) for path in sorted(photographs)]
+        assert "4 of 7 images cannot be classified" in printed.err and "and 1 more" in printed.err
+    predictions = dali_train.predict(finished, [text, *photographs, tmp_path / "more"])
+    assert predictions.images == tuple(photographs) and predictions.class_names[1] == "class 1"
+    assert predictions.names == [f"class {number}" for number in predictions.classes[:, 0]]
+    assert "is not an image in a known format" in predictions.unreadable[text]
+    assert "cannot be decoded" in predictions.unreadable[truncated]
+
+
+def test_photographs_are_turned_as_those_of_the_training_set(
+    finished: Path, make_run: Callable[..., Path], dataset: Path, tmp_path: Path
+) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image, paths = photograph(7, 60, 100), {name: tmp_path / f"{name}.jpg" for name in ("sideways", "untagged", "up")}
+    image.save(paths["sideways"], quality=95, exif=exif)
+    image.save(paths["untagged"], quality=95)
+    paths["up"].write_bytes(upright(paths["sideways"].read_bytes()))
+    with Image.open(paths["up"]) as turned:
+        assert turned.size == (60, 100)
+    shutil.copytree(dataset, tmp_path / "data")
+    manifest = json.loads((dataset / "dataset.json").read_text())
+    manifest["conversion"] = {"options": {"apply_orientation": True}}
+    (tmp_path / "data" / "dataset.json").write_text(json.dumps(manifest))
+    turning = make_run((repr(str(dataset)), repr(str(tmp_path / "data"))))
+    for model, like in ((finished, "untagged"), (turning, "up"), (dali_train.load_model(turning), "up")):
+        for decoder in ("dali", "pil"):
+            predictions = dali_train.predict(model, [paths["sideways"], paths[like]], decoder=decoder)
+            np.testing.assert_array_equal(*predictions.probabilities)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["RUN", "/nowhere.jpg"], "/nowhere.jpg does not exist"),
+        (["RUN", "--picture", "x.png"], "--picture needs images"),
+        (["RUN", "TEXT", "--decoder", "pil"], "TEXT is not an image in a known format"),
+        (["RUN", "TEXT"], "TEXT is not an image in a known format"),
+        (["RUN", "--data.train_size", "1"], "predict uses the run's own settings and accepts no others"),
+        (["RUN", "--checkpiont", "newest"], "accepts no others; did you mean --checkpoint?"),
+    ],
+)
+def test_predict_names_mistakes(
+    finished: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "TEXT").write_text("no image")
+    places = {"RUN": str(finished), "TEXT": str(tmp_path / "TEXT")}
+    assert main(["predict", *(places.get(word, word) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_predict_starts_no_other_program(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PIL opens an EPS with Ghostscript, whatever its name."""
+    ghostscript, figure = tmp_path / "bin" / "gs", tmp_path / "photo.jpg"
+    ghostscript.parent.mkdir()
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ghostscript.parent}:{os.environ['PATH']}")
+    figure.write_bytes(EPS)
+    assert main(["predict", str(finished), str(figure), "--decoder", "pil"]) == 2
+    assert "photo.jpg is not an image in a known format (JPEG, PNG" in capsys.readouterr().err
+    assert not (tmp_path / "started").exists()
+
+
+def diff_of(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
+    status = main(["diff", *map(str, words)])
+    return status, capsys.readouterr().out
+
+
+def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output = diff_of(capsys, finished, finished)
+    assert status == 0
+    assert output.count("the same") == 4
+
+
+def test_diff_names_the_first_draw_that_differs(
+    finished: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flips = make_run(("num_threads=1", "num_threads=1, horizontal_flip=1.0"))
+    status, output = diff_of(capsys, finished, flips)
+    assert status == 1
+    assert "data.horizontal_flip: 0.5 | 1.0" in output
+    assert re.search(
+        r"first difference: step 0, micro-batch 0, position \d \(image (\d+) \| \1\), flips: 0 \| 1", output
+    ), output
+    assert re.search(r"losses\n  first difference: step 1, \S+ \| \S+ \(\S+ relative\)", output), output
+
+    seeds = make_run(("num_threads=1", "num_threads=1, seed=1"))
+    _, output = diff_of(capsys, finished, seeds)
+    assert re.search(r"step 0, micro-batch 0, position 0 \(image \d+ \| \d+\), images: \d+ \| \d+", output), output
+
+
+def test_diff_tells_another_rate_from_another_sample(
+    finished: Path, make_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    faster = make_run(("lr=1e-2", "lr=2e-2"))
+    status, output = diff_of(capsys, finished, faster)
+    assert status == 1
+    assert "optimizer.lr: 0.01 | 0.02" in output
+    assert "samples\n  the same" in output
+    assert "losses\n  first difference: step 2," in output  # the first step's loss comes before its update

@@ -1,0 +1,166 @@
+"""Several ranks from one process: they find each other, their errors arrive, and none outlives the process."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dali_train.errors import ConfigError, RunError
+from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.torchrun import launch_locally
+
+REPOSITORY = Path(__file__).parents[2]  # not conftest's: each rank imports this file, and DALI with it
+
+
+def place(word: str) -> tuple[str, int, int]:
+    found = discover(LaunchOptions())
+    assert found.launcher == "dali-train"
+    return word, found.rank, found.world_size
+
+
+def fail_on_rank_1(error: Exception) -> None:
+    if os.environ["RANK"] == "1":
+        raise error
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server of forks may be the child of a test that ignores it
+    time.sleep(60)
+
+
+def kill_rank_1() -> None:
+    """The others then fail, too: their connections break."""
+    dist.init_process_group("gloo")
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep(directory: Path) -> None:
+    (directory / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(300)
+
+
+@pytest.mark.usefixtures("forked_launch")
+def test_results_come_by_rank_whatever_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        listener.listen()
+        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
+        assert launch_locally(place, "here", num_processes=2) == {0: ("here", 0, 2), 1: ("here", 1, 2)}
+
+
+def start_sleeper(
+    directory: Path, *, ranks: int = 1, guard: str = "if __name__ == '__main__': "
+) -> subprocess.Popen[str]:
+    """A script that starts ranks which sleep, in a process group of its own, like a terminal's."""
+    script = "import sys; from pathlib import Path; from tests.runtime.test_local_launch import sleep, launch_locally\n"
+    script += f"{guard}launch_locally(sleep, Path(sys.argv[1]), num_processes={ranks})"
+    (directory / "script.py").write_text(script)
+    words, environment = (
+        [sys.executable, directory / "script.py", directory],
+        {**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, env=environment, **pipes, text=True, start_new_session=True)
+
+
+def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
+    parent = start_sleeper(tmp_path)
+    while not (tmp_path / "0").exists():
+        assert parent.poll() is None
+        time.sleep(0.1)
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()  # until the last process that has its output is gone
+
+
+def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
+    """A terminal sends it to them too, in the middle of their imports."""
+    parent = start_sleeper(tmp_path, ranks=2)
+    children = Path(f"/proc/{parent.pid}/task")
+    while sum(len(path.read_text().split()) for path in children.glob("*/children")) < 3:  # and multiprocessing's own
+        assert parent.poll() is None
+        time.sleep(0.01)
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.communicate() == ("", "stopped before training began: Ctrl-C\n")
+    assert parent.returncode == 75
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    parent = start_sleeper(tmp_path, guard="")
+    errors = parent.communicate()[1]
+    assert parent.returncode == 1
+    assert errors.splitlines()[-1].endswith('put the call under `if __name__ == "__main__":`')
+    assert errors.count("Traceback") == 1, "that of the script"
+
+
+@pytest.mark.usefixtures("forked_launch")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no such weather"), r".*fail_on_rank_1.*no such weather"),
+        (RunError("the disk is full: make room"), "the disk is full: make room$"),
+    ],
+)
+def test_the_first_to_fail_is_named(error: Exception, message: str) -> None:
+    with pytest.raises(RunError, match=f"(?s)^rank 1 of 2 failed: {message}"):
+        launch_locally(fail_on_rank_1, error, num_processes=2)
+
+
+@pytest.mark.usefixtures("forked_launch")
+def test_a_rank_that_was_killed_is_named() -> None:
+    message = r"^rank 1 of 2 was killed \(SIGKILL\), perhaps for lack of memory: start again to resume$"
+    with pytest.raises(RunError, match=message):
+        launch_locally(kill_rank_1, num_processes=2)
+
+
+HOOKS = """
+class Marks(Hook):
+    def step(self, record):
+        print(f"step {record.step} was seen", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("forked_launch")
+def test_hooks_come_from_the_config_file(
+    tiny_config: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A class that it defines is not found by other processes in another way."""
+    from dali_train.commands.train import run
+    from dali_train.config import load_config
+    from dali_train.hooks import Hook
+    from tests.helpers import extended
+
+    monkeypatch.chdir(tiny_config.parent)
+    config = load_config(extended(tiny_config, HOOKS)).replace({"run.max_steps": 1})
+    assert run(config, num_processes=2).step == 1
+    assert capfd.readouterr().out.count("step 1 was seen") == 2
+    with pytest.raises(ConfigError, match=r"hooks.user is Hook, but .* has Marks.* set hooks.user there"):
+        run(config.replace({"hooks.user": (Hook,)}), num_processes=2)
+    with pytest.raises(ConfigError, match=r"hooks.user with num_processes.* only in a config file"):
+        run(config.from_files({}), num_processes=2)
+
+
+def test_auto_on_a_cpu_keeps_the_number_of_a_run_that_goes_on(tiny_config: Path, plain_run: Path) -> None:
+    """And of a model that is split; anything else it measures, see test_quickstart.py."""
+    from dali_train.config import load_config
+    from dali_train.training.num_processes import count_processes
+
+    config = load_config(tiny_config).replace({"run.device": "cpu"})
+    assert count_processes(config.replace({"run.dir": str(plain_run)}), "auto") == 1
+    assert count_processes(config.replace({"parallel.pipeline": 2}), "auto") == 2
+
+
+def test_processes_that_do_not_fit_are_refused_before_they_start(tiny_config: Path) -> None:
+    from dali_train.commands.train import run
+
+    with pytest.raises(ConfigError, match="num_processes is 0: use at least 1"):
+        run(tiny_config, num_processes=0)
+    before = set(multiprocessing.active_children())  # ranks of other tests may wait for more work
+    with pytest.raises(ConfigError, match="40 data-parallel ranks need at least one each: start at most 8"):
+        run(tiny_config, num_processes=40)
+    assert set(multiprocessing.active_children()) == before

@@ -1,0 +1,187 @@
+"""Trained weights to begin with, frozen weights, and the project's own small model."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from dali_train.cli import main
+from dali_train.config import Config, ConfigError, load_config
+from dali_train.training.invariant import RunningStatistics
+from dali_train.training.model import build_model
+from tests.config.test_config import PLAIN
+from tests.conftest import Train, final_weights
+from tests.helpers import CONVOLUTIONAL, extended
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+CPU = torch.device("cpu")
+
+
+def config(**model: Any) -> Config:
+    return PLAIN.replace(model={"kwargs": VIT, **model})
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
+    """A file of trained weights for 5 classes at 32 pixels, and what is in it."""
+    torch.manual_seed(3)
+    state = timm.create_model("vit_tiny_patch16_224", num_classes=5, **VIT).state_dict()
+    path = tmp_path_factory.mktemp("weights") / "vit.safetensors"
+    save_file(state, path)
+    return str(path), state
+
+
+def test_weights_come_from_a_file(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    path, expected = weights
+    model = build_model(config(weights=path), 5, CPU, with_weights=True)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    without = build_model(config(weights=path), 5, CPU)  # whoever has a checkpoint needs no file
+    assert not torch.equal(without.state_dict()["head.weight"], expected["head.weight"])
+
+
+def test_other_classes_get_a_new_classifier(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    path, expected = weights
+    first, second = (build_model(config(weights=path), 3, CPU, with_weights=True).state_dict() for _ in range(2))
+    assert first["head.weight"].shape == (3, 32)
+    assert torch.equal(first["head.weight"], second["head.weight"])
+    assert torch.equal(first["blocks.0.attn.qkv.weight"], expected["blocks.0.attn.qkv.weight"])
+
+
+def test_position_embeddings_are_fitted_to_another_resolution(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    path, expected = weights
+    larger = build_model(config(weights=path, kwargs=VIT | {"img_size": 64}), 5, CPU, with_weights=True).state_dict()
+    assert expected["pos_embed"].shape == (1, 17, 32) and larger["pos_embed"].shape == (1, 65, 32)
+    torch.testing.assert_close(
+        larger["pos_embed"][:, 1:].mean(), expected["pos_embed"][:, 1:].mean(), atol=1e-3, rtol=0
+    )
+
+
+def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    path, _ = weights
+    (tmp_path / "broken.safetensors").write_bytes(b"no weights")
+    for settings, message in (
+        ({"weights": "/nowhere.safetensors"}, "model.weights: there is no file /nowhere.safetensors"),
+        ({"weights": str(tmp_path / "broken.safetensors")}, "broken.safetensors cannot be read as weights"),
+        (
+            {"weights": path, "kwargs": VIT | {"embed_dim": 64}},
+            r"does not fit vit_tiny_patch16_224 with .*: cls_token \[1, 1, 32\] there, \[1, 1, 64\] here; .*\d more",
+        ),
+        (
+            {"weights": "resnet50.a1_in1k"},
+            "resnet50.a1_in1k are weights of another architecture than vit_tiny_patch16_224",
+        ),
+        ({"weights": "vit_tinny"}, "model.weights is 'vit_tinny', which timm does not know"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_model(config(**settings), 5, CPU, with_weights=True)
+
+
+def test_another_architecture_is_three_names_and_a_count(weights: tuple[str, dict[str, torch.Tensor]]) -> None:
+    """Whatever the number of classes: timm alone would load nothing for others, and say nothing."""
+    for num_classes in (5, 3):
+        settings = config(name="test_resnet", kwargs={}, weights=weights[0])
+        message = (
+            r"does not fit test_resnet with {}: (\S+ absent there; ){2}\S+ absent there and \d+ more. Set model.name"
+        )
+        with pytest.raises(ConfigError, match=message):
+            build_model(settings, num_classes, CPU, with_weights=True)
+
+
+def test_weights_come_from_what_torch_saves(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """A state dict, and a checkpoint of timm's trainer, whose average counts."""
+    _, expected = weights
+    others = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    for name, content in (
+        ("state.pth", expected),
+        ("pytorch_model.bin", {"state_dict": others, "state_dict_ema": expected, "args": Namespace(lr=1), "epoch": 3}),
+        ("wrapped.pt", {"model": {f"module.{name}": tensor for name, tensor in expected.items()}}),
+    ):
+        torch.save(content, tmp_path / name)
+        model = build_model(config(weights=str(tmp_path / name)), 5, CPU, with_weights=True)
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items()), name
+
+
+class Code:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("started"),)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated", "ignore:Validating sparse"
+)
+def test_files_of_other_things_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    contents = {
+        "code.pth": (Code(), r"it holds a (pathlib|builtins)\.\w+, and only tensors are read"),
+        "numbers.pth": ({"epoch": 3}, "it has epoch, and not tensors by name"),
+        "list.pth": ([1], ""),
+        "quantized.pth": ({"head.weight": quantized}, "head.weight is of qint8"),
+        "sparse.pth": ({"head.weight": torch.eye(3).to_sparse()}, "head.weight is of sparse_coo"),
+        "expanded.pth": ({"head.weight": torch.ones(1).expand(10**12)}, r"shape \[1000000000000\], and fewer numbers"),
+    }
+    for name, (content, _) in contents.items():
+        torch.save(content, name)
+    Path("torn.pth").write_bytes(b"PK\x03\x04")
+    Path("text.pth").write_bytes(b"no weights")
+    Path("directory").mkdir()
+    reasons = {name: reason for name, (_, reason) in contents.items()}
+    for name, reason in (reasons | {"torn.pth": "", "text.pth": "it is no file of tensors", "directory": ""}).items():
+        message = rf"model.weights: {name} (cannot be read as weights|is a directory).*{reason}"
+        with pytest.raises(ConfigError, match=message) as refused:
+            build_model(config(weights=name), 5, CPU, with_weights=True)
+        assert "weights_only" not in str(refused.value), "torch's advice"
+    assert not Path("started").exists()
+
+
+def test_frozen_weights_stay(train: Train, tiny_config: Path, tmp_path: Path) -> None:
+    """A linear probe, of a network whose BatchNorms would move."""
+    probe = extended(tiny_config, CONVOLUTIONAL)
+    train("probe", "--model.freeze", "all-but-head", "--run.max_steps", "2", ranks=2, config=probe)
+    first = build_model(load_config(probe), 5, CPU).state_dict()
+    last = final_weights(tmp_path / "probe")
+    assert {name for name in first if not torch.equal(first[name], last[name])} == {"fc.weight", "fc.bias"}
+
+
+def test_a_frozen_batch_norm_is_kept_still() -> None:
+    model = build_model(config(name="test_resnet", kwargs={}, freeze=("bn1.*", "layer1.*")), 5, CPU)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    RunningStatistics(model)  # which takes the others' momentum
+    model.train()
+    model(torch.randn(2, 3, 32, 32))
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    statistics = {name for name in before if "running" in name or "tracked" in name}
+    assert moved == {name for name in statistics if not name.startswith(("bn1.", "layer1."))}
+    assert moved and model.get_submodule("bn1").momentum == 0.1
+
+
+def test_patterns_freeze_what_they_match(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build_model(config(freeze=("patch_embed.*", "blocks.0.*")), 5, CPU)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {n for n, _ in model.named_parameters() if n.startswith(("patch_embed.", "blocks.0."))}
+    assert main(["plan", "--config", str(tiny_config), "--model.freeze", "all-but-head"]) == 0
+    assert "parameters, of which 165 are trained, precision fp32" in capsys.readouterr().out
+
+
+def test_patterns_that_match_nothing_or_everything_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.freeze: block.0.* matches no weight of the model; names are like blocks.0"
+    ):
+        build_model(config(freeze=("block.0.*",)), 5, CPU)
+    with pytest.raises(ConfigError, match=r"leaves nothing to train"):
+        build_model(config(freeze=("*",)), 5, CPU)
+
+
+def test_lenet_is_a_timm_model() -> None:
+    model = build_model(config(name="dali_lenet", kwargs={}), 10, CPU)
+    shapes = [tuple(parameter.shape) for name, parameter in model.named_parameters() if name.endswith("weight")]
+    assert shapes == [(20, 3, 5, 5), (50, 20, 5, 5), (500, 800), (10, 500)]
+    assert model(torch.randn(2, 3, 28, 28)).shape == (2, 10)
+    grey = build_model(config(name="dali_lenet", kwargs={"in_chans": 1, "img_size": 32}), 10, CPU)
+    assert grey(torch.randn(2, 1, 32, 32)).shape == (2, 10)
