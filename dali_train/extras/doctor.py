@@ -38,7 +38,7 @@ from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.commands.plan import FINE_WHEN_DRAWN, describe_largest_micro_batch, forecast
 from dali_train.config import Config, DataConfig, HooksConfig, ParallelConfig, RunConfig
 from dali_train.data.dataset.image_file import BadImageError, image_size
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.dali import LOG_VARIABLE, decode_repeatedly, decoder_in_log
 from dali_train.data.loading.loader import pixel_format
@@ -391,11 +391,18 @@ def splits(data: DataConfig) -> Iterator[Finding]:
         if split.manifest.encoding == "image":
             strange = []
             stored = read_stored(open_storage(split, data), split, images)
-            for image, content in zip(images.tolist(), stored, strict=True):
+            indexed = sizes_of(split.rows[images]).tolist()
+            for image, content, size in zip(images.tolist(), stored, indexed, strict=True):
                 try:
-                    image_size(content.data)
+                    found = image_size(content.data)
                 except BadImageError as error:
                     strange.append(f"{split.describe(image)} {error}")
+                    continue
+                if [*found] != size:
+                    strange.append(
+                        f"{split.describe(image)} has {found[1]} x {found[0]} pixels, the index says "
+                        f"{size[1]} x {size[0]}"
+                    )
             if strange:
                 remedy = f"dali-train data index {split.root}, or dali-train data verify {split.root} to see more"
                 yield Finding(f"data {name}", "fail", strange[0], remedy)

@@ -105,11 +105,11 @@ class _Classifier:
     def _read(self, path: Path, checker: DecodeChecker) -> bytes:
         """Return a file as the data path takes it. Raises OSError, BadImageError: it cannot be read or decoded."""
         content = _upright(path) if self.applies_orientation else read_limited(path, MAX_ENCODED_BYTES)
-        image_size(content)
+        size = image_size(content)
         if self.decoder == "pil":
             decode_rgb(content)
-        elif faults := checker.failures([content]):
-            raise BadImageError(f"cannot be decoded: {faults[0]}")
+        elif faults := checker.failures([content], np.array([size], np.int32)):
+            raise BadImageError(faults[0])
         return content
 
     def _classify(self, contents: Mapping[Path, bytes], keep: int | None) -> Scores:

@@ -11,12 +11,13 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from dali_train.data.convert.image import EncodingOptions, MemoryBudget, StoredImage, prepare
-from dali_train.data.dataset.image_file import BadImageError, DecodeChecker
+from dali_train.data.dataset.image_file import BadImageError, DecodeChecker, image_size
 from dali_train.errors import DatasetError
 from tests.conftest import encoded, photograph
 from tests.convert.files import small_photograph
 
 BUDGET = MemoryBudget(10**8)
+SIZE = np.array([[40, 60]], np.int32)  # height and width
 
 
 def prepared(content: bytes, **encoding: Any) -> StoredImage:
@@ -46,7 +47,7 @@ def test_plain_jpegs_stay_bit_for_bit(mode: str, options: dict) -> None:
     assert stored.content == content
     assert (stored.height, stored.width) == (40, 60)
     assert stored.unchecked and stored.reencoded is None
-    assert DecodeChecker().failures([content]) == {}
+    assert DecodeChecker().failures([content], SIZE) == {}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_what_is_no_plain_jpeg_becomes_one(mode: str, kind: str, name: str) -> N
     same = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"), float)
     # JPEGs keep their halved colour resolution, which blobs of two pixels do not survive.
     assert np.abs(np.asarray(image.convert("RGB"), float) - same).mean() < (20 if kind == "JPEG" else 8)
-    assert DecodeChecker().failures([stored.content]) == {}
+    assert DecodeChecker().failures([stored.content], SIZE) == {}
 
 
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
@@ -194,10 +195,16 @@ def test_dali_finds_the_damaged_ones_of_a_batch_and_goes_on() -> None:
     damaged = list(images)
     damaged[3] = images[3][:-2]
     damaged[15] = images[15][: len(images[15]) // 2]
-    assert list(checker.failures(damaged)) == [3, 15]
-    assert checker.failures(damaged)[15].startswith("image file is truncated")
-    assert checker.failures(images) == {}
-    assert checker.failures(images[:1]) == {}
+    sizes = np.array([image_size(image) for image in images], np.int32)
+    assert list(checker.failures(damaged, sizes)) == [3, 15]
+    assert checker.failures(damaged, sizes)[15].startswith("cannot be decoded: image file is truncated")
+    assert checker.failures(images, sizes) == {}
+    assert checker.failures(images[:1], sizes[:1]) == {}
+    height, width = sizes[2]
+    sizes[2] = width, height
+    assert checker.failures(images, sizes) == {
+        2: f"is decoded to {width} x {height} pixels, where {height} x {width} were expected"
+    }
 
 
 def test_luminance_alone_finds_what_rgb_finds() -> None:
@@ -229,7 +236,8 @@ def test_luminance_alone_finds_what_rgb_finds() -> None:
         else:
             content[int(random.integers(len(content)))] ^= 1 << int(random.integers(8))
         verdicts.append(decodes_to_rgb(bytes(content)))
-        assert (checker.failures([bytes(content)]) == {}) == verdicts[-1]
+        faults = checker.failures([bytes(content)], np.array([image_size(small_photograph(seed))], np.int32))
+        assert ("cannot be decoded" not in "".join(faults.values())) == verdicts[-1]
     assert 10 < sum(verdicts) < 50
 
 

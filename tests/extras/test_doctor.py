@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,16 @@ def test_stored_bytes_are_looked_at(tiny_config: Path, tmp_path: Path) -> None:
     build_index(tmp_path)
     config = load_config(tiny_config).replace({"data.root": str(tmp_path)})
     assert next(doctor.splits(config.data)).verdict == "pass"
+    (tmp_path / "dataset.json").write_text(
+        (tmp_path / "dataset.json").read_text().replace('"index_crc32c"', '"of_old"')
+    )
+    rows = np.load(tmp_path / "index" / "train.npy")
+    for width, verdict in ((41, "fail"), (40, "pass")):
+        rows["width"] = width
+        np.save(tmp_path / "index" / "train.npy", rows)
+        finding = next(doctor.splits(config.data))
+        assert finding.verdict == verdict
+        assert "has 40 x 40 pixels, the index says 41 x 40" in finding.text or verdict == "pass"
     shard.write_bytes(shard.read_bytes().replace(b"II*\0", b"hello"[:4]))
     finding = next(doctor.splits(config.data))
     assert finding.verdict == "fail" and "is not an image in a known format" in finding.text

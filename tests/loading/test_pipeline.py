@@ -2,6 +2,7 @@
 
 import gc
 import io
+import json
 import threading
 import time
 from dataclasses import replace
@@ -15,13 +16,16 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dali_train.config import Config, MixupConfig, load_config
-from dali_train.data.dataset.build_index import build_index
+from dali_train.data.dataset.build_index import build_index, write_array
 from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.manifest import index_path
 from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.loading import dali
 from dali_train.data.loading.cpu import CpuTransform
 from dali_train.data.loading.dali import PREFETCH
 from dali_train.data.loading.loader import pixel_format
-from dali_train.data.loading.pipelines import Batch, EvaluationPipeline
+from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, EvaluationPipeline
+from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import DatasetError
 from tests.conftest import TINY_CONFIG, encoded, jpeg, photograph, write_shard
 from tests.helpers import first_batches, loader_of
@@ -182,6 +186,44 @@ def test_undecodable_image_is_named(tmp_path: Path) -> None:
         DatasetError, match=rf"image 4 \({shard}, \d+ bytes at byte {offset}\) cannot be decoded: .*data verify"
     ):
         first_batches(config, 8)
+
+
+SIZES = {"huge": (60_000, 30_000), "turned": (60, 40), "small": (24, 36)}
+LIES = [(reader, name) for reader in ("cpu", "boxes", "complete images", "evaluation", "raw") for name in SIZES]
+LIES.remove(("raw", "turned"))  # as many pixels; only `data verify` compares the record
+
+
+@pytest.mark.parametrize(("reader", "name"), LIES)
+def test_an_index_that_lies_about_a_size(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, name: str
+) -> None:
+    """With checksums that fit: no region of another image is used, and nothing is read beside one. "complete images" is
+    the way of some GPUs."""
+    raw = reader == "raw"
+    features: dict[str, str | int] = {"image/format": "RAW", "image/height": 40, "image/width": 60} if raw else {}
+    images = [photograph(seed, 40, 60) for seed in range(8)]
+    write_shard(tmp_path / "train" / "a", [(i.tobytes() if raw else jpeg(i), 1) for i in images], **features)
+    build_index(tmp_path)
+    rows = np.load(index_path(tmp_path, "train"))
+    rows["height"][4], rows["width"][4] = height, width = SIZES[name]
+    manifest = json.loads((tmp_path / "dataset.json").read_text())
+    manifest["splits"]["train"]["index_crc32c"] = write_array(index_path(tmp_path, "train"), rows)
+    (tmp_path / "dataset.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr(dali, "decodes_boxes", lambda pixels: reader == "boxes")
+    with pytest.raises(DatasetError) as error:
+        split, pixels = Split(tmp_path, "train"), pixel_format(config, CPU, 1)
+        if reader == "evaluation":
+            EvaluationPipeline(split, [np.arange(8)], config.data, pixels).run()
+        else:
+            changed = config.replace({"data.root": str(tmp_path), "batch.micro_batch": 8, "batch.global_batch": 8})
+            micro_batches = MicroBatches(split.rows, changed)
+            kind = CpuPipeline if reader == "cpu" else DaliPipeline
+            kind(split, MappedFiles(split), lambda: micro_batches(0, 0), changed.data, pixels, size=8).run()
+    if raw:
+        assert f"row 4 (record 4 of a) has height {height}, which cannot be" in str(error.value)
+    else:
+        assert f"image 4 ({tmp_path}/train/a" in str(error.value)
+        assert f"decoded to 60 x 40 pixels, where {width} x {height} were expected" in str(error.value)
 
 
 def test_raw_records_give_the_pixels_of_their_images(config: Config, tmp_path: Path) -> None:

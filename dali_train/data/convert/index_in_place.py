@@ -35,7 +35,7 @@ from dali_train.data.dataset.image_file import (
     open_image,
     parse_jpeg_header,
 )
-from dali_train.data.dataset.index import INDEX_DTYPE
+from dali_train.data.dataset.index import INDEX_DTYPE, sizes_of
 from dali_train.data.dataset.manifest import (
     InPlace,
     Manifest,
@@ -107,8 +107,7 @@ def measure(read: Callable[[int], RawImage], numbers: Sequence[int], *, decode: 
                 bad[position] = str(error)
         if decode:
             positions = [*sound]
-            pixels = rows["height"][positions].astype(np.int64) * rows["width"][positions]
-            failures = decode_failures([*sound.values()], pixels)
+            failures = decode_failures([*sound.values()], sizes_of(rows[positions]))
             bad |= {positions[place]: reason for place, reason in failures.items()}
     return Measured(rows=rows, bad=bad)
 

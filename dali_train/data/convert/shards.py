@@ -201,9 +201,11 @@ class ShardWriter:
             return batch
         if not hasattr(self._local, "checker"):
             self._local.checker = DecodeChecker()
-        contents = [stored.content for _, stored in (batch[n] for n in unchecked) if isinstance(stored, StoredImage)]
+        images = [stored for _, stored in (batch[n] for n in unchecked) if isinstance(stored, StoredImage)]
+        contents = [image.content for image in images]
+        sizes = np.array([(image.height, image.width) for image in images], np.int32)
         with self._budget.held(3 * pixels):  # one byte a pixel comes out, the decoder's own buffers come on top
-            failures = self._local.checker.failures(contents)
+            failures = self._local.checker.failures(contents, sizes)
         for failure in failures:
             number = unchecked[failure]
             try:  # PIL may read all of an image that DALI refuses

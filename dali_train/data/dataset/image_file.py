@@ -40,7 +40,7 @@ class BadImageError(ValueError):
 
 
 def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
-    """Return (height, width) in pixels, before any EXIF rotation.
+    """Return (height, width) in pixels as DALI decodes an image: before any EXIF rotation.
 
     Raises:
         BadImageError: not an image that training can decode, as far as its header shows, or too large.
@@ -54,9 +54,18 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
         height, width = header.height, header.width
     else:
         image = open_image(encoded)
+        if reason := _why_read_differently(image):
+            raise BadImageError(f"{reason}: convert it with `dali-train data convert`, or save it in another format")
         height, width = image.height, image.width
     check_size(height, width)
     return height, width
+
+
+def _why_read_differently(image: Image.Image) -> str | None:
+    """Return why DALI's pixels of an image are not those of PIL; None if they are equal."""
+    if image.format == "TIFF" and (orientation := image.getexif().get(ExifTags.Base.Orientation, 1)) != 1:
+        return f"is a TIFF of orientation {orientation}, which PIL turns and DALI does not"
+    return None
 
 
 def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FORMATS) -> Image.Image:
@@ -202,7 +211,7 @@ def dali_reason(error: RuntimeError) -> str:
 
 
 class DecodeChecker:
-    """Decodes images with DALI on one thread and says which of them fail.
+    """Decodes images with DALI on one thread and says which of them fail, or have another size than is known of them.
 
     It decodes only luminance: all coefficients of all components are read and checked as for RGB, but colour is not
     computed, which is a quarter faster. On 3,000 JPEGs damaged at random both always gave the same result.
@@ -216,46 +225,59 @@ class DecodeChecker:
         pipeline: Any = Pipeline(batch_size=self.BATCH, num_threads=1, device_id=None, prefetch_queue_depth=1)
         with pipeline:
             encoded = fn.external_source(name="encoded", no_copy=True)
-            pipeline.set_outputs(
-                fn.decoders.image(encoded, device="cpu", output_type=types.GRAY, adjust_orientation=False)
-            )
+            images: Any = fn.decoders.image(encoded, device="cpu", output_type=types.GRAY, adjust_orientation=False)
+            pipeline.set_outputs(images.shape())
         pipeline.build()
         self._pipeline = pipeline
 
-    def failures(self, images: Sequence[bytes | NDArray[np.uint8]]) -> dict[int, str]:
-        """Positions in `images` (at most ``BATCH``) of those that do not decode, with the reason."""
-        if self._fault(images) is None:
-            return {}
-        # DALI names no sample of a failed batch, so each is tried alone. The pipeline works on after an error.
-        faults = ((number, self._fault([image])) for number, image in enumerate(images))
-        return {number: fault for number, fault in faults if fault is not None}
+    def failures(self, images: Sequence[bytes | NDArray[np.uint8]], sizes: NDArray[np.int32]) -> dict[int, str]:
+        """Return the position in `images` (at most ``BATCH``) of each that does not decode, or not to its size, and
+        what is wrong with it: "cannot be decoded: ...".
 
-    def _fault(self, images: Sequence[bytes | NDArray[np.uint8]]) -> str | None:
+        Args:
+            sizes: height and width of each by its header or the index, (n, 2).
+        """
         try:
-            self._pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in images])
-            self._pipeline.run()
+            decoded = self._decode(images)
         except RuntimeError as error:
-            return _why_undecodable(bytes(images[0]), error)
-        return None
+            if len(images) == 1:
+                return {0: f"cannot be decoded: {_why_undecodable(bytes(images[0]), error)}"}
+            # DALI names no sample of a failed batch, so each is tried alone. The pipeline works on after an error.
+            alone = (self.failures([image], size[None]) for image, size in zip(images, sizes, strict=True))
+            return {number: fault[0] for number, fault in enumerate(alone) if fault}
+        others = np.flatnonzero((decoded != sizes).any(axis=1)).tolist()
+        return {number: _describe_sizes(decoded[number], sizes[number]) for number in others}
+
+    def _decode(self, images: Sequence[bytes | NDArray[np.uint8]]) -> NDArray[np.int64]:
+        """Return the height and width to which each image decodes, (n, 2). Raises RuntimeError: one does not."""
+        self._pipeline.feed_input("encoded", [np.frombuffer(image, np.uint8) for image in images])
+        (shapes,) = self._pipeline.run()
+        decoded: NDArray[np.int64] = np.array(shapes.as_array())[:, :2]  # a copy: DALI uses its memory again
+        return decoded
+
+
+def _describe_sizes(decoded: NDArray[np.int64], known: NDArray[np.int32]) -> str:
+    return f"is decoded to {decoded[1]} x {decoded[0]} pixels, where {known[1]} x {known[0]} were expected"
 
 
 _threads = threading.local()  # each thread's checker
 
 
-def decode_failures(images: Sequence[bytes | memoryview], pixels: NDArray[np.int64]) -> dict[int, str]:
-    """Return the position of each of `images` that DALI does not decode, with the reason.
+def decode_failures(images: Sequence[bytes | memoryview], sizes: NDArray[np.int32]) -> dict[int, str]:
+    """Return the position of each of `images` that DALI does not decode to its size, and what is wrong with it.
 
-    Args:
-        pixels: how many each has, (N,): as many images are decoded together as fit into memory, but at least one.
+    As many are decoded together as fit into memory, but at least one. For `sizes` see `DecodeChecker.failures`.
     """
     if not hasattr(_threads, "checker"):
         _threads.checker = DecodeChecker()
+    pixels = sizes.astype(np.int64).prod(axis=1)
     failures: dict[int, str] = {}
     first = 0
     while first < len(images):
         sums = np.cumsum(pixels[first : first + DecodeChecker.BATCH])
         end = first + max(1, int(np.searchsorted(sums, BATCH_PIXELS, side="right")))
-        found = _threads.checker.failures([np.frombuffer(image, np.uint8) for image in images[first:end]])
+        contents = [np.frombuffer(image, np.uint8) for image in images[first:end]]
+        found = _threads.checker.failures(contents, sizes[first:end])
         failures |= {first + number: reason for number, reason in found.items()}
         first = end
     return failures

@@ -252,12 +252,15 @@ class Split:
             shards = np.repeat(np.arange(len(self.shards)), [shard.num_records for shard in self.shards])
             outside = rows["shard"] != shards
             num_bytes = np.array([shard.num_bytes for shard in self.shards], np.uint64)[shards]
+        # Raw pixels are no longer and no shorter than their size says; an encoded image says its size itself.
+        pixels = rows["height"].astype(np.uint64) * rows["width"]
+        misfits = (rows["size"] != 3 * pixels) & (self.manifest.encoding == "raw")
         wrong = {
             "shard": outside,
             "label": (rows["label"] < 0) | (rows["label"] >= self.num_classes),
             "offset": rows["offset"] > num_bytes,
             "size": (rows["size"] == 0) | (rows["size"] > num_bytes - np.minimum(rows["offset"], num_bytes)),
-            "height": rows["height"] == 0,
+            "height": (rows["height"] == 0) | misfits,
             "width": rows["width"] == 0,
         }
         for column, faults in wrong.items():
@@ -346,6 +349,11 @@ def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
     if not (labels >= 0).any():
         raise ConfigError(f"data.eval_sets: {path} has no label of an image of {split.root}: use another file")
     return labels
+
+
+def sizes_of(rows: NDArray[np.void]) -> NDArray[np.int32]:
+    """Return the height and width of each image by its row of an index, (n, 2)."""
+    return np.stack([rows["height"], rows["width"]], axis=-1).astype(np.int32)
 
 
 def allow_open_files(needed: int) -> str:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.files_in_place import SourceFiles
-from dali_train.data.dataset.index import Split, allow_open_files, map_file
+from dali_train.data.dataset.index import Split, allow_open_files, map_file, sizes_of
 from dali_train.data.dataset.manifest import dataset_errors
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
@@ -441,8 +441,7 @@ def read_stored(storage: Storage, split: Split, images: NDArray[np.int64]) -> li
     contents = storage.read(images)
     if split.manifest.encoding == "image":
         return contents
-    rows = split.rows[images]
-    sizes = zip(rows["height"].tolist(), rows["width"].tolist(), strict=True)
+    sizes = sizes_of(split.rows[images]).tolist()
     return [pixels.reshape(height, width, 3) for pixels, (height, width) in zip(contents, sizes, strict=True)]
 
 

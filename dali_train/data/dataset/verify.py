@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.dataset.build_index import Features, index_record, index_shard, map_shards, text_index
 from dali_train.data.dataset.image_file import BadImageError, decode_failures, image_size
-from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file
+from dali_train.data.dataset.index import INDEX_DTYPE, Split, map_file, sizes_of
 from dali_train.data.dataset.manifest import (
     SPLITS,
     Manifest,
@@ -276,11 +276,10 @@ def _check_images(
             problems.append(f"{path}: record {records[row]} has {column} {truth[row]}, {index}")
     if not decode:
         return problems
-    pixels = found["height"].astype(np.int64) * found["width"]
-    for number, reason in decode_failures(_images(content, found), pixels).items():
+    for number, reason in decode_failures(_images(content, found), sizes_of(found)).items():
         row = found[number]
         location = f"record {records[number]}, {row['size']} bytes at byte {row['offset']}"
-        problems.append(f"{path}: the image of {location} cannot be decoded: {reason}")
+        problems.append(f"{path}: the image of {location} {reason}")
     return problems
 
 
@@ -375,9 +374,9 @@ def _check_portion(split: Split, storage: RangedImages, decode: bool, images: ND
         except BadImageError as error:
             problems.append(f"{split.describe(image)} {error}")
     if decode:
-        sound, pixels = [*sizes], np.array([height * width for height, width in sizes.values()], np.int64)
-        for number, reason in decode_failures([contents[image].data for image in sound], pixels).items():
-            problems.append(f"{split.describe(sound[number])} cannot be decoded: {reason}")
+        sound, expected = [*sizes], np.array([*sizes.values()], np.int32).reshape(-1, 2)
+        for number, reason in decode_failures([contents[image].data for image in sound], expected).items():
+            problems.append(f"{split.describe(sound[number])} {reason}")
     return problems
 
 

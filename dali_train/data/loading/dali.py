@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from nvidia import dali
-from nvidia.dali import backend_impl, fn, types
+from nvidia.dali import backend_impl, fn, math, types
 from nvidia.dali.pipeline import Pipeline, pipeline_def
 from nvidia.dali.plugin.pytorch import feed_ndarray, to_torch_type
 from torch.autograd.profiler import record_function
 
 from dali_train.config import DataConfig
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import Storage, read_stored
 from dali_train.data.loading.augment import Augmentation
 from dali_train.data.sampling.micro_batch import MicroBatch
@@ -99,19 +99,42 @@ def decoder_options(data: DataConfig, pixels: PixelFormat, split: Split | None =
     return options
 
 
-def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, boxes: bool, **options: Any) -> Any:
+def decode_boxes(encoded: Any, anchor: Any, shape: Any, *, size: Any = None, boxes: bool, **options: Any) -> Any:
     """Return a node of each image's box, (height, width, 3) uint8: only the box is decoded (`boxes`), or the whole
     image, which is then sliced.
 
     Args:
         anchor, shape: nodes with (2,) int32 for each image: y, x in pixels.
+        size: the node of the images' sizes by the index, see `if_of_size`; None: the box was made of the image itself.
         options: from `decoder_options`.
     """
     absolute: dict[str, Any] = {"axis_names": "HW", "normalized_anchor": False, "normalized_shape": False}
+    images: Any = None if boxes else fn.decoders.image(encoded, **options)
+    if size is not None:
+        # The shape by which the decoder allocates the image; it reads the header for that, too.
+        whole = fn.peek_image_shape(encoded, adjust_orientation=False) if boxes else images.shape()
+        anchor = if_of_size(anchor, whole, size)
     if boxes:
         return fn.decoders.image_slice(encoded, anchor, shape, **absolute, **options)
-    images: Any = fn.decoders.image(encoded, **options)
     return fn.slice(images, anchor, shape, **absolute)
+
+
+def if_of_size(start: Any, shape: Any, size: Any) -> Any:
+    """Return the node of `start`, (2,), which is where a region of an image begins; the graph fails if one of the
+    images has not the size that its region was made for.
+
+    So no region of another image is taken for it, or read beside one: `fn.resize` does not look whether a region is
+    within its image. It all happens on the host, before the region is used on either device, and nothing waits for a
+    GPU: of an image that is decoded there, DALI hands on the shape without the pixels (its operator's input is declared
+    as metadata).
+
+    Args:
+        shape: node with the decoded image's, (height, width, channels).
+        size: node with (2,) int32 for each image, its height and width by the index.
+    """
+    difference = fn.reductions.max(math.abs(fn.cast(shape[:2], dtype=types.INT32) - size), axes=0)
+    # `start` from its element number `difference` on: an error of fn.slice unless that is 0.
+    return fn.slice(start, difference, 2, axes=0, normalized_anchor=False, normalized_shape=False)
 
 
 def describe_decoder(data: DataConfig, pixels: PixelFormat) -> dict[str, Any]:
@@ -181,8 +204,9 @@ def training_inputs(
     split: Split, storage: Storage, data: DataConfig, augmentation: Augmentation | None
 ) -> dict[str, Input]:
     """Return all inputs of the training graph by name: `INPUTS`, the stored images, and the augmentation's draws."""
-    inputs = {"stored": stored_input(split, storage), **INPUTS}
+    inputs = {"stored": stored_input(split, storage), "size": size_input(split), **INPUTS}
     needed = {
+        "size": split.manifest.encoding != "raw",
         "start": data.crop_side is not None,
         "filter": data.interpolation == "random",
         "upside down": data.vertical_flip > 0,
@@ -200,7 +224,8 @@ def training_inputs(
 
 def crop_inputs(split: Split, storage: Storage) -> dict[str, Input]:
     """Return the inputs of `crop_graph`."""
-    return {"stored": stored_input(split, storage), "anchor": INPUTS["anchor"], "shape": INPUTS["shape"]}
+    boxes = {name: INPUTS[name] for name in ("anchor", "shape")}
+    return {"stored": stored_input(split, storage), "size": size_input(split), **boxes}
 
 
 def stored_input(split: Split, storage: Storage) -> Input:
@@ -209,6 +234,11 @@ def stored_input(split: Split, storage: Storage) -> Input:
     return Input(
         types.UINT8, 3 if raw else 1, lambda b: read_stored(storage, split, b.images), layout="HWC" if raw else ""
     )
+
+
+def size_input(split: Split) -> Input:
+    """Return the input of the images' sizes by the index, see `if_of_size`."""
+    return Input(types.INT32, 1, lambda b: sizes_of(split.rows[b.images]))
 
 
 def _operators(step: int, batch: MicroBatch) -> NDArray[np.int32]:
@@ -294,7 +324,7 @@ def training_graph(
         images = to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
     else:
         options = decoder_options(data, pixels, split)
-        images = decode_boxes(stored, anchor, shape, boxes=decodes_boxes(pixels), **options)
+        images = decode_boxes(stored, anchor, shape, size=nodes["size"], boxes=decodes_boxes(pixels), **options)
     if data.crop_side is not None:
         start = nodes["start"]
         if data.crop_padding_mode == "reflect":
@@ -328,26 +358,28 @@ def crop_graph(feed: Feed) -> Any:
     previous one.
     """
     nodes = feed.nodes()
-    return decode_boxes(nodes["stored"], nodes["anchor"], nodes["shape"], boxes=True, device="cpu", **COMMON_OPTIONS)
+    stored, anchor, shape = nodes["stored"], nodes["anchor"], nodes["shape"]
+    return decode_boxes(stored, anchor, shape, size=nodes["size"], boxes=True, device="cpu", **COMMON_OPTIONS)
 
 
 @pipeline_def
 def evaluation_graph(feed: Callable[[], tuple[Any, ...]], data: DataConfig, pixels: PixelFormat, raw: bool) -> Any:
-    """Define the evaluation graph: images and labels, from stored images, the corners of their regions, and labels."""
-    stored, start, end, labels = fn.external_source(
+    """Define the evaluation graph: images and labels, from stored images, their sizes, the corners of their regions,
+    and labels."""
+    stored, size, start, end, labels = fn.external_source(
         source=feed,
-        num_outputs=4,
+        num_outputs=5,
         batch=True,
         no_copy=True,
-        dtype=[types.UINT8, types.FLOAT, types.FLOAT, types.INT64],
-        ndim=[3 if raw else 1, 1, 1, 0],
-        layout=["HWC" if raw else "", "", "", ""],
+        dtype=[types.UINT8, types.INT32, types.FLOAT, types.FLOAT, types.INT64],
+        ndim=[3 if raw else 1, 1, 1, 1, 0],
+        layout=["HWC" if raw else "", "", "", "", ""],
     )
-    images = to_device(stored, pixels) if raw else fn.decoders.image(stored, **decoder_options(data, pixels))
+    images: Any = to_device(stored, pixels) if raw else fn.decoders.image(stored, **decoder_options(data, pixels))
     images = fn.resize(
         images,
         size=[data.eval_size] * 2,
-        roi_start=start,
+        roi_start=if_of_size(start, images.shape(), size),
         roi_end=end,
         interp_type=_INTERPOLATION[data.eval_filter],
         antialias=data.antialias,

@@ -6,6 +6,7 @@ mixes. On the CPU DALI only decodes training images and `CpuTransform` does the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.profiler import record_function
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.image_file import DecodeChecker
-from dali_train.data.dataset.index import Split
+from dali_train.data.dataset.index import Split, sizes_of
 from dali_train.data.dataset.storage import Storage, open_storage, read_stored
 from dali_train.data.loading.augment import Augmentation
 from dali_train.data.loading.cache import Node
@@ -221,18 +222,19 @@ class EvaluationPipeline:
         images, labels = run_graph(self._pipe, self._explain)
         return in_format(images, self._pixels), labels
 
-    def _feed(self) -> tuple[list[NDArray[np.uint8]], NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    def _feed(self) -> tuple[list[NDArray[np.uint8]], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         images = self._batches[self._position % len(self._batches)]
         self._position += 1
         rows = self._split.rows[images]
+        sizes = sizes_of(rows)
         start, end = central_regions(
-            rows["height"].astype(np.float64),
-            rows["width"].astype(np.float64),
+            sizes[:, 0].astype(np.float64),
+            sizes[:, 1].astype(np.float64),
             self._data.eval_resized,
             self._data.eval_size,
             squash=self._data.eval_resize == "squash",
         )
-        return read_stored(self._storage, self._split, images), start, end, rows["label"].astype(np.int64)
+        return read_stored(self._storage, self._split, images), sizes, start, end, rows["label"].astype(np.int64)
 
     def _explain(self, error: RuntimeError) -> Exception:
         return find_undecodable(self._split, self._storage, np.concatenate(self._batches), error)
@@ -299,18 +301,22 @@ def central_regions(
 
 
 def find_undecodable(split: Split, storage: Storage, images: NDArray[np.int64], error: RuntimeError) -> Exception:
-    """Return an error that names the first of `images` that cannot be decoded, or `error` if all can.
+    """Return an error that names the first of `images` that cannot be decoded, or has not the size that the index
+    says, or `error` if there is none.
 
-    DALI names only a position in a batch that has already run ahead, so the images are tried one by one.
+    DALI names only a position in a batch that has already run ahead, so the images are decoded once more.
     """
     if split.manifest.encoding == "raw":  # nothing was decoded
         return error
     checker = DecodeChecker()
-    for image, encoded in zip(images.tolist(), read_stored(storage, split, images), strict=True):
-        if reasons := checker.failures([encoded]):
+    for first in range(0, len(images), checker.BATCH):
+        portion = images[first : first + checker.BATCH]
+        for position, reason in checker.failures(
+            read_stored(storage, split, portion), sizes_of(split.rows[portion])
+        ).items():
             return DatasetError(
-                f"{split.describe(image)} cannot be decoded: {reasons[0]}. Run `dali-train data verify {split.root}` "
-                "to list all such images, and convert again without them"
+                f"{split.describe(int(portion[position]))} {reason}. Run `dali-train data verify {split.root}` to list "
+                "all such images, and convert or index again without them"
             )
     return error
 
