@@ -24,6 +24,7 @@ import torch.distributed as dist
 from nvidia import dali
 from torch.optim import Optimizer
 
+from dali_train.checkpoint.format import RunValues, Tensors
 from dali_train.checkpoint.mirror import mirrored
 from dali_train.checkpoint.record import RunRecord, machine, result_of
 from dali_train.checkpoint.save import CheckpointWriter
@@ -59,6 +60,7 @@ from dali_train.training.cost import ModelFlops, model_flops
 from dali_train.training.metrics import Evaluator, NonFiniteError, evaluate_all
 from dali_train.training.num_processes import count_processes
 from dali_train.training.optim import resolved_arguments
+from dali_train.training.replicas import HardwareFaultError, Replicas
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import StepImages, Trainer
 
@@ -94,6 +96,7 @@ class Run:
     hooks: HookList
     flops: ModelFlops | None  # None: no figure for this device, such as a CPU
     lock_holder: str
+    replicas: Replicas
     record: RunRecord
     accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
     evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
@@ -177,10 +180,14 @@ class Run:
         if self.plan.launch.rank == 0:
             self.hooks.closed(self.plan.directory)
 
+    def good_checkpoint(self) -> str:
+        """Say which checkpoint to go back to; the last save must be complete."""
+        newest = newest_step(self.plan.directory)
+        return f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
+
     def unsaved_error(self) -> NonFiniteError:
         """Return the error for a run that ends unsaved, because weights or loss are not finite."""
-        newest = newest_step(self.plan.directory)
-        saved = f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
+        saved = self.good_checkpoint()
         when = "ended" if self.is_finished else f"stopped on request ({self.stopping.describe()})"
         return NonFiniteError(
             f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: weights or the last "
@@ -346,6 +353,7 @@ def build(
         hooks=hooks,
         flops=model_flops(config, plan.num_classes, device, num_devices=launch.world_size),
         lock_holder=lock_holder,
+        replicas=Replicas(layout=plan.layout, device=device, group=group, deterministic=config.run.deterministic),
         record=RunRecord(text=start.record, step=start.step, counts=plan.layout.is_first_of_coordinate),
         accuracies=start.history,
         evaluation_is_pending=not start.evaluated,
@@ -507,7 +515,11 @@ def evaluate(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    """Start an asynchronous checkpoint, unless weights or loss are not finite."""
+    """Start an asynchronous checkpoint, unless weights or loss are not finite.
+
+    Raises:
+        HardwareFaultError: replicas differ, so nothing is saved.
+    """
     run.trainer.clock.enter("checkpoint")
     run.saved_at = time.monotonic()  # before the check, which waits for the device, so that it is not made at each step
     if not run.trainer.is_finite(run.group):
@@ -518,6 +530,7 @@ def save(run: Run) -> None:
             logger.warning("step %d is not saved: weights or the last loss are not finite", run.step)
         return
     state, values = capture_run(run.trainer, run.group)
+    require_equal_replicas(run, state, values)
     values = replace(
         values,
         record=run.record.total(run.step, run.group),
@@ -529,6 +542,18 @@ def save(run: Run) -> None:
     run.write_status("running")
     run.saver.save(run.step, state, values)
     run.saved_step = run.step
+
+
+def require_equal_replicas(run: Run, state: Mapping[str, Tensors], values: RunValues) -> None:
+    """Raises HardwareFaultError: replicas differ; the message says which rank's, and which checkpoint is good."""
+    try:
+        run.replicas.compare(run.step, state, values)
+    except HardwareFaultError as error:
+        run.saver.wait()
+        raise HardwareFaultError(
+            f"{error}. In {run.plan.directory}, {run.good_checkpoint()}: start the same command without the faulty "
+            "host, and the run goes on from there"
+        ) from None
 
 
 def end_failed(run: Run, watchdog: Watchdog, error: BaseException) -> None:

@@ -10,8 +10,6 @@ visited in turn.
 Audited are the forward and backward pass. The images are sent as decoded: decoding is not repeated.
 """
 
-import os
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,38 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from dali_train.data.loading.pipelines import Batch
-from dali_train.errors import ConfigError, RunError
+from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
-from dali_train.runtime.process import device_name
-from dali_train.runtime.status import WRONG_RESULT
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-_CHUNK = 1 << 22  # elements whose bits are 64-bit integers at the same time, 32 MB
+from dali_train.training.replicas import HardwareFaultError, describe_rank, device_kind, digest
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Images, targets and lambdas of a micro-batch as in `Batch`, and its dropout seed, (1,) int64."""
 Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]]
 """From these, with the seed as a number, to the gradient of each audited parameter."""
-
-
-class HardwareFaultError(RunError):
-    """Two ranks computed different gradients from the same micro-batch; the message names the rank that is wrong."""
-
-    status = WRONG_RESULT
-
-
-def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits of all elements, and their sum weighted by position, modulo 2^64: (2,) int64.
-
-    Another bit in one element always changes the first; the second also notices elements that have changed places.
-    Integers are summed exactly, so the order of summation, which differs between kernels, does not matter.
-    """
-    bits, sums = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten(), []
-    for number, chunk in enumerate(bits.split(_CHUNK)):
-        first = number * _CHUNK
-        weights = torch.arange(2 * first + 1, 2 * (first + len(chunk)), 2, device=bits.device)
-        sums.append(torch.stack([chunk.long().sum(), (chunk.long() * weights).sum()]))
-    return torch.stack(sums).sum(0)
 
 
 def audited_pass(audit: int, num_passes: int, data_size: int) -> tuple[int, int]:
@@ -208,10 +182,7 @@ def make_audit(
         )
     if layout.data_size == 1:
         return None, "there is one data-parallel rank, and no other that could check it"
-    kind = device_name(device)
-    if device.type == "cpu":
-        kind += f", {torch.backends.cpu.get_cpu_capability()}"
-    mine = kind, f"rank {layout.rank} on {platform.node()} ({device}, {kind}, pid {os.getpid()})"
+    mine = device_kind(device), describe_rank(layout.rank, device)
     ranks: list[tuple[str, str]] = [("", "")] * layout.data_size
     dist.all_gather_object(ranks, mine)
     kinds = sorted({kind for kind, _ in ranks})
