@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dali_train.commands.boundary import run_command
-from dali_train.data.convert.datasets import DATASETS, load_sources
+from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, load_sources
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import plural, printable, shortened
@@ -248,7 +248,7 @@ def _check_writable(out: Path) -> None:
 
 
 def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding: "EncodingOptions") -> int:
-    from dali_train.data.convert.conversion import Conversion, convert
+    from dali_train.data.convert.conversion import Conversion, class_order_of, convert
 
     splits, class_names = sources
     conversion = Conversion(
@@ -262,6 +262,7 @@ def _write(name: str, sources: "Sources", options: argparse.Namespace, encoding:
         seed=options.seed,
         workers=options.workers,
         on_bad=getattr(options, "on_bad", "fail"),
+        class_order=class_order_of(options, name),
     )
     for line in convert(conversion, getattr(options, "phase", "all")):
         print(printable(line))
@@ -300,8 +301,12 @@ def _add_index(parser: argparse.ArgumentParser) -> None:
     )
     classes = parser.add_mutually_exclusive_group()
     classes.add_argument("--num-classes", type=int, metavar="N", help="default: from the largest label")
-    text = "class names in the order of their labels, one per line (default: the names in the records, if any)"
+    text = (
+        "class names in the order of their labels, one per line (default: the names in the records, if any); of class "
+    )
+    text += "folders, which are called so or by numbers from 0, their order, or their names"
     classes.add_argument("--class-names", type=Path, metavar="FILE", help=text)
+    classes.add_argument("--class-order", **CLASS_ORDER)
     for key, feature, others in (
         ("image", "image/encoded", "MDS's column"),
         ("label", "image/class/label", "MDS's column, or WebDataset's field of KEY.json"),
@@ -329,7 +334,9 @@ def _index(options: argparse.Namespace) -> int:
     kind = in_place(dataset) if isinstance(dataset, Path) else _in_place_in_bucket(dataset) if options.out else None
     without = dict(_IN_PLACE if kind is None else _TFRECORDS)
     if kind == "folder":  # whose names are the labels
-        without |= dict.fromkeys(("class_names", "image_key", "label_key"))
+        without |= dict.fromkeys(("image_key", "label_key"))
+    else:
+        without["class_order"] = CLASS_ORDER["default"]
     for name, default in without.items():
         if getattr(options, name) != default:
             what = "TFRecords, which are indexed" if kind is None else f"images that are read in place ({kind})"
@@ -367,6 +374,7 @@ def _in_place_in_bucket(url: str) -> "InPlace | None":
 
 def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
     from dali_train.data.convert import formats
+    from dali_train.data.convert.conversion import class_order_of
     from dali_train.data.convert.index_in_place import IndexInPlace, index_in_place
     from dali_train.data.dataset.build_index import upload_index
     from dali_train.data.dataset.manifest import cache_directory
@@ -392,6 +400,7 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
         name=kind,
         load=load,
         options={name: getattr(options, name) for name in ("image_key", "label_key")},
+        class_order=class_order_of(options, kind),
         source=source,
         out=out,
         seed=options.seed,

@@ -134,7 +134,9 @@ def _files(config: Config, checkpoint: Path | None) -> dict[str, str]:
 
 def _code(config: Config) -> dict[str, str]:
     package = Path(dali_train.__file__).parent
-    sources = [f"{path.relative_to(package)}\n{path.read_text()}" for path in sorted(package.rglob("*.py"))]
+    sources = [
+        f"{path.relative_to(package)}\n{path.read_text(encoding='utf-8')}" for path in sorted(package.rglob("*.py"))
+    ]
     return {
         "the config file": _digest(*(content.decode(errors="replace") for content in config.files.values())),
         "dali_train": f"{dali_train.__version__}, code {_digest(*sources)}",

@@ -86,7 +86,7 @@ def write_config(root: str, output: Path | None, gpu_memory_gb: float | None) ->
         if on_cpu:
             message += ", with a small network; for a larger one and a GPU, add --gpu-memory GB"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(_config_file(split, root, output, choice))
+    output.write_text(_config_file(split, root, output, choice), encoding="utf-8")
     print(message)
 
 
@@ -108,7 +108,7 @@ def checked_output(root: str, output: Path | None) -> Path:
 def _loaded(text: str) -> Config:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "config.py"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return load_config(path)
 
 

@@ -289,12 +289,12 @@ def _is_local() -> bool:
 
 def _show(directory: Path) -> None:
     """Write the task's page: the run's report with curves and confusion, and the table of predictions."""
-    page = write_report([directory]).read_text()
+    page = write_report([directory]).read_text(encoding="utf-8")
     frame = f'<iframe style="width: 100%; height: 90vh; border: 0" srcdoc="{html.escape(page)}"></iframe>'
     flyte.report.get_tab("report").replace(frame)
     tables = sorted((directory / "predictions").glob("step-*/predictions.csv"))
     if tables:
-        with tables[-1].open(newline="") as file:
+        with tables[-1].open(newline="", encoding="utf-8") as file:
             columns, *rows = csv.reader(file)
         images = directory / "predictions" / "images"
         rows = [[_picture(images / f"{int(row[0])}.png"), *map(html.escape, row)] for row in rows]

@@ -170,7 +170,7 @@ def test_folder_with_its_own_validation(
     (train / "a" / "deep").mkdir()
     (train / "a" / "deep" / "x.JPEG").write_bytes(small_photograph(99))
     assert convert("folder", "--train", train, "--validation", validation, "--out", tmp_path / "out") == 0
-    assert f"{train}: 1 file skipped, whose suffix is not an image's: a (1 .db)" in caplog.text
+    assert f"{train}: 1 file passed over: 1 .db (a)" in caplog.text
     assert stored(tmp_path / "out", "validation") == {small_photograph(50): 1, small_photograph(51): 1}
     assert stored(tmp_path / "out", "train")[small_photograph(99)] == 0
     assert Split(tmp_path / "out", "train").manifest.class_names == ("a", "b")

@@ -165,7 +165,7 @@ def test_splits_by_the_names_of_files(tmp_path: Path, caplog: pytest.LogCaptureF
     assert splits() == {"train": 1, "validation": 2}
     write_tar(tmp_path / "test-archives" / "validation" / "0.tar", SAMPLE)
     assert splits() == {"train": 1, "validation": 1}
-    assert "1 files of the test split are left out" in caplog.text
+    assert "1 of the test split, since there is another" in caplog.text
 
 
 def test_broken_files(tmp_path: Path) -> None:

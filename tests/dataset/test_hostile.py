@@ -353,11 +353,11 @@ def test_classes_without_images_are_refused_by_name(
     assert "without images: owl (2 .heic, 1 .mov, 1 .xxxxxxxxxxxxxxxxxx…): convert" in error(train)
     (train / "owl" / "1.jpg").write_bytes(small_photograph(9))
     assert sources(train)[1] == ["ant", "bee", "owl"]
-    assert "5 files skipped, whose suffix is not an image's: ant (1 without suffix), owl (2 .heic" in caplog.text
+    assert "5 files passed over: 2 .heic (owl), 1 without suffix (ant), 1 .mov (owl)" in caplog.text
     validation = write_folder(tmp_path / "validation", {"ant": 1})
     (validation / "bee").mkdir()
     assert sources(train, validation)[0]["validation"].labels.tolist() == [0]
-    assert "0 files skipped, whose suffix is not an image's: bee (empty)" in caplog.text
+    assert "0 files passed over: 1 empty folder (bee)" in caplog.text
     (validation / "ant" / "000.jpg").rename(validation / "ant" / "000.avif")
     assert "the validation split has no images: expected files such as CLASS/name.jpg" in error(train, validation)
     assert "but ant (1 .avif), bee (empty)" in error(train, validation)
@@ -377,16 +377,19 @@ def test_a_folder_of_splits_instead_of_classes(tmp_path: Path) -> None:
     sources, names = folders(tmp_path / "root", None, validation_fraction=None, seed=0)
     assert names == ["ant", "bee"]
     assert sources["train"].labels.tolist() == [0, 0, 1, 1] and sources["validation"].labels.tolist() == [1]
-    with pytest.raises(
-        SourceError, match=r"holds train, val, which are splits and not classes: give --train .*/train and --valid"
-    ):
+    with pytest.raises(SourceError, match=r"--validation-fraction is 0\.5 where there is a validation split"):
         folders(tmp_path / "root", None, validation_fraction=0.5, seed=0)
     (tmp_path / "root" / "train" / "cat").mkdir()
     with pytest.raises(SourceError, match=r"1 class folder without images: cat \(empty\): convert"):
         folders(tmp_path / "root", None, validation_fraction=None, seed=0)
     write_folder(tmp_path / "root" / "test", {"0": 1})
+    (tmp_path / "root" / "train" / "cat").rmdir()
+    sources, names = folders(
+        tmp_path / "root", None, validation_fraction=None, seed=0
+    )  # as with tars, test is left out
+    assert sources["validation"].labels.tolist() == [1] and names == ["ant", "bee"]
     with pytest.raises(SourceError, match="holds test, train, val, which are splits and not classes"):
-        folders(tmp_path / "root", None, validation_fraction=None, seed=0)
+        folders(tmp_path / "root", tmp_path / "root" / "val", validation_fraction=None, seed=0)
     write_folder(tmp_path / "vehicles", {"bus": 1, "train": 1})  # here it is a class
     assert folders(tmp_path / "vehicles", None, validation_fraction=None, seed=0)[1] == ["bus", "train"]
     with pytest.raises(SourceError, match=r"--validation-fraction is 0\.5 where no class has two images"):
@@ -404,7 +407,7 @@ def test_paths_that_are_not_utf_8(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "theirs").mkdir()
     (out / "train").rename(tmp_path / "theirs" / "train")
     shard = next((tmp_path / "theirs" / "train").iterdir())
-    shard.rename(shard.with_name("\udcff"))
+    shard.rename(shard.with_name("\udcff.tfrecord"))
     for path, options in ((tmp_path / "theirs", []), (folder, ["--out", tmp_path / "index"])):
         capsys.readouterr()
         assert index(path, *options) == 2

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +41,7 @@ from dali_train.files import NO_SPACE, ForeignFileError, read_json, sync_directo
 from dali_train.runtime.object_store import Bucket, MissingObjectError
 from dali_train.text import plural
 
+_CLASS_NAMES = "class-names"  # as the order of class folders: a list
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
 OnBad = Literal["fail", "skip"]
 DEFAULT_SHARDS: dict[SplitName, int] = {"train": 1024, "validation": 128}
@@ -65,6 +67,15 @@ class Part:
         if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
             raise DatasetError(f"--part is {text}: use I/N with I from 1 to N, such as 3/16")
         return cls(*numbers)
+
+
+def class_order_of(options: Namespace, dataset: str) -> str | None:
+    """Return how class folders were numbered, for ``dataset.json``: natural, or class-names for a list of them. None:
+    by name, or there are no class folders."""
+    if dataset != "folder":
+        return None
+    order: str = _CLASS_NAMES if options.class_names is not None else options.class_order
+    return None if order == "name" else order
 
 
 def default_num_shards(split: SplitName, *, num_images: int, num_bytes: int) -> int:
@@ -93,6 +104,7 @@ class Conversion:
     seed: int
     workers: int
     on_bad: OnBad
+    class_order: str | None = None  # see `class_order_of`
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 63:
@@ -125,6 +137,7 @@ class Conversion:
             "seed": self.seed,
             **asdict(self.encoding),
             "num_classes": len(self.class_names),
+            **({} if self.class_order is None else {"class_order": self.class_order}),
             **{f"{split}_shards": self.shards_of(split) for split in self.splits},
             **{f"{split}_source": images.identity() for split, images in self.splits.items()},
         }

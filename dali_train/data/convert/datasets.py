@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dali_train.data.dataset.manifest import CLASS_ORDERS, split_word
 from dali_train.errors import DatasetError, RunError
 from dali_train.files import sha256
 
@@ -30,8 +31,7 @@ if TYPE_CHECKING:
 
 _DOWNLOAD_TIMEOUT_S = 30
 _MOST_ENTRIES = 2000  # of a directory that are looked at
-_TFRECORD = re.compile(r"tfrecord|-\d{5}-of-\d{5}(?!.*\.(?:parquet|tar)$)", re.IGNORECASE)
-_SPLIT_FOLDERS = ("train", "validation", "val", "test")
+_TFRECORD = re.compile(r"tfrec|-\d+-of-\d+$", re.IGNORECASE)
 
 Arguments = Mapping[str, Mapping[str, Any]]  # option -> arguments of argparse's `add_argument`
 SOURCE: Arguments = {"--source": {"type": Path, "metavar": "PATH", "help": "the published files"}}
@@ -41,6 +41,12 @@ _HELD_OUT: Arguments = {
         "metavar": "F",
         "help": "without a validation split: hold out this fraction of each class",
     },
+}
+CLASS_ORDER: Mapping[str, Any] = {
+    "choices": CLASS_ORDERS,
+    "default": "name",
+    "help": "how the class folders are numbered: by name, as torchvision does, or in natural order (2 before 10, "
+    "regardless of case), as timm does (default: name)",
 }
 _SHARDS: Arguments = {
     "--source": {
@@ -161,7 +167,12 @@ DATASETS: dict[str, Converter] = {
     "folder": Converter(
         help="Image files in one folder per class, in directories or tar archives.",
         load=lambda o: _in("trees").folders(
-            o.train, o.validation, validation_fraction=o.validation_fraction, seed=o.seed
+            o.train,
+            o.validation,
+            validation_fraction=o.validation_fraction,
+            seed=o.seed,
+            class_order=o.class_order,
+            class_names=o.class_names,
         ),
         arguments={
             "--train": {
@@ -171,6 +182,13 @@ DATASETS: dict[str, Converter] = {
             },
             "--validation": {"type": Path, "metavar": "DIR", "help": "the same classes"},
             **_HELD_OUT,
+            "--class-order": CLASS_ORDER,
+            "--class-names": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "the class folders in the order of their labels, one name per line; or, where the folders are "
+                "numbers from 0, the names of these",
+            },
         },
         applies_orientation=True,
     ),
@@ -334,7 +352,7 @@ def in_place(root: Path) -> InPlace | None:
     names, below = _look(root)
     if _has_tfrecords(names, below):
         return None
-    inner = [_names(root / split / name) for split in _SPLIT_FOLDERS for name in below.get(split, [])[:5]]
+    inner = [_names(root / folder / name) for folder in below if split_word(folder) for name in below[folder][:5]]
     return in_place_by_names([*names, *(name for inside in (*below.values(), *inner) for name in inside)])
 
 
@@ -356,7 +374,7 @@ def _look(root: Path) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _has_tfrecords(names: Sequence[str], below: Mapping[str, Sequence[str]]) -> bool:
-    within = [name for folder in _SPLIT_FOLDERS for name in below.get(folder, [])]
+    within = [name for folder in below if split_word(folder) for name in below[folder]]
     # The latter as an indexing that was killed leaves it.
     return any(_TFRECORD.search(name) for name in (*names, *within)) or "idx_files" in names
 

@@ -1,7 +1,8 @@
 """Datasets as other libraries store them: WebDataset, Parquet files of the Hugging Face hub, MosaicML Streaming's MDS.
 
 WebDataset (https://github.com/webdataset/webdataset): tars in which the files of a sample, KEY.jpg, KEY.cls, KEY.json,
-..., are side by side; KEY ends at the first dot of the file's name.
+..., are side by side; KEY ends at the first dot of the file's name, whatever dots its directories have
+(webdataset.tariterators.base_plus_ext).
 
 Parquet (https://huggingface.co/docs/datasets/image_dataset): a column ``image`` of structs with the bytes of an image
 file, a column ``label`` of whole numbers, and the names of the classes in the schema's metadata.
@@ -19,11 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from dali_train.config.check import Count, CountOr0, Rule, from_json, require
 from dali_train.data.convert.listing import (
+    Listed,
     PackedBlocks,
     Within,
     checked_label,
@@ -35,6 +37,7 @@ from dali_train.data.convert.listing import (
 )
 from dali_train.data.convert.sources import Archive, Image, SourceError, Sources, printable
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.errors import ConfigError
 from dali_train.files import ForeignFileError, read_json
 from dali_train.text import plural
@@ -42,6 +45,7 @@ from dali_train.text import plural
 # WebDataset
 
 _MAX_LABEL_BYTES = 1 << 20  # of a JSON file
+_KINDS = " ".join(sorted(IMAGE_SUFFIXES))
 
 
 def webdataset(options: Namespace, within: Within = where_it_lies) -> Sources:
@@ -51,33 +55,73 @@ def webdataset(options: Namespace, within: Within = where_it_lies) -> Sources:
         SourceError: a damaged tar, a sample without image or label or with two, or a label that cannot be.
     """
 
-    def list_tar(path: Path) -> Iterator[Image]:
+    def list_tar(path: Path) -> Listed:
         return _samples_of_tar(open_plain(path), options.label_key)
 
     return sources_of(options, ".tar", lambda path: within(path, list_tar))
 
 
-def _samples_of_tar(archive: Archive, label_key: str | None) -> Iterator[Image]:
-    ending = "cls" if label_key is None else "json"
-    for key, files in groupby(archive.list(), key=lambda file: _key_and_ending(file)[0]):
-        sample = [(file, _key_and_ending(file)[1]) for file in files]
-        images = [file for file, kind in sample if f".{kind}" in IMAGE_SUFFIXES]
-        labels = [file for file, kind in sample if kind == ending]
-        if len(images) == len(labels) == 1:
-            yield images[0]._replace(label=_label(archive, labels[0], label_key))
-        elif images or (labels and label_key is None):
-            counts = f"{plural(len(images), 'image')} and {plural(len(labels), f'.{ending} file')}"
+def _samples_of_tar(archive: Archive, label_key: str | None) -> Iterator[Image | PassedOver]:
+    """Yield the samples, and each file that belongs to none.
+
+    WebDataset's key ends at the first dot, and ``KEY.seg.png`` beside ``KEY.jpg`` is one more file of the sample. Of
+    keys that have dots themselves, such as ``2020.01.02-a.jpg``, an image and a label with the same name up to the
+    last dot make a sample. An image or a label that then has no other is an error.
+    """
+    passed_over: list[PassedOver] = []
+
+    def files() -> Iterator[Image]:
+        for entry in archive.walk():
+            if isinstance(entry, PassedOver):
+                passed_over.append(entry)
+            else:
+                yield entry
+
+    for key, group in groupby(files(), key=_webdataset_key):
+        by_stem: dict[str, list[Image]] = {}
+        for file in group:
+            by_stem.setdefault(_stem(file), []).append(file)
+        yield from _samples_of_key(archive, key, by_stem, label_key)
+    yield from passed_over
+
+
+def _samples_of_key(
+    archive: Archive, key: str, by_stem: dict[str, list[Image]], label_key: str | None
+) -> Iterator[Image | PassedOver]:
+    """Yield the samples among files with one WebDataset key, which are given by their names up to the last dot."""
+    ending = ".cls" if label_key is None else ".json"
+    images = {stem: [file for file in files if _suffix(file) in IMAGE_SUFFIXES] for stem, files in by_stem.items()}
+    labels = {stem: [file for file in files if _suffix(file) == ending] for stem, files in by_stem.items()}
+    has_sample = bool(images.get(key) and labels.get(key))
+    for stem, files in by_stem.items():
+        rest = files
+        if len(images[stem]) == len(labels[stem]) == 1:
+            yield images[stem][0]._replace(label=_label(archive, labels[stem][0], label_key))
+            rest = [file for file in files if file not in (images[stem][0], labels[stem][0])]
+        elif (images[stem] or labels[stem]) and (stem == key or not has_sample):
+            there = f"{plural(len(images[stem]), 'image')} and {plural(len(labels[stem]), f'{ending} file')}"
+            others = ", ".join(sorted({_suffix(file) or printable(file.name) for file in files} - {ending}))
             raise SourceError(
-                f"{printable(f'{archive.path}:{key}')}: has {counts}: there must be one of each side by side, as "
-                f"KEY.jpg and KEY.{ending}, where KEY has no dot; write the tar anew, or name the field of a KEY.json "
-                "with --label-key"
+                f"{printable(f'{archive.path}:{stem}')}: has {there}: there must be one of each side by side, as "
+                f"KEY.jpg and KEY{ending} (there is {others or 'nothing else'}, and images are {_KINDS}); write the "
+                "tar anew, or name the field of a KEY.json with --label-key"
             )
+        start = len(key) if has_sample else len(stem)
+        for file in rest:
+            yield PassedOver(archive.path.name, file.name[start:].lower() or "without suffix")
 
 
-def _key_and_ending(file: Image) -> tuple[str, str]:
+def _webdataset_key(file: Image) -> str:
     directory, slash, name = file.name.rpartition("/")
-    key, _, ending = name.partition(".")
-    return directory + slash + key, ending.lower()
+    return directory + slash + name.partition(".")[0]
+
+
+def _stem(file: Image) -> str:
+    return file.name.removesuffix(PurePosixPath(file.name).suffix)
+
+
+def _suffix(file: Image) -> str:
+    return PurePosixPath(file.name).suffix.lower()
 
 
 def _label(archive: Archive, file: Image, label_key: str | None) -> int:
@@ -110,7 +154,7 @@ def parquet(options: Namespace) -> Sources:
     blocks = PackedBlocks(options.out)
     names: list[str] = []
 
-    def list_file(path: Path) -> Iterator[Image]:
+    def list_file(path: Path) -> Listed:
         with _opened(path) as file:
             columns = {field.name: str(field.type) for field in file.schema_arrow}
             image = find_column(path, columns, "--image-key", options.image_key, ("image",))
@@ -244,14 +288,25 @@ def mds(options: Namespace, within: Within = where_it_lies) -> Sources:
     """
     blocks = PackedBlocks(options.out)
 
-    def list_index(path: Path) -> Iterator[Image]:
+    def list_index(path: Path) -> Iterator[Image | PassedOver]:
         above = [parent for parent in path.parent.parents if parent.is_relative_to(options.source)]
         if any((parent / path.name).exists() for parent in above):
             return  # Streaming's merge_index has put its shards into that one
+        read = {path}
         for shard in _read_index(path).shards:
             columns = _find_columns(path, shard, options)
             list_shard = partial(_list_shard, shard=shard, columns=columns, blocks=blocks)
+            read.add(_file_of(path, shard))
             yield from within(_file_of(path, shard), list_shard)
+        unread = [file for file in sorted(path.parent.iterdir()) if file.is_file() and file not in read]
+        for file in unread:
+            is_shard = ".mds" in file.name
+            place = path.parent.name
+            yield (
+                PassedOver(place, "shard that index.json does not use")
+                if is_shard
+                else PassedOver.by_suffix(place, file.name)
+            )
 
     return sources_of(options, "index.json", list_index, read=blocks.read)
 

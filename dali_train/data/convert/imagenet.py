@@ -7,13 +7,13 @@ of synsets, as in every pretrained model: not the ILSVRC ids.
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from dali_train.data.convert.listing import list_splits, open_plain
+from dali_train.data.convert.listing import Listed, list_splits, open_plain
 from dali_train.data.convert.sources import (
     Archive,
     Directory,
@@ -26,6 +26,7 @@ from dali_train.data.convert.sources import (
     hold_out,
 )
 from dali_train.data.dataset.manifest import SplitName
+from dali_train.data.dataset.passed_over import PassedOver
 
 _SYNSET_ARCHIVE = re.compile(r"(n\d{8})\.tar$")
 _SYNSET_IMAGE = re.compile(r"(n\d{8})_[^/]+\.JPEG$", re.IGNORECASE)
@@ -81,11 +82,11 @@ def imagenet21k(source: Path, *, validation_fraction: float | None, seed: int) -
     synsets = sorted({match[1] for member in files if (match := _SYNSET_ARCHIVE.search(member.name))})
     label_of = {synset: label for label, synset in enumerate(synsets)}
 
-    def list_synset(path: Path) -> Iterable[Image]:
+    def list_synset(path: Path) -> Listed:
         match = _SYNSET_ARCHIVE.fullmatch(path.name)
         if match is None:
             raise SourceError(f"{path}: is not SYNSET.tar, such as n01440764.tar: move it out of --source")
-        return _images_of(open_plain(path).list(), match[1], label_of[match[1]], str(path))
+        return _images_of(open_plain(path).walk(), match[1], label_of[match[1]], str(path))
 
     return hold_out(list_splits(source, ".tar", list_synset), validation_fraction, seed=seed), synsets
 
@@ -100,27 +101,36 @@ def _synset(member: Image) -> str:
     return match[1]
 
 
-def _training_images(archive: Archive, synsets: list[str]) -> Iterator[Image]:
+def _training_images(archive: Archive, synsets: list[str]) -> Iterator[Image | PassedOver]:
     label_of = {synset: label for label, synset in enumerate(synsets)}
-    for outer in archive.list():
+    for outer in archive.walk():
+        if isinstance(outer, PassedOver):
+            yield outer
+            continue
         synset = _synset(outer)
         # Some copies hold the images themselves instead of a tar per synset.
-        images = archive.list(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
+        images = archive.walk(outer) if _SYNSET_ARCHIVE.search(outer.name) else [outer]
         yield from _images_of(images, synset, label_of[synset], outer.location)
 
 
-def _images_of(images: Iterable[Image], synset: str, label: int, location: str) -> Iterator[Image]:
-    for image in images:
+def _images_of(entries: Listed, synset: str, label: int, location: str) -> Iterator[Image | PassedOver]:
+    for image in entries:
+        if isinstance(image, PassedOver):
+            yield image
+            continue
         match = _SYNSET_IMAGE.search(image.name)
         if match is None or match[1] != synset:
             raise SourceError(f"{location}: holds {image.name!r}, expected {synset}_NUMBER.JPEG")
         yield image._replace(label=label)
 
 
-def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[Image]:
+def _validation_images(archive: Archive, labels: Sequence[int]) -> Iterator[Image | PassedOver]:
     """`labels` by the number in the name, which counts from 1."""
     seen: set[int] = set()
-    for image in archive.list():
+    for image in archive.walk():
+        if isinstance(image, PassedOver):
+            yield image
+            continue
         match = _VALIDATION_IMAGE.search(image.name)
         if match is None:
             raise SourceError(

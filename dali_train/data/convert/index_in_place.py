@@ -9,6 +9,7 @@ it is removed at the end, when ``dataset.json`` is written.
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,7 @@ from dali_train.data.dataset.manifest import (
     files_path,
     index_path,
 )
+from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import Bucket
@@ -66,10 +68,18 @@ class Measured:
     rows: NDArray[np.void]  # _MEASURED, (N,); 0 for a bad image
     bad: dict[int, str]  # position -> reason
 
-    def save(self, path: Path, images: Sequence[Image] = ()) -> None:
-        """Write a file for `load`, and for `images` what `listed_in` returns."""
+    def save(self, path: Path, listed: Sequence[Image | PassedOver] = ()) -> None:
+        """Write a file for `load`, and for what is `listed` what `listed_in` returns."""
+        images = [entry for entry in listed if isinstance(entry, Image)]
+        passed_over = Counter(entry for entry in listed if isinstance(entry, PassedOver))
         places = np.array([(image.offset, image.size, image.label) for image in images], dtype=_PLACE)
-        facts = json.dumps({"bad": list(self.bad.items()), "names": [image.name for image in images]})
+        facts = json.dumps(
+            {
+                "bad": list(self.bad.items()),
+                "names": [image.name for image in images],
+                "passed_over": [[*one, count] for one, count in passed_over.items()],
+            }
+        )
         with partial_path(path).open("wb") as file:
             np.savez(file, rows=self.rows, places=places, facts=np.frombuffer(facts.encode(), np.uint8))
         partial_path(path).replace(path)
@@ -84,11 +94,15 @@ class Measured:
             return None
 
 
-def listed_in(path: Path, file: str) -> list[Image]:
-    """Return the images of `file` that were saved with `Measured.save`, and can be loaded."""
+def listed_in(path: Path, file: str) -> list[Image | PassedOver]:
+    """Return what was listed in `file` and saved with `Measured.save`, and can be loaded."""
     with np.load(path, allow_pickle=False) as arrays:
-        names = json.loads(arrays["facts"].tobytes())["names"]
-        return [Image(file, name, *place) for name, place in zip(names, arrays["places"].tolist(), strict=True)]
+        facts, places = json.loads(arrays["facts"].tobytes()), arrays["places"].tolist()
+    listed: list[Image | PassedOver] = []
+    listed += [Image(file, name, *place) for name, place in zip(facts["names"], places, strict=True)]
+    for place, reason, count in facts.get("passed_over", ()):  # an older version saved none
+        listed += [PassedOver(place, reason)] * count
+    return listed
 
 
 def measure(read: Callable[[int], RawImage], numbers: Sequence[int], *, decode: bool) -> Measured:
@@ -127,7 +141,8 @@ class IndexInPlace:
 
     name: str  # of the converter that lists the images
     load: Callable[[Path, Within], Sources]  # which lists them below a directory
-    options: Mapping[str, str | None]  # all that the listing depends on
+    options: Mapping[str, str | None]  # all that the listing of a file depends on
+    class_order: str | None  # see `class_order_of`
     source: Path | str  # a directory, a tar, or the URL of a bucket
     out: Path
     seed: int
@@ -185,19 +200,20 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
                 (directory / name).unlink()
                 bucket.download(name, directory / name, sizes[name])
 
-        def within(path: Path, list_file: ListFile) -> Iterator[Image]:
+        def within(path: Path, list_file: ListFile) -> Iterator[Image | PassedOver]:
             name = str(path.relative_to(directory))
             saved = _saved(state, name, sizes[name], task.decode, task.options)
             found = Measured.load(saved)
             if found is None:
                 with fetch(path):
-                    images = [*list_file(path)]
-                    found = _measure_object(task, images)
-                found.save(saved, images)
+                    listed = [*list_file(path)]
+                    found = _measure_object(task, [entry for entry in listed if isinstance(entry, Image)])
+                found.save(saved, listed)
             else:
-                images = listed_in(saved, str(path))
-            measured[str(path)] = np.array([image.offset for image in images], np.uint64), found
-            yield from images
+                listed = listed_in(saved, str(path))
+            offsets = [entry.offset for entry in listed if isinstance(entry, Image)]
+            measured[str(path)] = np.array(offsets, np.uint64), found
+            yield from listed
 
         splits, class_names = task.load(directory, within)
         listing = _Listing(
@@ -393,6 +409,8 @@ def _write(
         )
     files_crc32c = write_array(files_path(task.out), table)
     options = {"dataset": task.name, "seed": None if task.keep_order else task.seed, "decode_check": task.decode}
+    if task.class_order is not None:
+        options["class_order"] = task.class_order
     Manifest(
         num_classes=len(listing.class_names),
         class_names=tuple(listing.class_names),

@@ -4,9 +4,7 @@ Some files' images can only be unpacked together: the row groups of Parquet file
 in random order, so each such block is unpacked once, with its first image, into a temporary file.
 """
 
-import logging
 import os
-import re
 import tempfile
 import threading
 from argparse import Namespace
@@ -32,19 +30,25 @@ from dali_train.data.convert.sources import (
     read_range,
 )
 from dali_train.data.dataset.image_file import BadImageError
-from dali_train.data.dataset.manifest import MAX_CLASSES, SplitName, read_class_names
+from dali_train.data.dataset.manifest import (
+    MAX_CLASSES,
+    SplitName,
+    SplitWord,
+    read_class_names,
+    split_word,
+    splits_of_words,
+)
+from dali_train.data.dataset.passed_over import TEST_SPLIT, PassedOver, warn_missing
 from dali_train.data.progress import Progress
 from dali_train.errors import RunError
 from dali_train.files import NO_SPACE
 
-ListFile = Callable[[Path], Iterable[Image]]
-"""Yields the images of one file."""
+Listed = Iterable[Image | PassedOver]
+ListFile = Callable[[Path], Listed]
+"""Yields the images of one file, and what is passed over in it."""
 
-Within = Callable[[Path, ListFile], Iterable[Image]]
+Within = Callable[[Path, ListFile], Listed]
 """Lists one file while its content is there."""
-
-_SPLIT_WORD = re.compile(r"(?<![a-z])(train|val|test)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
-_log = logging.getLogger(__name__)
 
 
 def sources_of(
@@ -85,51 +89,67 @@ def list_splits(
     """Return the splits that `list_file` finds in the files below `source` whose names end in `ending`, sorted.
 
     The last of the words train, val (valid, validation) and test in a file's path below `source` is its split; without
-    any such word all files are for training. Where there is no other, test is the validation split.
+    any such word all files are for training. Where there is no other, test is the validation split. All other files
+    are passed over, unless `list_file` says which (MDS's shards, by their index.json).
 
     Raises:
         SourceError: no files, no images in them, or files of no split beside others.
     """
     if not os.access(source, os.F_OK):
         raise SourceError(f"--source {source}: does not exist: name a directory of *{ending}, or one such file")
-    files: dict[str, list[Path]] = {}
-    names = [file.name for file in Directory(source).list()] if source.is_dir() else [""]
-    for name in names:
-        if (source / name).name.endswith(ending):
-            words = _SPLIT_WORD.findall(name)
-            files.setdefault(words[-1].lower() if words else "", []).append(source / name)
+    files: dict[SplitWord | None, list[Path]] = {}
+    others: list[PassedOver] = []
+    for entry in Directory(source).walk() if source.is_dir() else [Image("", "", 0, 0)]:
+        if isinstance(entry, PassedOver):
+            others.append(entry)
+        elif (source / entry.name).name.endswith(ending):
+            files.setdefault(split_word(entry.name), []).append(source / entry.name)
+        elif not ending.endswith(".json"):
+            others.append(PassedOver.by_suffix(entry.name.rpartition("/")[0], entry.name))
     if not files:
         raise SourceError(f"--source {source}: has no *{ending}: name the directory that holds them, or one such file")
-    if "" in files and len(files) > 1:
+    if None in files and len(files) > 1:
         raise SourceError(
-            f"{printable(str(files[''][0]))}: train, val or test is in the names of other files, but not in this one: "
-            "rename it, or move it out of --source"
+            f"{printable(str(files[None][0]))}: train, val or test is in the names of other files, but not in this "
+            "one: rename it, or move it out of --source"
         )
-    chosen: dict[SplitName, list[Path]] = {
-        "train": files.get("train", []) + files.get("", []),
-        "validation": files.get("val") or files.get("test", []),
-    }
-    if "val" in files and "test" in files:
-        _log.warning("%s: %d files of the test split are left out", source, len(files["test"]))
+    used = splits_of_words([word for word in files if word is not None])
+    chosen: dict[SplitName, list[Path]] = {split: files[word] for word, split in used.items()}
+    if None in files:
+        chosen["train"] = files[None]
+    for paths in chosen.values():
+        warn_missing(source, [path.name for path in paths])
+    others += [PassedOver("", TEST_SPLIT)] * (len(files.get("test", ())) if "val" in used else 0)
     splits: dict[SplitName, Images] = {}
     with Progress(f"listing {source}", total=sum(map(len, chosen.values())), unit="files") as progress:
         for split, paths in chosen.items():
-            listed = ImageFiles(partial(_list_files, paths, list_file, progress), read)
-            if paths:
-                splits[split] = Images(listed, source if source.is_dir() else source.parent)
-                if not len(splits[split].labels):
-                    others = ", nor have the others" if paths[1:] else ""
-                    raise SourceError(f"{paths[0]}: has no images{others}: fetch it")
+            listed = ImageFiles(partial(_list_files, others, paths, list_file, progress), read)
+            splits[split] = Images(listed, source if source.is_dir() else source.parent)
+            others = []  # shown once, with the first split
+            if not len(splits[split].labels):
+                more = ", nor have the others" if paths[1:] else ""
+                raise SourceError(
+                    f"{paths[0]}: has no images{more}: fetch it, or name what holds images{_seen(splits[split])}"
+                )
     return splits
 
 
-def _list_files(paths: Iterable[Path], list_file: ListFile, progress: Progress) -> Iterator[Image]:
+def _seen(images: Images) -> str:
+    """Return what is there instead of images."""
+    reasons = sorted({one.reason for one in images.passed_over})
+    return f" (there are files {', '.join(reasons[:5])})" if reasons else ""
+
+
+def _list_files(
+    others: Iterable[PassedOver], paths: Iterable[Path], list_file: ListFile, progress: Progress
+) -> Iterator[Image | PassedOver]:
+    yield from others
     for path in paths:
         yield from list_file(path)
         progress.update(1)
 
 
-def where_it_lies(path: Path, list_file: ListFile) -> Iterable[Image]:
+def where_it_lies(path: Path, list_file: ListFile) -> Listed:
     """List a file on a disk: the usual `Within`."""
     return list_file(path)
 

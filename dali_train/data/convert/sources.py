@@ -4,18 +4,20 @@ A converter gives each split as `Images` of a `Source`. Those of files are `Imag
 format needs a function that yields an `Image` for each of its images, and, where these are not plain ranges of bytes,
 a function that reads one. Containers of files are sources themselves: directories, and tar archives, which `tarfile`
 lists and which are read in place.
+
+A listing yields a `PassedOver` for what it does not take for an image; `Images` counts and shows them, for all formats.
 """
 
 import copy
 import gzip
 import json
 import os
-import re
 import stat
 import tarfile
 import tempfile
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Protocol
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, RawImage
 from dali_train.data.dataset.manifest import SplitName
+from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_passed_over
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError
 from dali_train.files import open_regular
@@ -60,8 +63,9 @@ class Image(NamedTuple):
 
 
 class Source(Protocol):
-    def list(self) -> Iterable[Image]:
-        """Yield the images of one split, always in the same order. Raises SourceError: not what it should be."""
+    def list(self) -> Iterable[Image | PassedOver]:
+        """Yield the images of one split, always in the same order, and what is passed over. Raises SourceError: not
+        what it should be."""
         ...
 
     def read(self, image: Image) -> RawImage:
@@ -77,9 +81,10 @@ class Images:
 
     labels: NDArray[np.int32]  # (N,), from 0
     num_bytes: int  # of all images together, as the source holds them
+    passed_over: Counter[PassedOver]  # also logged as a warning
 
     def __init__(self, source: Source, root: Path | str, **facts: object) -> None:
-        """List a source.
+        """List a source, and warn of what is passed over in it.
 
         Args:
             root: the file or directory that holds it; image/filename of a record is relative to it.
@@ -92,7 +97,12 @@ class Images:
         files: dict[str, int] = {}
         self._file_numbers = array("I")
         self._packed = array("b")
-        for file, name, offset, size, label, is_packed in source.list():
+        self.passed_over = Counter()
+        for listed in source.list():
+            if isinstance(listed, PassedOver):
+                self.passed_over[listed] += 1
+                continue
+            file, name, offset, size, label, is_packed = listed
             names += name.encode(errors="surrogateescape")
             self._name_ends.append(len(names))
             self._offsets.append(offset)
@@ -109,6 +119,7 @@ class Images:
             "num_bytes": self.num_bytes,
             **facts,
         }
+        warn_passed_over(root, self.passed_over)
 
     def __getitem__(self, number: int) -> Image:
         row = number if self._rows is None else int(self._rows[number])
@@ -220,14 +231,16 @@ def checked_length(content: bytes, image: Image) -> bytes:
 class ImageFiles:
     """The source of image files that a function yields, wherever they lie."""
 
-    def __init__(self, images: Callable[[], Iterable[Image]], read: Callable[[Image], bytes] = read_range) -> None:
+    def __init__(
+        self, images: Callable[[], Iterable[Image | PassedOver]], read: Callable[[Image], bytes] = read_range
+    ) -> None:
         self._images = images
         self.read = read
 
-    def list(self) -> Iterator[Image]:
+    def list(self) -> Iterator[Image | PassedOver]:
         """Raises SourceError: by `images`, or a file is too large for an image."""
         for image in self._images():
-            if image.size > MAX_ENCODED_BYTES:
+            if isinstance(image, Image) and image.size > MAX_ENCODED_BYTES:
                 limit = f"the limit for an image is {MAX_ENCODED_BYTES:,}; remove it"
                 raise SourceError(f"{image.location}: {image.size:,} bytes: {limit}")
             yield image
@@ -255,7 +268,6 @@ class PixelSource:
 
 
 _MAX_UNPACKED_BYTES = 2 << 30  # of a gzipped archive: the small datasets and the devkit are far below
-_HIDDEN = re.compile(r"(^|/)\.(?!\.?(/|$))")  # part of a member's name, but for "." and ".."
 _MAX_PADDING = 128 << 10  # zeros behind the last member; tar itself pads to 10 kB
 
 
@@ -278,57 +290,67 @@ def open_container(path: Path) -> "Container":
 
 
 class Directory:
-    """The files below a directory, in the order of their names; hidden ones are skipped, links are followed."""
+    """The files below a directory, in the order of their names; links are followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def list(self, *, folders: bool = False) -> Iterator[Image]:
-        """Yield the files, and if asked for the folders, whose names end in "/".
+    def list(self) -> Iterator[Image]:
+        """Yield the files. Raises SourceError: as `walk`."""
+        return _images_only(self.walk())
+
+    def walk(self, *, folders: bool = False) -> Iterator[Image | PassedOver]:
+        """Yield the files, what is hidden, and if asked for the folders, whose names end in "/".
 
         Raises:
             SourceError: a directory within itself or that cannot be read, a dead link, or what is not a file.
         """
-        root = f"{self.path}/"
-        for name, size in self._below(str(self.path), "", ()):
-            if folders or not name.endswith("/"):
-                yield Image(root, name, 0, size)
+        for entry in self._below(str(self.path), "", ()):
+            if folders or isinstance(entry, PassedOver) or not entry.name.endswith("/"):
+                yield entry
 
-    def _below(self, directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int]]:
+    def _below(self, directory: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[Image | PassedOver]:
         try:
             with os.scandir(directory) as entries:
                 ordered = sorted(entries, key=lambda entry: entry.name)
-        except PermissionError:
+        except OSError as error:
             raise SourceError(
-                f"{printable(directory)}: cannot be read (Permission denied): allow it, or move it"
+                f"{printable(directory)}: cannot be read ({error.strerror}): allow it, or move it"
             ) from None
+        root, place = f"{self.path}/", prefix.partition("/")[0]
         for entry in ordered:
-            if entry.name.startswith("."):
+            if is_hidden(entry.name):
+                yield PassedOver(place, HIDDEN)
                 continue
             location = printable(entry.path)
             try:
                 status = entry.stat()
             except FileNotFoundError:
                 raise SourceError(f"{location}: a link to a file that does not exist: remove or mend it") from None
+            except OSError as error:  # links that refer to each other, a disk that fails
+                raise SourceError(f"{location}: cannot be read ({error.strerror}): remove or mend it") from None
             if stat.S_ISDIR(status.st_mode):
                 identity = status.st_dev, status.st_ino
                 if identity in above:
                     raise SourceError(f"{location}: a link to a directory that it lies in: remove it")
-                yield f"{prefix}{entry.name}/", 0
+                yield Image(root, f"{prefix}{entry.name}/", 0, 0)
                 yield from self._below(entry.path, f"{prefix}{entry.name}/", (*above, identity))
             elif stat.S_ISREG(status.st_mode):
-                yield prefix + entry.name, status.st_size
+                yield Image(root, prefix + entry.name, 0, status.st_size)
             else:
                 raise SourceError(f"{location}: a device, FIFO or socket, or a link to one, not a file: remove it")
 
     def read(self, image: Image) -> bytes:
         """Raises SourceError: it is not as it was listed."""
         try:
-            content = (self.path / image.name).read_bytes()
+            with open_regular(self.path / image.name) as file:  # it may have become a FIFO
+                content = file.read()
         except FileNotFoundError:
             raise SourceError(f"{image.location}: vanished while converting") from None
-        except PermissionError:
-            raise SourceError(f"{image.location}: cannot be read (Permission denied): allow it") from None
+        except OSError as error:
+            raise SourceError(
+                f"{image.location}: cannot be read ({error.strerror or error}): allow it, or restore it"
+            ) from None
         return checked_length(content, image)
 
 
@@ -351,10 +373,13 @@ class Archive:
         """Raises SourceError: it is not as it was listed."""
         return checked_length(os.pread(self._descriptor, image.size, image.offset), image)
 
-    def list(self, within: Image | None = None, *, folders: bool = False) -> Iterator[Image]:
-        """Yield the files of the archive, or of the archive that is its file `within`, in their order there; if asked
-        for, the folders as well, whose names end in "/". As in a directory, hidden ones are skipped: macOS's tar adds
-        `._NAME` to each file NAME.
+    def list(self, within: Image | None = None) -> Iterator[Image]:
+        """Yield the files. Raises SourceError: as `walk`."""
+        return _images_only(self.walk(within))
+
+    def walk(self, within: Image | None = None, *, folders: bool = False) -> Iterator[Image | PassedOver]:
+        """Yield the files of the archive, or of the archive that is its file `within`, in their order there, what is
+        hidden (macOS's tar adds `._NAME` to each file NAME), and if asked for the folders, whose names end in "/".
 
         Raises:
             SourceError: not a tar, truncated, or a member that is neither file nor directory, with its name and offset.
@@ -382,7 +407,10 @@ class Archive:
                 name = entry.name.removeprefix("./")
                 if entry.isdir():  # tarfile has removed the slash
                     name = f"{name.rstrip('/')}/"
-                if _HIDDEN.search(name) is None and (folders or not name.endswith("/")):
+                hidden = any(is_hidden(part) for part in name.split("/") if part not in (".", ".."))
+                if hidden and not entry.isdir():
+                    yield PassedOver(name.partition("/")[0] if "/" in name else "", HIDDEN)
+                elif not hidden and (folders or not entry.isdir()):
                     yield Image(file, name, entry.offset_data, entry.size, is_packed=self.is_gzipped)
             self._check_end(position, end)
         except (SourceError, tarfile.TarError, ValueError, OverflowError) as error:
@@ -407,6 +435,10 @@ class Archive:
 
 
 Container = Directory | Archive
+
+
+def _images_only(walk: Iterable[Image | PassedOver]) -> Iterator[Image]:
+    return (entry for entry in walk if isinstance(entry, Image))
 
 
 class _Part:

@@ -114,7 +114,8 @@ def _chosen_classes(manifest: Manifest, classes: int | None, class_list: Path | 
     if class_list is None:
         return list(range(manifest.num_classes))
     try:
-        names = [line.strip() for line in class_list.read_text().splitlines() if line.strip()]
+        text = class_list.read_text(encoding="utf-8-sig")
+        names = [line.strip() for line in text.splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SourceError(f"--class-list {class_list}: cannot be read ({reason})") from error

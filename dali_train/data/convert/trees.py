@@ -1,16 +1,17 @@
 """Image files in one folder per class, in a directory or a tar archive."""
 
-import logging
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from dali_train.data.convert.sources import (
     Container,
+    Directory,
     Image,
     ImageFiles,
     Images,
@@ -21,183 +22,294 @@ from dali_train.data.convert.sources import (
     printable,
 )
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
-from dali_train.data.dataset.manifest import SPLITS, SplitName
+from dali_train.data.dataset.manifest import (
+    ClassOrder,
+    SplitName,
+    SplitWord,
+    number_classes,
+    order_classes,
+    read_class_names,
+    split_folders_among,
+    split_of_folder,
+    splits_of_words,
+)
+from dali_train.data.dataset.passed_over import EMPTY, TEST_SPLIT, PassedOver, is_hidden
 from dali_train.text import plural, shortened
 
-_SPLIT_FOLDERS: dict[str, SplitName] = {
-    "train": "train",
-    "test": "validation",
-    "val": "validation",
-    "validation": "validation",
-}
 _MOST_NAMED = 5  # classes in a message
 _MOST_LETTERS = 100  # of a name in a message
-_log = logging.getLogger(__name__)
+Parts = tuple[str, ...]
 
 
-def folders(train: Path | None, validation: Path | None, *, validation_fraction: float | None, seed: int) -> Sources:
-    """Return the splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone), sorted.
+def folders(
+    train: Path | None,
+    validation: Path | None,
+    *,
+    validation_fraction: float | None,
+    seed: int,
+    class_order: ClassOrder = "name",
+    class_names: Path | None = None,
+) -> Sources:
+    """Return the splits and the class names: the subfolders of `train` (or of `validation`, if it comes alone).
 
-    A `train` that holds ``train`` and one of ``val``, ``validation`` and ``test`` instead of classes gives both splits.
-    With `validation_fraction`, that part of each class of `train` becomes the validation split, chosen by `seed`.
+    A `train` that holds the folders of splits instead of classes gives these splits. With `validation_fraction`, that
+    part of each class of `train` becomes the validation split, chosen by `seed`.
+
+    Args:
+        class_order: see `order_classes`.
+        class_names: a file with the names in the order of the labels instead, see `number_classes`.
 
     Raises:
-        SourceError: no class folders, or classes that lie a folder deeper, a class that only `validation` has, or
-            nothing that can be divided.
+        SourceError: no class folders, or classes that lie a folder higher or deeper, a class that only `validation`
+            has, or nothing that can be divided.
+        DatasetError: `class_names` cannot be read, or does not fit.
     """
     paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
     if train is None and validation is None:
         raise SourceError("nothing to convert: give --train DIR, --validation DIR, or both")
-    listed = {
-        split: _list_images(open_container(path), _top_folder) for split, path in paths.items() if path is not None
-    }
-    splits_within = _splits_among(listed["train"].classes) if "train" in listed else []
-    if train is not None and splits_within:
-        if (
-            validation is None
-            and validation_fraction is None
-            and len(splits_within) == len(listed["train"].classes) == 2
-        ):
-            return split_folders(train)
-        raise SourceError(
-            f"{train} holds {', '.join(splits_within)}, which are splits and not classes: give --train {train}/train "
-            f"and --validation with the folder of the other split, of an archive once it is unpacked"
-        )
-    for listing in listed.values():
-        if len(listing.classes) == 1 and len(listing.deeper) > 1:
-            name = shortened(printable(listing.classes[0]), _MOST_LETTERS)
-            raise SourceError(
-                f"{listing.path} has one class folder, {name}, and all images in {len(listing.deeper):,} folders below "
-                f"it: if these are the classes, name {name} instead (of an archive once it is unpacked)"
-            )
-    sources, names = _with_common_labels(listed)
+    containers = {split: open_container(path) for split, path in paths.items() if path is not None}
+    words = {split: split_folders_among(_top_folders(container)) for split, container in containers.items()}
+    if train is not None and validation is None and words["train"]:
+        listed = _list_splits(containers["train"], words["train"])
+    else:
+        for split, folders_of_splits in words.items():
+            if folders_of_splits:
+                raise SourceError(
+                    f"--{split} {paths[split]}: holds {', '.join(sorted(folders_of_splits))}, which are splits and not "
+                    f"classes: name it alone with --train, or name {paths[split]}/{min(folders_of_splits)} (of an "
+                    "archive once it is unpacked)"
+                )
+        listed = {split: _list_images(container, _Part()) for split, container in containers.items()}
+    if class_names is None:
+        for listing in listed.values():
+            _refuse_other_level(listing)
+    sources, names = _with_common_labels(listed, class_order, class_names)
     return hold_out(sources, validation_fraction, seed=seed), names
 
 
 def split_folders(path: Path) -> Sources:
-    """As `folders`, for one tree with the class folders in ``train`` and in ``test``, ``val`` or ``validation``."""
+    """As `folders`, for one tree with the class folders in ``train`` and in ``test``, ``val`` or ``validation``, which
+    may lie deeper in it."""
     container = open_container(path)
-    listed: dict[SplitName, _Listing] = {}
-    for split in SPLITS:
-        listing = _list_images(container, partial(_class_in_split, split=split))
-        if listing.classes or listing.skipped:
-            listed[split] = listing
+    folders_there = {part for entry in container.list() for part in PurePosixPath(entry.name).parts[:-1]}
+    words = {folder: word for folder in folders_there if (word := split_of_folder(folder)) is not None}
+    listed = _list_splits(container, words, anywhere=True)
     if not any(listing.classes for listing in listed.values()):
         raise SourceError(f"{path}: expected image files in train/CLASS/ or test/CLASS/")
-    return _with_common_labels(listed)
+    return _with_common_labels(listed, "name", None)
+
+
+def _top_folders(container: Container) -> set[str]:
+    if isinstance(container, Directory):
+        with suppress(OSError), os.scandir(container.path) as entries:  # the listing says what is wrong with it
+            return {entry.name for entry in entries if not is_hidden(entry.name) and entry.is_dir()}
+        return set()
+    names = (entry.name for entry in container.walk(folders=True) if isinstance(entry, Image))
+    return {name.partition("/")[0] for name in names if "/" in name}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which files of a container are those of a split.
+
+    Args:
+        words: the folders of splits; without any, all files are.
+        split: the one that is meant.
+        is_first: whether this is the first split that is listed, with which files of no split are shown.
+        anywhere: the folders may lie deeper, as in cifar10/train/bird/0338.jpg.
+    """
+
+    words: Mapping[str, SplitWord] = field(default_factory=dict)
+    split: SplitName = "train"
+    is_first: bool = True
+    anywhere: bool = False
+
+    @property
+    def folder(self) -> str:
+        """The split's own, for messages."""
+        splits = splits_of_words({*self.words.values()})
+        return next((name for name, word in self.words.items() if splits.get(word) == self.split), "")
+
+    def below(self, parts: Parts) -> tuple[SplitName | None, int]:
+        """Return the split that a file or a folder with these parts lies in, and how many parts lead there."""
+        if not self.words:
+            return self.split, 0
+        splits = splits_of_words({*self.words.values()})
+        for number, part in enumerate(parts if self.anywhere else parts[:1]):
+            if part in self.words:
+                return splits.get(self.words[part]), number + 1
+        return None, 0
+
+
+def _list_splits(
+    container: Container, words: Mapping[str, SplitWord], *, anywhere: bool = False
+) -> dict[SplitName, "_Listing"]:
+    """List each split that is used. Raises SourceError: as `_list_images`, or two folders are of one split."""
+    if not anywhere:
+        for word in words.values():
+            same = [folder for folder, other in words.items() if other == word]
+            if len(same) > 1:
+                raise SourceError(f"{container.path}: {' and '.join(sorted(same))} are one split: keep one of them")
+    listed: dict[SplitName, _Listing] = {}
+    for split in splits_of_words({*words.values()}).values():
+        part = _Part(words, split, is_first=not listed, anywhere=anywhere)
+        listed[split] = _list_images(container, part)
+    return listed
 
 
 @dataclass(frozen=True)
 class _Listing:
-    """The images of a split, and what else is in its class folders."""
+    """The images of a split, and its class folders."""
 
     path: Path
     images: Images
     classes: list[str]  # that have images, as they appear: labels are places in this list
-    skipped: dict[str, Counter[str]]  # class -> suffix -> files that are no images; of an empty folder none
-    deeper: set[tuple[str, ...]]  # the folders below class folders, if all images lie in such
-
-    @cached_property
-    def empty(self) -> dict[str, Counter[str]]:
-        """The class folders without images."""
-        classes = set(self.classes)
-        return {name: suffixes for name, suffixes in self.skipped.items() if name not in classes}
+    empty: list[str]  # class folders without images
+    deeper: set[Parts]  # the folders below class folders, if all images lie in such
 
 
-def _list_images(container: Container, class_of: Callable[[tuple[str, ...]], str | None]) -> _Listing:
-    """List the files in the class folders; `class_of` returns the class of a name by its parts, None if it has none."""
+def _list_images(container: Container, part: _Part) -> _Listing:
+    """List the files in the class folders of a split. Raises SourceError: an image outside of one, or of all splits."""
     numbers: dict[str, int] = {}
-    skipped: dict[str, Counter[str]] = {}
-    deeper: set[tuple[str, ...]] = set()
+    folders_there: dict[str, bool] = {}  # class folder -> whether something in it is passed over
+    deeper: set[Parts] = set()
 
-    def images() -> Iterator[Image]:
-        for entry in container.list(folders=True):
+    def images() -> Iterator[Image | PassedOver]:
+        for entry in container.walk(folders=True):
+            if isinstance(entry, PassedOver):
+                if part.is_first:
+                    yield entry
+                continue
             path = PurePosixPath(entry.name)
-            is_folder, suffix = entry.name.endswith("/"), path.suffix.lower()
-            if suffix in IMAGE_SUFFIXES and not is_folder:
-                name = class_of(path.parts)
-                if name is not None:
-                    deeper.add(path.parts[:-1][:2])
-                    yield entry._replace(label=numbers.setdefault(name, len(numbers)))
-            elif len(path.parts) > (not is_folder):
-                # A folder belongs to the class that a file in it would have.
-                name = class_of((*path.parts, "")) if is_folder else class_of(path.parts)
-                if name is not None:
-                    skipped.setdefault(name, Counter()).update([] if is_folder else [suffix])
+            is_folder = entry.name.endswith("/")
+            is_image = not is_folder and path.suffix.lower() in IMAGE_SUFFIXES
+            split, start = part.below(path.parts)
+            inside = path.parts[start:]
+            if split != part.split:
+                if split is None and part.is_first and not is_folder:
+                    if is_image and start == 0:
+                        raise SourceError(_stray(container, part, path.parts, start))
+                    yield PassedOver("", TEST_SPLIT) if start else PassedOver.by_suffix(_folder(path.parts), path.name)
+            elif is_folder:
+                if inside:
+                    folders_there.setdefault(inside[0], False)
+            elif is_image:
+                if len(inside) < 2:
+                    raise SourceError(_stray(container, part, path.parts, start))
+                deeper.add(inside[:-1][:2])
+                yield entry._replace(label=numbers.setdefault(inside[0], len(numbers)))
+            else:
+                if len(inside) > 1:
+                    folders_there[inside[0]] = True
+                yield PassedOver.by_suffix(_folder(inside), path.name)
+        for folder, has_files in folders_there.items():
+            if folder not in numbers and not has_files:
+                yield PassedOver(folder, EMPTY)
 
     listed = Images(ImageFiles(images, container.read), container.path)
     if any(len(folder) < 2 for folder in deeper):
         deeper.clear()
-    return _Listing(container.path, listed, list(numbers), skipped, deeper)
+    empty = [folder for folder in folders_there if folder not in numbers]
+    return _Listing(container.path / part.folder, listed, list(numbers), empty, deeper)
 
 
-def _described(skipped: Mapping[str, Counter[str]]) -> str:
+def _folder(parts: Parts) -> str:
+    return parts[0] if len(parts) > 1 else ""
+
+
+def _stray(container: Container, part: _Part, parts: Parts, start: int) -> str:
+    """Return the message for an image in no class folder, of which `start` parts lead to its split."""
+    name, leaf = (shortened(printable(text), _MOST_LETTERS) for text in ("/".join(parts), parts[-1]))
+    if not part.words:
+        return (
+            f"{name}: an image outside of a class folder: expected CLASS/{leaf} in {container.path}: move it, or if "
+            f"{container.path.name} is a class itself, name the folder above it"
+        )
+    folder = next((folder for folder, word in part.words.items() if word == "train"), min(part.words))
+    alone = f"name {container.path}/{folder} alone"
+    if start == 0:
+        return (
+            f"{name}: an image outside of {', '.join(sorted(part.words))}, the folders of the splits in "
+            f"{container.path}: move it away, or {alone} (of an archive once it is unpacked)"
+        )
+    return (
+        f"{name}: an image outside of a class folder: expected {'/'.join(parts[:start])}/CLASS/{leaf} in "
+        f"{container.path}: sort these images into a folder for each class, or {alone}, without this "
+        "split (of an archive once it is unpacked)"
+    )
+
+
+def _refuse_other_level(listing: _Listing) -> None:
+    """Raises SourceError: the class folders seem to lie a level deeper than they are looked for."""
+    below: dict[str, set[str]] = {}
+    for name, folder in listing.deeper:
+        below.setdefault(name, set()).add(folder)
+    if not below or len(min(below.values(), key=len)) < 2 or any(each != below[min(below)] for each in below.values()):
+        return
+    shown = shortened(printable(min(below)), _MOST_LETTERS)
+    common = ", ".join(
+        shortened(printable(folder), _MOST_LETTERS) for folder in sorted(below[min(below)])[:_MOST_NAMED]
+    )
+    if len(below) == 1:
+        raise SourceError(
+            f"{listing.path} has one class folder, {shown}, and all images in {len(listing.deeper):,} folders below "
+            f"it: if these are the classes, name {shown} instead (of an archive once it is unpacked)"
+        )
+    raise SourceError(
+        f"{listing.path} has {len(below):,} folders, {shown} and others, each with all images in the same folders "
+        f"({common}): if these are the classes, name {listing.path}/{shown} alone (of an archive once it is unpacked); "
+        "if not, list the classes in a file for --class-names"
+    )
+
+
+def _described(classes: Sequence[str], passed_over: Counter[PassedOver]) -> str:
     """Return ``owl (12 .heic, 1 .txt), wren (empty)``."""
     texts = []
-    for name, suffixes in list(skipped.items())[:_MOST_NAMED]:
-        counts = [
-            f"{count:,} {shortened(printable(suffix), 20) or 'without suffix'}"
-            for suffix, count in suffixes.most_common(3)
-        ]
-        others = sum(suffixes.values()) - sum(count for _, count in suffixes.most_common(3))
+    for name in classes[:_MOST_NAMED]:
+        here = Counter({one.reason: count for one, count in passed_over.items() if one == (name, one.reason)})
+        counts = [f"{count:,} {shortened(printable(reason), 20)}" for reason, count in here.most_common(3)]
+        others = here.total() - sum(count for _, count in here.most_common(3))
         counts += [f"{others:,} other"] if others else []
-        texts.append(f"{shortened(printable(name), _MOST_LETTERS)} ({', '.join(counts) or 'empty'})")
-    return ", ".join([*texts, *([f"and {len(skipped) - _MOST_NAMED} more"] if len(skipped) > _MOST_NAMED else [])])
+        shown = "empty" if EMPTY in here or not here else ", ".join(counts)
+        texts.append(f"{shortened(printable(name), _MOST_LETTERS)} ({shown})")
+    more = [f"and {len(classes) - _MOST_NAMED} more"] if len(classes) > _MOST_NAMED else []
+    return ", ".join([*texts, *more])
 
 
-def _top_folder(parts: tuple[str, ...]) -> str:
-    if len(parts) < 2:
-        name = shortened(printable(parts[0]), _MOST_LETTERS)
-        raise SourceError(f"{name}: an image outside of a class folder: expected CLASS/{name}")
-    return parts[0]
-
-
-def _splits_among(classes: Sequence[str]) -> list[str]:
-    """Those of the class folders that are really the folders of splits. "train" alone may be a class beside "bus"."""
-    splits = sorted(set(classes) & set(_SPLIT_FOLDERS))
-    return splits if "train" in splits and (len(splits) > 1 or len(classes) == 1) else []
-
-
-def _class_in_split(parts: tuple[str, ...], split: SplitName) -> str | None:
-    """`parts` are those of e.g. cifar10/train/bird/0338.jpg."""
-    for number, part in enumerate(parts[:-2]):
-        if part in _SPLIT_FOLDERS:
-            return parts[number + 1] if _SPLIT_FOLDERS[part] == split else None
-    return None
-
-
-def _with_common_labels(listed: Mapping[SplitName, _Listing]) -> Sources:
-    """Number the classes of all splits by their sorted names."""
+def _with_common_labels(
+    listed: Mapping[SplitName, _Listing], class_order: ClassOrder, class_names: Path | None
+) -> Sources:
+    """Number the classes of all splits alike. Raises SourceError: a class without images, or of one split alone."""
     first = next(iter(listed))
-    names = sorted(listed[first].classes)
+    folders_there = listed[first].classes
     for split, listing in listed.items():
-        if split == first and names and listing.empty:
+        if split == first and folders_there and listing.empty:
             raise SourceError(
                 f"{listing.path}: {plural(len(listing.empty), 'class folder')} without images: "
-                f"{_described(listing.empty)}: convert what are images to JPEG or PNG, or move the folder away"
+                f"{_described(listing.empty, listing.images.passed_over)}: convert what are images to JPEG or PNG, or "
+                "move the folder away"
             )
         if not listing.classes:
-            there = f", but {_described(listing.skipped)}" if listing.skipped else ""
+            there = f", but {_described(listing.empty, listing.images.passed_over)}" if listing.empty else ""
             raise SourceError(
                 f"the {split} split has no images: expected files such as CLASS/name.jpg in {listing.path}{there}"
             )
-        skipped = {name: suffixes for name, suffixes in listing.skipped.items() if suffixes or name in listing.empty}
-        if skipped:
-            _log.warning(
-                "%s: %s skipped, whose suffix is not an image's: %s",
-                listing.path,
-                plural(sum(map(Counter.total, skipped.values())), "file"),
-                _described(skipped),
-            )
-        unknown = sorted(set(listing.classes) - set(names))
+        unknown = sorted(set(listing.classes) - set(folders_there))
         if unknown:
             raise SourceError(
                 f"{split} has the class {shortened(printable(unknown[0]), _MOST_LETTERS)!r}, {first} has not "
                 f"({len(unknown)} such classes): the class folders must agree"
             )
-        number_of = {name: number for number, name in enumerate(names)}
-        listing.images.labels = np.array([number_of[name] for name in listing.classes], np.int32)[listing.images.labels]
-    texts = [printable(name) for name in names]
-    if len(set(texts)) < len(texts):
+    if class_names is None:
+        ordered = order_classes(folders_there, class_order)
+        number_of: Mapping[str, int] = {name: number for number, name in enumerate(ordered)}
+        names = [printable(name) for name in ordered]
+    else:
+        names = read_class_names(class_names)
+        number_of = number_classes(folders_there, names, class_names)
+    for listing in listed.values():
+        numbers = [number_of[name] for name in listing.classes]
+        listing.images.labels = np.array(numbers, np.int32)[listing.images.labels]
+    if len(set(names)) < len(names):
         raise SourceError("two class folders have names that differ only in bytes that are not UTF-8: rename one")
-    return {split: listing.images for split, listing in listed.items()}, texts
+    return {split: listing.images for split, listing in listed.items()}, names

@@ -8,7 +8,7 @@ discarded.
 import io
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -36,8 +36,10 @@ from dali_train.data.dataset.manifest import (
     check_name,
     checksums_path,
     index_path,
+    split_of_folder,
     text_index_path,
 )
+from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, warn_missing, warn_passed_over
 from dali_train.data.dataset.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, NoDatasetError, RunError
@@ -390,28 +392,33 @@ def _class_names(indexed: dict[SplitName, list[IndexedShard]], *, label_base: in
     return names
 
 
-# A split's folder, or the beginning of its files' names where all lie in one folder; the first that is there counts.
-_NAMES: dict[SplitName, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "val")}
-_NUMBERED_SHARD = re.compile(r"-(\d{5})-of-(\d{5})(?:\.tfrecords?)?$")
+# The folders of a split, or the beginnings of its files' names where all lie in one folder, are called by this.
+_WORDS: dict[SplitName, str] = {"train": "train", "validation": "val"}
+_NUMBERED_SHARD = re.compile(r"-(\d+)-of-(\d+)(?:\.tfrec(?:ord)?s?)?$")
 
 
 def find_splits(root: Path) -> dict[SplitName, list[Path]]:
     """Find the shards of each split in order, in ``ROOT/train`` and ``ROOT/validation`` or ``ROOT/val``, or as
-    ``ROOT/train-*`` and ``ROOT/validation-*`` or ``ROOT/val-*``.
+    ``ROOT/train-*`` and ``ROOT/validation-*`` or ``ROOT/val-*``. Files of others are passed over, with a warning.
 
     Raises:
         DatasetError: no shards, a name that is not UTF-8, the same split in two places, or `_in_order`'s errors.
     """
     if not root.is_dir():
         raise DatasetError(f"{root}: this directory does not exist")
-    files = _files(root)
+    passed_over: Counter[PassedOver] = Counter()
+    flat = [path for path in _files(root, Counter()) if _NUMBERED_SHARD.search(path.name) or "tfrec" in path.name]
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir()]
     splits: dict[SplitName, list[Path]] = {}
-    for split, names in _NAMES.items():
+    for split, word in _WORDS.items():
         candidates: dict[str, list[Path]] = defaultdict(list)
-        for name in names:
-            if (root / name).is_dir():
-                candidates[str(root / name)] = _files(root / name)
-            candidates[str(root / f"{name}-*")] = [path for path in files if _is_flat_shard(path.name, name)]
+        for folder in folders:
+            if split_of_folder(folder.name) == word:
+                candidates[str(folder)] = _only_shards(folder, passed_over)
+        for path in flat:
+            prefix, dash, _ = path.name.partition("-")
+            if dash and split_of_folder(prefix) == word:
+                candidates[str(root / f"{prefix}-*")].append(path)
         locations = {location: paths for location, paths in candidates.items() if paths}
         # An earlier run may have left a hard link to the same file.
         if len({frozenset(path.resolve() for path in paths) for paths in locations.values()}) > 1:
@@ -420,7 +427,11 @@ def find_splits(root: Path) -> dict[SplitName, list[Path]]:
             location, paths = next(iter(locations.items()))
             for path in paths:
                 check_name(path.name)
-            splits[split] = _in_order(location, paths)
+            splits[split] = _in_order(location, paths, passed_over)
+    for folder in folders:
+        if splits and split_of_folder(folder.name) == "test":
+            passed_over[PassedOver(folder.name, "in a test split, which is not read")] += len(_files(folder, Counter()))
+    warn_passed_over(root, +passed_over)
     if not splits:
         expected = f"expected TFRecord files in {root}/train or {root}/validation, or as {root}/train-*"
         raise NoDatasetError(f"{root} has no shard, {expected}", root, indexing=True)
@@ -455,32 +466,54 @@ def link_shards(root: Path, shards: dict[SplitName, list[Path]]) -> None:
             link.symlink_to(os.path.relpath(path.absolute(), directory.absolute()) if inside else path.resolve())
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
+def _files(directory: Path, passed_over: Counter[PassedOver]) -> list[Path]:
+    """Return the files in a directory by name, and count what else is there, other than folders."""
+    files = []
+    for path in sorted(directory.iterdir()):
+        if is_hidden(path.name):
+            passed_over[PassedOver(directory.name, HIDDEN)] += 1
+        elif path.is_file():
+            files.append(path)
+        elif not path.is_dir():
+            passed_over[PassedOver(directory.name, "link to nothing, FIFO or device")] += 1
+    return files
 
 
-def _is_flat_shard(file: str, prefix: str) -> bool:
-    return file.startswith(f"{prefix}-") and bool(_NUMBERED_SHARD.search(file) or "tfrecord" in file)
+def _only_shards(directory: Path, passed_over: Counter[PassedOver]) -> list[Path]:
+    """Return the TFRecord files of a split's folder: those that are called so or numbered, else all files."""
+    files = _files(directory, passed_over)
+    shards = [path for path in files if _NUMBERED_SHARD.search(path.name) or ".tfrec" in path.name]
+    for path in files if shards else []:
+        if path not in shards:
+            passed_over[PassedOver.by_suffix(directory.name, path.name)] += 1
+    return shards or files
 
 
-def _in_order(location: str, files: list[Path]) -> list[Path]:
+def _in_order(location: str, files: list[Path], passed_over: Counter[PassedOver]) -> list[Path]:
     """``SPLIT-00000-of-00042`` where such names exist, else every file in the order of the names.
 
     Raises:
         DatasetError: numbered shards of which some are missing, or of two different totals.
     """
-    numbered = [(match, path) for path in files if (match := _NUMBERED_SHARD.search(path.name))]
+    numbered = {path: match for path in files if (match := _NUMBERED_SHARD.search(path.name))}
     if not numbered:
+        warn_missing(location, [path.name for path in files])
         return files
-    totals = {int(match[2]) for match, _ in numbered}
+    totals = {int(match[2]) for match in numbered.values()}
     if len(totals) > 1:
         raise DatasetError(f"{location} mixes shards of {' and '.join(map(str, sorted(totals)))}: keep one set of them")
     (total,) = totals
-    missing = sorted(set(range(total)) - {int(match[1]) for match, _ in numbered})
+    there = {int(match[1]) for match in numbered.values()}
+    first = 1 if total in there else 0  # some count from 1
+    missing = sorted({*range(first, first + total)} - there)
     if missing:
-        names = ", ".join(f"{number:05d}" for number in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        width = len(next(iter(numbered.values()))[1])
+        names = ", ".join(f"{number:0{width}d}" for number in missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise DatasetError(f"{location} lacks {len(missing)} of {total} shards: {names}")
-    return [path for _, path in numbered]
+    passed_over[PassedOver(Path(location).name, "without a number, beside shards that have one")] += len(files) - len(
+        numbered
+    )
+    return sorted(numbered, key=lambda path: int(numbered[path][1]))
 
 
 Fetch = Callable[[Path], AbstractContextManager[Path]]

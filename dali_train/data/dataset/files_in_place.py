@@ -17,6 +17,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
+from dali_train.data.dataset.passed_over import is_hidden
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import printable
@@ -195,7 +196,7 @@ class SourceFiles:
         """Yield the names of files that the converter would list, and of directories that are listed or have such."""
         with os.scandir(directory) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if is_hidden(entry.name):
                     continue
                 if not entry.is_dir():
                     if PurePosixPath(entry.name).suffix.lower() in self._suffixes:

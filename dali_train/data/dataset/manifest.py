@@ -7,7 +7,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -28,8 +29,55 @@ _MAX_LABEL = (1 << 31) - 1  # labels are int32
 
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+SplitWord = Literal["train", "val", "test"]
+_SPLIT_WORD = re.compile(
+    r"(?<![a-z])(?:(?P<train>train(?:ing)?)|(?P<val>val(?:id(?:ation)?)?)|(?P<test>test(?:ing)?))(?![a-z])",
+    re.IGNORECASE,
+)
+ClassOrder = Literal["name", "natural"]
+CLASS_ORDERS: tuple[ClassOrder, ...] = get_args(ClassOrder)
 # What an index row points at: an image file (JPEG, PNG, ...), or height * width * 3 bytes of RGB pixels, HWC.
 Encoding = Literal["image", "raw"]
+
+
+def split_word(path: str) -> SplitWord | None:
+    """Return the last word in a path that names a split: train or training, val, valid or validation, test or testing,
+    in any case."""
+    words: list[Any] = [match.lastgroup for match in _SPLIT_WORD.finditer(path)]
+    return words[-1] if words else None
+
+
+def split_of_folder(name: str) -> SplitWord | None:
+    """Return the split of a folder that is called by nothing but such a word."""
+    return split_word(name) if _SPLIT_WORD.fullmatch(name) else None
+
+
+def split_folders_among(names: Collection[str]) -> dict[str, SplitWord]:
+    """Return those of the folders beside each other that are splits and not classes, with their words.
+
+    They are called by nothing but such words, or by these with a common part: ``seg_train``, ``seg_test``. There are
+    two splits, or train is the only folder: "train" beside "bus" is a class.
+    """
+    by_rest: dict[str, dict[str, SplitWord]] = {"": {}}
+    for name in names:
+        word = split_word(name)
+        if word is not None:
+            rest = _SPLIT_WORD.sub("", name).lower()
+            by_rest.setdefault(rest, {})[name] = word
+    for rest, folders in by_rest.items():
+        words = {*folders.values()}
+        is_alone = rest == "" and words == {"train"} and len(names) == 1
+        if is_alone or (len(words) > 1 and (rest == "" or "train" in words)):
+            return folders
+    return {}
+
+
+def splits_of_words(words: Collection[SplitWord]) -> dict[SplitWord, SplitName]:
+    """Return what each word stands for where these are there: test is the validation split if there is no val, else
+    it is left out."""
+    splits: dict[SplitWord, SplitName] = {"train": "train"}
+    splits["val" if "val" in words else "test"] = "validation"
+    return {word: split for word, split in splits.items() if word in words}
 
 
 def metadata_directory(root: Path | str) -> Path:
@@ -241,22 +289,59 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train"
 
 
-def read_class_names(path: Path) -> list[str]:
-    """Return the lines of a file, the class names in the order of the labels.
+def read_class_names(path: Path, option: str = "--class-names") -> list[str]:
+    """Return the lines of a UTF-8 file, the class names in the order of the labels. A byte order mark is no part of it.
 
     Raises:
         DatasetError: the file cannot be read, is empty, or has an empty or a duplicate line.
     """
     try:
-        names = path.read_text().splitlines()
+        names = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DatasetError(
-            f"--class-names {path}: cannot be read ({reason}): use a text file, one name per line"
+            f"{option} {path}: cannot be read ({reason}): use a text file in UTF-8, one name per line"
         ) from error
-    if len({name for name in names if name.strip()}) < max(1, len(names)):
-        raise DatasetError(f"--class-names {path}: use one name per line, each class another")
+    names = [name.strip() for name in names]
+    if len({name for name in names if name}) < max(1, len(names)):
+        raise DatasetError(f"{option} {path}: use one name per line, each class another")
     return names
+
+
+def order_classes(folders: Collection[str], order: ClassOrder = "name") -> list[str]:
+    """Return the class folders in the order of their labels.
+
+    Args:
+        order: name: by code points, as torchvision does. natural: numbers by their value and regardless of case, as
+            timm does (timm.utils.natural_key).
+    """
+    by_name = sorted(folders)
+    return sorted(by_name, key=_natural_key) if order == "natural" else by_name
+
+
+def _natural_key(name: str) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"(\d+)", name.lower())
+    return [(part.isdecimal(), int(part), "") if part.isdecimal() else (False, 0, part) for part in parts]
+
+
+def number_classes(folders: Collection[str], names: Sequence[str], path: Path) -> Mapping[str, int]:
+    """Return the label of each class folder by the list of class names in the file `path`.
+
+    The folders are called as the classes, or else by their labels, as ImageNet-V2's 0 to 999.
+
+    Raises:
+        DatasetError: a folder is neither.
+    """
+    numbers = {name: label for label, name in enumerate(names)}
+    if not any(folder in numbers for folder in folders):
+        numbers = {str(label): label for label in range(len(names))}
+    unknown = sorted(folder for folder in folders if folder not in numbers)
+    if unknown:
+        raise DatasetError(
+            f"--class-names {path}: the class folder {unknown[0]!r} is none of its {len(names)} lines and no number of "
+            f"one from 0 ({len(unknown)} such folders): name every folder in it, or move those away"
+        )
+    return numbers
 
 
 def index_path(root: Path, split: str) -> Path:

@@ -91,7 +91,8 @@ def walk_records(
             raise TFRecordError(
                 path,
                 offset,
-                f"truncated record: {size - offset} bytes are left, a record has at least 16: copy the file again",
+                f"truncated record: {size - offset} bytes are left, a record has at least 16: "
+                + ("move it away if it is no TFRecord file" if offset == 0 else "copy the file again"),
             )
         length, length_crc = struct.unpack_from("<QI", buffer, offset)
         if masked_crc32c(buffer[offset : offset + 8]) != length_crc:
@@ -99,7 +100,7 @@ def walk_records(
                 path,
                 offset,
                 f"CRC mismatch of the record's length {length}: not a TFRecord file, or damaged here: "
-                "remove it, or copy it again",
+                + (f"it begins with {bytes(buffer[:8])!r}; move it away" if offset == 0 else "copy it again"),
             )
         start = offset + HEADER_SIZE
         end = start + length

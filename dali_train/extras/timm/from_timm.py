@@ -431,7 +431,7 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
     text = config_text(translation, root, output)
     Manifest.read(root)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    output.write_text(text, encoding="utf-8")
     steps, batch = max(1, arguments["grad_accum_steps"]), translation.settings["batch.global_batch"][0]
     print(
         f"{output}: {len(translation.settings)} settings; {batch:,} images per step are {arguments['batch_size']} x "
