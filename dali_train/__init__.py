@@ -13,17 +13,30 @@ if TYPE_CHECKING:
     from dali_train.checkpoint.trained_model import load_model
     from dali_train.commands.train import RunResult, run
     from dali_train.config import load_config
+    from dali_train.data.loading.loader import EvalLoader, TrainLoader
     from dali_train.extras.predict import predict
     from dali_train.hooks import Hook
     from dali_train.training.optim import register_optimizer
 
 __version__ = "0.1.0"
-__all__ = ["Hook", "RunResult", "load_config", "load_model", "predict", "register_optimizer", "run"]
+__all__ = [
+    "EvalLoader",
+    "Hook",
+    "RunResult",
+    "TrainLoader",
+    "load_config",
+    "load_model",
+    "predict",
+    "register_optimizer",
+    "run",
+]
 
 # Imported on first use: torch takes seconds to import, and --help does not need it; __main__ hears Ctrl-C from here on.
 _PLACES = {
+    "EvalLoader": "data.loading.loader",
     "Hook": "hooks",
     "RunResult": "commands.train",
+    "TrainLoader": "data.loading.loader",
     "load_config": "config",
     "load_model": "checkpoint.trained_model",
     "predict": "extras.predict",

@@ -14,7 +14,7 @@ import torch
 from dali_train.checkpoint.format import load_newest
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.loader import Loader, make_loader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.runtime.status import STEP_PHASES, read_events
 from tests.conftest import REPOSITORY, StartTraining, final_weights, relative_differences
@@ -97,9 +97,11 @@ def extended(config: Path, text: str) -> Path:
 
 def loader_of(
     config: Config, *, start_step: int = 0, rank: int = 0, ranks: int = 1, num_threads: int = 1, device: str = "cpu"
-) -> Loader:
+) -> TrainLoader:
     place = {"start_step": start_step, "dp_rank": rank, "dp_size": ranks}
-    return make_loader(Split(config.data.root, "train"), config, torch.device(device), **place, num_threads=num_threads)
+    return TrainLoader.of(
+        Split(config.data.root, "train"), config, torch.device(device), **place, num_threads=num_threads
+    )
 
 
 def first_batches(config: Config, count: int, **options: Any) -> list[Batch]:

@@ -14,7 +14,7 @@ from dali_train.checkpoint.format import CheckpointError, RunValues
 from dali_train.checkpoint.run_directory import MANIFEST, named_checkpoint
 from dali_train.config import Config
 from dali_train.config.config import SETTINGS
-from dali_train.data.dataset.manifest import Manifest, SplitManifest
+from dali_train.data.dataset.manifest import CONTENT, Manifest, dataset_content
 from dali_train.errors import ConfigError
 from dali_train.files import sha256
 from dali_train.text import plural, printable, shortened
@@ -22,7 +22,6 @@ from dali_train.training.pretrained import is_path
 
 _WEIGHTS = ("model.weights", "loss.teacher", "loss.teacher_weights")  # may name files
 _DIRECTORY = "local-dir:"  # timm's name for one that `export --format timm` writes
-_CONTENT = "content "
 _NAMES = "class_names"  # recipes of earlier versions lack it
 _SETTINGS_OF = {"data.mean": "data.normalise (mean)", "data.std": "data.normalise (std)"}
 
@@ -37,25 +36,10 @@ def recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
     return {**recipe_settings(config), **dataset}
 
 
-def dataset_content(manifest: Manifest) -> str:
-    """Return the number of training images, and a digest of the checksums of the indexes and of all shards, or of the
-    images of an index in place."""
-    splits = {name: (part.index_crc32c, _content_of_files(part)) for name, part in manifest.splits.items()}
-    digest = hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
-    num_images = manifest.splits["train"].num_records if "train" in manifest.splits else 0
-    return f"{num_images} images, {_CONTENT}{digest}"
-
-
-def _content_of_files(split: SplitManifest) -> list[Any]:
-    if split.image_bytes is not None:  # whatever the files are called
-        return [split.image_checksums_crc32c]
-    return [(shard.num_bytes, shard.crc32c) for shard in split.shards]
-
-
 def names_content(names: Sequence[str]) -> str:
     """Return a digest of the class names, with the first of them."""
     digest = hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:16]
-    return f"{shortened(printable(', '.join(names[:4])), 40)} ({plural(len(names), 'name')}, {_CONTENT}{digest})"
+    return f"{shortened(printable(', '.join(names[:4])), 40)} ({plural(len(names), 'name')}, {CONTENT}{digest})"
 
 
 def recipe_settings(config: Config) -> dict[str, Any]:
@@ -106,7 +90,7 @@ def keep_digests_of_lost_files(saved: dict[str, Any], current: dict[str, Any]) -
     for name in _WEIGHTS:
         began_with, weights = str(saved.get(name)), str(current.get(name))
         is_local = is_path(weights) or weights.startswith(_DIRECTORY)
-        if began_with.startswith(_CONTENT) and is_local and not Path(weights.removeprefix(_DIRECTORY)).exists():
+        if began_with.startswith(CONTENT) and is_local and not Path(weights.removeprefix(_DIRECTORY)).exists():
             current[name] = began_with
 
 
@@ -143,7 +127,7 @@ def _content_of(field: str, weights: str | None) -> str | None:
         elif is_path(weights):
             files = [named_checkpoint(path, field) / MANIFEST]  # which has the digests of the tensors
     digests = [sha256(file) for file in files if file.is_file()]
-    return _CONTENT + hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else weights
+    return CONTENT + hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else weights
 
 
 def _value(recipe: dict[str, Any], name: str) -> Any:

@@ -33,7 +33,7 @@ from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
 from dali_train.data.loading.dali import describe_decoder
-from dali_train.data.loading.loader import Loader, pixel_format
+from dali_train.data.loading.loader import TrainLoader, pixel_format
 from dali_train.errors import ConfigError, DatasetError, RunError
 from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks
@@ -89,7 +89,7 @@ class Run:
     group: dist.ProcessGroup | None  # of all ranks, in host memory
     recipe: dict[str, Any]
     trainer: Trainer
-    loader: Loader
+    loader: TrainLoader
     evaluator: Evaluator | None
     set_evaluators: dict[str, Evaluator]  # of data.eval_sets
     saver: CheckpointWriter

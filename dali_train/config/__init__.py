@@ -5,7 +5,7 @@ A config file is Python and ends with ``config = Config(...)``; every field can 
 ranks is known.
 """
 
-from dali_train.config.config import Config, load_config
+from dali_train.config.config import Config, SampleConfig, load_config
 from dali_train.config.sections import (
     BatchConfig,
     DataConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "RunConfig",
+    "SampleConfig",
     "ScheduleConfig",
     "TensorConfig",
     "load_config",

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, Self, get_type_hints
 
 from dali_train.config.check import NotInRecipe, default_of, is_in_recipe, refuse, require, section, unknown_setting
 from dali_train.config.sections import (
@@ -60,21 +60,71 @@ KWARGS = ("model.kwargs.", "optimizer.kwargs.")
 
 @section("")
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class SampleConfig:
+    """What decides the micro-batches, and all that a loader needs: which images, in which order, and their draws."""
+
     data: DataConfig
+    batch: BatchConfig
+    mixup: MixupConfig = field(default_factory=MixupConfig)
+
+    def __post_init__(self) -> None:
+        remedy = "images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas"
+        alone = self.mixup.enabled and self.batch.micro_batch == 1
+        refuse(alone, self, ("mixup.alpha", "mixup.cutmix_alpha", "batch.micro_batch"), remedy)
+        repeats, micro_batch = self.data.repeats, self.batch.micro_batch
+        require(
+            self.data.shuffle != "block" or micro_batch % repeats == 0,
+            f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}, and data.shuffle block keeps the "
+            f"repeats of an image together: use a multiple of {repeats} such as "
+            f"{max(1, round(micro_batch / repeats)) * repeats}, or data.shuffle full",
+        )
+
+    def steps(self, epochs: float, num_images: int) -> int:
+        """Return the optimizer steps for `epochs` passes over `num_images`, rounded up to complete the last pass."""
+        return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
+
+    def total_steps(self, num_images: int) -> float:
+        """Return the step at which training ends; infinite: that is for the user of a loader to say."""
+        return math.inf
+
+    def sizes_by_step(self, num_images: int) -> list[tuple[int, Self]]:
+        """Return (first step, config) for each size of training images; the config's data.train_size is this size.
+
+        Without progressive resizing there is one.
+        """
+        if not self.data.progressive:
+            return [(0, self)]
+        starts = [0, *(self.steps(until, num_images) for until, _ in self.data.progressive)]
+        sizes = [*(size for _, size in self.data.progressive), self.data.train_size]
+        return [(start, self.at_size(size)) for start, size in zip(starts, sizes, strict=True)]
+
+    def by_step(self, num_images: int) -> Callable[[int], Self]:
+        """Return a function from a step to the config at that step, one object per size of training images."""
+        starts, configs = zip(*self.sizes_by_step(num_images), strict=True)
+        return lambda step: configs[bisect(starts, step) - 1]
+
+    def at_size(self, size: int) -> Self:
+        """Return this config with training images of `size` pixels throughout."""
+        return replace(self, data=replace(self.data, train_size=size, progressive=()))
+
+
+@section("")
+@dataclass(frozen=True, kw_only=True)
+class Config(SampleConfig):
+    """Every setting of a run: of its samples, and of what is trained on them."""
+
     model: ModelConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
-    batch: BatchConfig
     run: RunConfig
     loss: LossConfig = field(default_factory=LossConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
-    mixup: MixupConfig = field(default_factory=MixupConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: NotInRecipe[ParallelConfig] = field(default_factory=ParallelConfig)
     hooks: NotInRecipe[HooksConfig] = field(default_factory=HooksConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.schedule.warmup_epochs <= self.run.epochs,
             f"schedule.warmup_epochs {self.schedule.warmup_epochs} exceeds run.epochs {self.run.epochs}: shorten the "
@@ -89,21 +139,11 @@ class Config:
             f"schedule.decay_epochs {decay_epochs} after schedule.warmup_epochs {before} exceeds run.epochs "
             f"{self.run.epochs}: shorten the decay or the warmup",
         )
-        remedy = "images are mixed within a micro-batch, so use at least 2 images, or 0 for both alphas"
-        alone = self.mixup.enabled and self.batch.micro_batch == 1
-        refuse(alone, self, ("mixup.alpha", "mixup.cutmix_alpha", "batch.micro_batch"), remedy)
         until = max((epoch for epoch, _ in self.data.progressive), default=0)
         require(
             until < self.run.epochs,
             f"data.progressive has smaller images until epoch {until:g}, but run.epochs is {self.run.epochs:g}: use "
             "epochs before the end of the run",
-        )
-        repeats, micro_batch = self.data.repeats, self.batch.micro_batch
-        require(
-            self.data.shuffle != "block" or micro_batch % repeats == 0,
-            f"data.repeats {repeats} does not divide batch.micro_batch {micro_batch}, and data.shuffle block keeps the "
-            f"repeats of an image together: use a multiple of {repeats} such as "
-            f"{max(1, round(micro_batch / repeats)) * repeats}, or data.shuffle full",
         )
         remedy = "fp64 is for checks on the CPU: set run.device cpu"
         refuse(
@@ -137,6 +177,11 @@ class Config:
         )
         self._check_parallel()
         self._check_dali_reader()
+
+    def total_steps(self, num_images: int) -> int:
+        """Return the step at which the run ends."""
+        schedule_steps = self.steps(self.run.epochs, num_images)
+        return min(schedule_steps, self.run.max_steps or schedule_steps)
 
     def _check_dali_reader(self) -> None:
         """Refuse settings that need to know in advance which image comes next, or need it on several ranks."""
@@ -188,30 +233,6 @@ class Config:
         remedy = "a stage does not know the layers of the others; leave one of them out"
         by_layer = self.optimizer.layer_decay is not None
         refuse(stages and by_layer, self, ("parallel.pipeline", "optimizer.layer_decay"), remedy)
-
-    def steps(self, epochs: float, num_images: int) -> int:
-        """Return the optimizer steps for `epochs` passes over `num_images`, rounded up to complete the last pass."""
-        return math.ceil(epochs * num_images / self.batch.global_batch - 1e-9)
-
-    def sizes_by_step(self, num_images: int) -> list[tuple[int, "Config"]]:
-        """Return (first step, config) for each size of training images; the config's data.train_size is this size.
-
-        Without progressive resizing there is one.
-        """
-        if not self.data.progressive:
-            return [(0, self)]
-        starts = [0, *(self.steps(until, num_images) for until, _ in self.data.progressive)]
-        sizes = [*(size for _, size in self.data.progressive), self.data.train_size]
-        return [(start, self.at_size(size)) for start, size in zip(starts, sizes, strict=True)]
-
-    def by_step(self, num_images: int) -> Callable[[int], "Config"]:
-        """Return a function from a step to the config at that step, one object per size of training images."""
-        starts, configs = zip(*self.sizes_by_step(num_images), strict=True)
-        return lambda step: configs[bisect(starts, step) - 1]
-
-    def at_size(self, size: int) -> "Config":
-        """Return this config with training images of `size` pixels throughout."""
-        return self.replace({"data.train_size": size, "data.progressive": ()})
 
     @property
     def files(self) -> Mapping[Path, bytes]:

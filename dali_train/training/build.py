@@ -18,7 +18,7 @@ from dali_train.config import Config, ParallelConfig
 from dali_train.data.dataset.index import Split, read_labels
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.loading.cache import Node, join_node
-from dali_train.data.loading.loader import Loader, blank_images, make_loader, pixel_format
+from dali_train.data.loading.loader import TrainLoader, blank_images, decoding_threads, pixel_format
 from dali_train.data.loading.local_copy import DatasetRoot, find_dataset
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
@@ -87,8 +87,7 @@ class RunPlan:
     @property
     def total_steps(self) -> int:
         """The step at which the run ends."""
-        schedule_steps = self.config.steps(self.config.run.epochs, self.num_images)
-        return min(schedule_steps, self.config.run.max_steps or schedule_steps)
+        return self.config.total_steps(self.num_images)
 
 
 def fit_to_ranks(config: Config, launch: Launch) -> Layout:
@@ -125,7 +124,7 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
         num_threads=num_threads,
         dataset=dataset,
         split=Split(dataset.path, "train" if trains else "validation"),
-        node=join_node(config, launch, layout) if trains else None,
+        node=join_node(config.data, launch, layout, config.parallel) if trains else None,
     )
 
 
@@ -134,8 +133,7 @@ def configure_torch(config: Config, launch: Launch, device: torch.device) -> int
     cores = cores_per_process(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # The training loop, autograd and DALI's feed need a core each, or the GPU waits for its next kernel.
-        cores = max(1, min(cores, bind_to_numa_node(device)) - 3)
+        cores = min(cores, bind_to_numa_node(device))
         choose_tf32(config.precision.tf32)
         torch.backends.cudnn.benchmark = not config.run.deterministic  # shapes are the same in every step
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -145,13 +143,13 @@ def configure_torch(config: Config, launch: Launch, device: torch.device) -> int
         torch.use_deterministic_algorithms(True)
         # All of our memory is written before it is read.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return config.data.num_threads or cores
+    return config.data.num_threads or decoding_threads(cores, device)
 
 
-def build_loader(plan: RunPlan, *, start_step: int = 0) -> Loader:
+def build_loader(plan: RunPlan, *, start_step: int = 0) -> TrainLoader:
     """Return the loader of this rank's micro-batches, from optimizer step `start_step` on."""
     layout = plan.layout
-    return make_loader(
+    return TrainLoader.of(
         plan.split,
         plan.config,
         plan.device,

@@ -26,8 +26,7 @@ from torch import nn
 from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cache import Node
-from dali_train.data.loading.loader import pixel_format
-from dali_train.data.loading.pipelines import EvaluationPipeline
+from dali_train.data.loading.loader import EvalLoader
 from dali_train.errors import RunError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local
@@ -268,11 +267,21 @@ class Evaluator:
         labels: NDArray[np.int64] | None = None,
     ) -> None:
         self._classes = None if classes is None else torch.from_numpy(classes).to(device)
-        size, stride = config.batch.micro_batch, layout.data_size * config.batch.micro_batch
         self._right = None if labels is None else torch.from_numpy(labels)
         images = np.arange(len(split)) if labels is None else np.flatnonzero((labels >= 0).any(axis=1))
-        self._batches = [images[at : at + size] for at in range(layout.data_rank * size, len(images), stride)]
-        self._num_blank = -(-len(images) // stride) - len(self._batches) if layout.splits_model else 0
+        self._loader = EvalLoader.of(
+            split,
+            config,
+            device,
+            dp_rank=layout.data_rank,
+            dp_size=layout.data_size,
+            num_threads=num_threads,
+            decodes=layout.pipeline_rank == 0,  # later stages get no images, but what the first makes of them
+            images=images,
+            node=node,
+        )
+        most = -(-len(images) // (layout.data_size * config.batch.micro_batch))
+        self._num_blank = most - len(self._loader) if layout.splits_model else 0
         self._blank = (1, 3, config.data.eval_size, config.data.eval_size)
         self._num_images = len(images)
         self._num_classes = split.num_classes
@@ -283,12 +292,6 @@ class Evaluator:
         self._views = VIEWS[config.data.eval_views]
         self._device = device
         self._dtype = torch.float64 if config.precision.dtype == "fp64" else None
-        self._pipeline = (
-            EvaluationPipeline(split, self._batches, config.data, pixel_format(config, device, num_threads), node)
-            if self._batches
-            and layout.pipeline_rank == 0  # later stages get no images, but what the first makes of them
-            else None
-        )
         # Count once among ranks with the same logits, and not on ranks without logits.
         self._counts = layout.pipeline_rank == layout.pipeline - 1 and layout.tensor_rank == 0
 
@@ -305,12 +308,9 @@ class Evaluator:
         rows, all_scores = self._num_images if len(self._shown) else 0, self._num_classes <= MAX_SCORES
         predictions = torch.zeros(rows, dtype=torch.int64, device=self._device)
         scores = torch.zeros(rows, self._num_classes if all_scores else 2, device=self._device)
-        for numbers in self._batches:
-            images, labels = self._next(numbers)
-            images, labels = (
-                images.to(self._device, self._dtype, non_blocking=True),
-                labels.to(self._device, non_blocking=True),
-            )
+        for images, labels in self._loader:
+            numbers = self._loader.indices
+            images = images.to(self._dtype or images.dtype)
             with autocast:
                 outputs = [model(view) for view in views_of(images, len(self._views))]
             if not self._counts:
@@ -367,12 +367,6 @@ class Evaluator:
             num_views=len(self._views),
             seconds=time.perf_counter() - start,
         )
-
-    def _next(self, numbers: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next batch: images (n, 3, size, size), with no pixels on ranks that do not decode; labels (n,)."""
-        if self._pipeline is not None:
-            return self._pipeline.run()
-        return torch.empty(len(numbers), 3, 0, 0), torch.from_numpy(self._labels[numbers])
 
 
 def evaluate_all(

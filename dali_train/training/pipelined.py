@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from dali_train.config import Config
-from dali_train.data.loading.loader import Loader, blank_images, pixel_format
+from dali_train.data.loading.loader import TrainLoader, blank_images, pixel_format
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
@@ -125,7 +125,7 @@ class PipelineTrainer(Trainer):
 
     pipeline: Pipeline
 
-    def forward_backward(self, step: int, loader: Loader) -> tuple[tuple[MicroBatch, ...], Batch]:
+    def forward_backward(self, step: int, loader: TrainLoader) -> tuple[tuple[MicroBatch, ...], Batch]:
         """Do the same as `Trainer.forward_backward`; on ranks without the first stage the batch has no images."""
         passes = _Passes(self, step, loader)
         self.pipeline.run(passes)
@@ -139,7 +139,7 @@ class PipelineTrainer(Trainer):
 class _Passes:
     """The passes of one step on this rank; a micro-batch is loaded when its first pass needs it."""
 
-    def __init__(self, trainer: PipelineTrainer, step: int, loader: Loader) -> None:
+    def __init__(self, trainer: PipelineTrainer, step: int, loader: TrainLoader) -> None:
         self._trainer, self._step, self._loader = trainer, step, loader
         self._num_local_micro_batches = trainer.parallel.layout.num_local_micro_batches(trainer.num_micro_batches)
         self._num_passes = trainer.parallel.num_passes(trainer.num_micro_batches)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from dali_train.data.loading.loader import Loader
+from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
@@ -53,7 +53,7 @@ class Trainer:
         if self.ema is not None:
             self.ema.begin()
 
-    def step(self, step: int, lr: float, loader: Loader) -> StepImages:
+    def step(self, step: int, lr: float, loader: TrainLoader) -> StepImages:
         """Compute optimizer step number `step` (from 0) at learning rate `lr`."""
         self.clock.step = step
         for group in self.optimizer.param_groups:
@@ -84,7 +84,7 @@ class Trainer:
         self.clock.finish_step()
         return micro_batches, batch
 
-    def forward_backward(self, step: int, loader: Loader) -> StepImages:
+    def forward_backward(self, step: int, loader: TrainLoader) -> StepImages:
         """Compute the gradient of the step's mean loss into each parameter's `grad`. Pipelines override this."""
         micro_batches = []
         num_local_micro_batches = self.parallel.layout.num_local_micro_batches(self.num_micro_batches)

@@ -13,6 +13,7 @@ import torch
 from nvidia.dali import fn, types
 from nvidia.dali.pipeline import pipeline_def
 from PIL import Image
+from timm.data.auto_augment import rand_augment_choices
 from timm.data.mixup import Mixup
 
 from dali_train.config import Config, DataConfig, MixupConfig
@@ -97,6 +98,14 @@ def test_both_forms_of_an_operator_agree(name: str) -> None:
         by_torch = operator.cpu(torch.from_numpy(image.copy()).permute(2, 0, 1), argument).permute(1, 2, 0).numpy()
         difference = np.abs(np.asarray(by_dali[number]).astype(int) - by_torch.astype(int)).mean()
         assert difference < CLOSE.get(name, 0.8), f"level {LEVELS[number]}: {difference:.2f} grey levels"
+
+
+@pytest.mark.parametrize(("augment", "increasing"), [("rand-m9", False), ("rand-m9-inc1", True)])
+def test_rand_augments_operators_are_timms(augment: str, increasing: bool) -> None:
+    """In its order, which decides the draws."""
+    (group, *_) = policy_of(DataConfig(root="data", augment=augment)).groups
+    names = [alternative[0].operator for alternative in group.alternatives]
+    assert names == list(rand_augment_choices("", increasing=increasing))
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in ("Grayscale", "Solarize128", IDENTITY)])

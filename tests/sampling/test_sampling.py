@@ -12,7 +12,7 @@ from crc32c import crc32c
 from dali_train.config import Config, MixupConfig
 from dali_train.config.command_line import read_overrides
 from dali_train.data.dataset.index import INDEX_DTYPE
-from dali_train.data.loading.loader import Segment
+from dali_train.data.loading.segment import Segment
 from dali_train.data.sampling.draws import (
     Images,
     Mixing,

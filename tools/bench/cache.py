@@ -89,7 +89,7 @@ def uses_of_a_node(data: DataConfig, num_nodes: int) -> NDArray[np.int32]:
     config = config.replace({"run.epochs": EPOCHS})
     labels = np.zeros(NUM_IMAGES, dtype=np.int32)
     next_use = NextUse(config, labels, dp_size=num_nodes, coordinates=frozenset({0}), start_step=0)
-    return next_use.uses(0, next_use.total_steps)[0]
+    return next_use.uses(0, int(next_use.total_steps))[0]
 
 
 def share_served(rule: str, uses: NDArray[np.int32], capacity: int) -> float:

@@ -16,7 +16,7 @@ import torch
 from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import PREFETCH
-from dali_train.data.loading.loader import Loader, make_loader
+from dali_train.data.loading.loader import TrainLoader
 from tools.bench.turns import ALONE, Spread, describe_machine, loading_config, parser_of, write_lines
 
 
@@ -33,10 +33,10 @@ def main() -> None:
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     print(describe_machine(), flush=True)
 
-    def loader_of(path: str, **settings: Any) -> Loader:
+    def loader_of(path: str, **settings: Any) -> TrainLoader:
         data = DataConfig(root=path, num_threads=options.threads, **settings)
         config = loading_config(data, micro_batch=options.batch, mixup_alpha=0.2)
-        return make_loader(Split(path, "train"), config, device, **ALONE, num_threads=options.threads)
+        return TrainLoader.of(Split(path, "train"), config, device, **ALONE, num_threads=options.threads)
 
     loaders = {}
     for name, _, path in (word.partition("=") for word in options.data):
@@ -45,7 +45,7 @@ def main() -> None:
             loaders[f"{name}, {load:.0%} to the hardware decoder"] = loader_of(path, hw_decoder_load=load)
         loaders[f"{name}, decoded on the CPU"] = loader_of(path, device="cpu")
 
-    def seconds_of(loader: Loader, batches: int) -> float:
+    def seconds_of(loader: TrainLoader, batches: int) -> float:
         start = time.perf_counter()
         for _ in range(batches):
             loader.next()

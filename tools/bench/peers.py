@@ -96,10 +96,10 @@ def _config(
 def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     import torch
 
-    from dali_train.data.loading.loader import make_loader
+    from dali_train.data.loading.loader import TrainLoader
 
     split = Split(task.dataset, "train")
-    loader = make_loader(split, _config(task, **settings), torch.device("cpu"), **ALONE, num_threads=task.threads)
+    loader = TrainLoader.of(split, _config(task, **settings), torch.device("cpu"), **ALONE, num_threads=task.threads)
     return iter(loader.next, None)
 
 

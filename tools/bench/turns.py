@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--rounds": {"type": int, "metavar": "N", "help": "of measurement (default: %(default)s)"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write every measurement as a JSON line"},
 }
-# Of `make_loader`: a single process, from the first step on.
+# Of `TrainLoader.of`: a single process, from the first step on.
 ALONE: Any = {"start_step": 0, "dp_rank": 0, "dp_size": 1}
 PACKAGES = ("torch", "torchvision", "timm", "nvidia-dali-cuda130", "nvidia-dali-cuda120", "ffcv", "webdataset", "numpy")
 

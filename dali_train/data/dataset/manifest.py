@@ -221,6 +221,24 @@ def _parse(source: Path | bytes, name: str, remedy: str) -> Manifest:
         raise DatasetError(f"{name} cannot be used: {error}; {remedy}") from error
 
 
+CONTENT = "content "  # before a digest of what a file or dataset has
+
+
+def dataset_content(manifest: Manifest) -> str:
+    """Return the number of training images, and a digest of the checksums of the indexes and of all shards, or of the
+    images of an index in place."""
+    splits = {name: (part.index_crc32c, _content_of_files(part)) for name, part in manifest.splits.items()}
+    digest = hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()[:16]
+    num_images = manifest.splits["train"].num_records if "train" in manifest.splits else 0
+    return f"{num_images} images, {CONTENT}{digest}"
+
+
+def _content_of_files(split: SplitManifest) -> list[Any]:
+    if split.image_bytes is not None:  # whatever the files are called
+        return [split.image_checksums_crc32c]
+    return [(shard.num_bytes, shard.crc32c) for shard in split.shards]
+
+
 def copy_again(url: str) -> str:
     """Return the remedy for metadata in an object store that cannot be used."""
     return f"index the dataset again where it lies on a disk, and copy it to {url}"

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from dali_train.config import Config
+from dali_train.config import DataConfig, ParallelConfig, SampleConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.sampling.micro_batch import MicroBatch
@@ -82,7 +82,7 @@ class Node:
                 limit = 0
         return ImageCache(self.directory, split, budget=int(limit * _share(split)) // len(self.coordinates))
 
-    def eviction(self, split: Split, config: Config, *, start_step: int, num_ahead: int) -> "Eviction | None":
+    def eviction(self, split: Split, config: SampleConfig, *, start_step: int, num_ahead: int) -> "Eviction | None":
         """Return the eviction of the training split's cache; None if another process evicts.
 
         Args:
@@ -279,16 +279,15 @@ def _share(split: Split) -> float:
     return split.num_bytes / sum(each.num_bytes for each in split.manifest.splits.values())
 
 
-def join_node(config: Config, launch: Launch, layout: Layout) -> Node | None:
+def join_node(data: DataConfig, launch: Launch, layout: Layout, parallel: ParallelConfig | None = None) -> Node | None:
     """Return this process's view of the cache of its node, None without data.cache. All ranks call this together.
 
     Raises:
         ConfigError: on all ranks, if another run uses the directory on any node, or it is not writable.
     """
-    data = config.data
     if data.cache is None:
         return None
-    group = host_group(launch, config.parallel)
+    group = host_group(launch, parallel or ParallelConfig())
     reads = layout.pipeline_rank == 0
     mine = (platform.node(), launch.rank, layout.data_rank if reads else None)
     everybody = [mine] * launch.world_size
@@ -346,7 +345,13 @@ class NextUse:
     """
 
     def __init__(
-        self, config: Config, labels: NDArray[np.integer], *, dp_size: int, coordinates: frozenset[int], start_step: int
+        self,
+        config: SampleConfig,
+        labels: NDArray[np.integer],
+        *,
+        dp_size: int,
+        coordinates: frozenset[int],
+        start_step: int,
     ) -> None:
         self._order = SampleOrder.of(config, labels)  # not shared with training, which is in other epochs
         batch = config.batch
@@ -355,8 +360,7 @@ class NextUse:
         self._turns = np.repeat(mine // dp_size, batch.micro_batch).astype(np.int32)
         self.per_step = batch.grad_accum_steps(dp_size)
         self._global_batch, self._dp_size = batch.global_batch, dp_size
-        total = config.steps(config.run.epochs, len(labels))
-        self.total_steps = min(total, config.run.max_steps or total)
+        self.total_steps = config.total_steps(len(labels))
         self._steps_per_chunk = max(1, len(labels) // batch.global_batch)
         self._end = start_step  # uses are known in steps before it
         self._images = np.empty(0, dtype=np.int32)  # uses in the order of time
@@ -364,7 +368,7 @@ class NextUse:
 
     def uses(self, first_step: int, end_step: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return (images, times) of this node's uses in these steps, in order of time."""
-        steps = np.arange(first_step, max(first_step, min(end_step, self.total_steps)), dtype=np.int64)
+        steps = np.arange(first_step, max(first_step, int(min(end_step, self.total_steps))), dtype=np.int64)
         positions = steps[:, None] * self._global_batch + self._within
         images, _ = self._order.images_at(positions.ravel())
         times = steps[:, None] * self.per_step + self._turns

@@ -135,6 +135,10 @@ class CpuTransform:
             pixels = target.view(self._side, self._side, 3)
             out.copy_(pixels.permute(2, 0, 1) if self._nchw else pixels)
 
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
     def _each(self, count: int, work: Callable[[int], None]) -> None:
         """Call ``work(i)`` for i from 0 to `count` - 1, spread over the threads."""
         numbers = iter(range(count))  # shared: each free thread takes the next number

@@ -261,6 +261,12 @@ class Ahead(Generic[Item]):
         self._ready.append(self._thread.submit(self._produce))
         return item
 
+    def close(self) -> None:
+        """Wait for the result that is being made, and end the thread; `produce` is not referred to any more."""
+        self._thread.shutdown(cancel_futures=True)
+        self._ready.clear()
+        del self._produce
+
 
 class Feed:
     """Feeds a graph with the `inputs` of one micro-batch after the other, and keeps a queue of those in flight.
@@ -274,7 +280,8 @@ class Feed:
         self, inputs: Mapping[str, Input], next_micro_batch: Callable[[], MicroBatch], *, ahead: int = 0
     ) -> None:
         self._inputs, self._next_micro_batch = inputs, next_micro_batch
-        self._next = Ahead(self._take, ahead, "feed").next if ahead else self._take
+        self._ahead = Ahead(self._take, ahead, "feed") if ahead else None
+        self._next = self._ahead.next if self._ahead is not None else self._take
         self.in_flight: deque[MicroBatch] = deque()
         """Micro-batches fed to DALI and not returned yet, oldest first."""
 
@@ -287,6 +294,11 @@ class Feed:
         with record_function("data: choose and read"):
             batch = self._next_micro_batch()
             return batch, tuple(one.take(batch) for one in self._inputs.values())
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def nodes(self) -> dict[str, Any]:
         """Return the nodes of the inputs by name, for the graph that is being defined."""

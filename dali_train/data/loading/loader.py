@@ -1,109 +1,73 @@
-"""Batches on the model's device: of real images, or synthetic ones of the same shape.
+"""Batches on the model's device, for this trainer and for any other training loop: `TrainLoader` and `EvalLoader`.
 
-The way of the data is one line per stage in `make_loader`: order, read, decode, augment and mix, device. A loader knows
-the data-parallel coordinate and size, not the global rank, because with model parallelism several ranks share one
-coordinate. Coordinate r of W gets the micro-batches r, r + W, r + 2 W, ... of every step.
+The way of the data is one line per stage in `TrainLoader._pipeline_of`: order, read, decode, augment and mix, device. A
+loader knows the data-parallel coordinate and size, not the global rank, because with model parallelism several ranks
+share one coordinate. Its position is a step; everything else follows from the settings and the seed. So its state is a
+few numbers, which any number of coordinates can load.
 """
 
 import gc
 import itertools
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, Literal, Self, TypeVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 
-from dali_train.config import Config
+from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig
+from dali_train.config.check import close_value, require
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import Storage, open_storage
-from dali_train.data.loading.cache import Node
+from dali_train.data.dataset.manifest import SplitName, dataset_content
+from dali_train.data.dataset.storage import open_storage
+from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.dali_reader import DaliReaderPipeline
-from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, TrainingPipeline
-from dali_train.data.loading.read_ahead import ReadAhead
+from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, EvaluationPipeline, TrainingPipeline
+from dali_train.data.loading.segment import Segment, ordered, read, segment_at
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.errors import ConfigError, RunError
+from dali_train.parallel.layout import Layout
+from dali_train.runtime.launch import Launch, LaunchOptions, discover
+from dali_train.runtime.process import choose_device, cores_per_process
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """The micro-batches of one coordinate while training images have one size: from `start_step` to before `end_step`.
-
-    Iterating yields (step, k) of each, and does not stop at `end_step`: what prepares micro-batches looks ahead.
-    """
-
-    config: Config  # with that size
-    start_step: int
-    end_step: float = math.inf
-    dp_rank: int
-    dp_size: int
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        for step in itertools.count(self.start_step):
-            for k in self._numbers():
-                yield step, k
-
-    @property
-    def num_per_step(self) -> int:
-        """How many micro-batches of a step this coordinate has; others may have one more."""
-        return len(self._numbers())
-
-    @property
-    def num_micro_batches(self) -> float:
-        return (self.end_step - self.start_step) * self.num_per_step
-
-    def _numbers(self) -> range:
-        return range(self.dp_rank, self.config.batch.num_micro_batches, self.dp_size)
-
-
-def segments(config: Config, num_images: int, *, start_step: int, dp_rank: int, dp_size: int) -> Iterator[Segment]:
-    """Yield the segments from `start_step` on: one, unless data.progressive changes the size of training images."""
-    sizes = config.sizes_by_step(num_images)
-    ends = [*(start for start, _ in sizes[1:]), math.inf]
-    for (start, sized), end in zip(sizes, ends, strict=True):
-        first = max(start, start_step)
-        if first < end:
-            yield Segment(config=sized, start_step=first, end_step=end, dp_rank=dp_rank, dp_size=dp_size)
-
-
-class Loader:
-    """One coordinate's micro-batches on the model's device, with a new pipeline for each segment."""
-
-    def __init__(
-        self, segments: Iterator[Segment], open_pipeline: Callable[[Segment], TrainingPipeline], device: torch.device
-    ) -> None:
-        self._segments, self._open_pipeline, self._device = segments, open_pipeline, device
-        self._begin_segment()
-        self.warnings = self._pipeline.warnings
-
-    def next(self) -> Batch:
-        """Return this coordinate's next micro-batch; there is always one more, step after step."""
-        if self._num_left == 0:
-            # Free its memory for the next pipeline; it is in reference cycles with its graph and threads.
-            del self._pipeline
-            gc.collect()
-            self._begin_segment()
-        self._num_left -= 1
-        return self._pipeline.run().to(self._device)
-
-    def _begin_segment(self) -> None:
-        segment = next(self._segments)
-        self._num_left = segment.num_micro_batches
-        self._pipeline = self._open_pipeline(segment)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_CORES_FOR_OTHERS = (
+    3  # the training loop, autograd and DALI's feed need a core each, or a GPU waits for its next kernel
+)
+AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
+Targets = Literal["classes", "pairs"]
 
 
 def pixel_format(config: Config, device: torch.device, num_threads: int) -> PixelFormat:
     """Return how images are decoded for a model on `device`."""
-    on_gpu = config.data.device == "gpu" or (config.data.device == "auto" and device.type == "cuda")
+    # Autocast would cast to this dtype in the first layer anyway; casting here halves the memory traffic.
+    dtype = _DTYPES.get(config.precision.dtype, torch.float32)
+    return _pixels(config.data, device, num_threads, dtype, channels_last=config.model.channels_last)
+
+
+def _pixels(
+    data: DataConfig, device: torch.device, num_threads: int, dtype: torch.dtype, *, channels_last: bool
+) -> PixelFormat:
+    on_gpu = data.device == "gpu" or (data.device == "auto" and device.type == "cuda")
     return PixelFormat(
         device_id=(device.index or 0) if on_gpu else None,
         num_threads=num_threads,
-        # Autocast would cast to this dtype in the first layer anyway; casting here halves the memory traffic.
-        dtype=_DTYPES.get(config.precision.dtype, torch.float32),
-        channels_last=config.model.channels_last,
+        dtype=dtype,
+        channels_last=channels_last,
         pinned=not on_gpu and device.type == "cuda",
     )
+
+
+def decoding_threads(num_cores: int, device: torch.device) -> int:
+    """Return how many of a process's cores decode."""
+    return max(1, num_cores - _CORES_FOR_OTHERS) if device.type == "cuda" else num_cores
 
 
 class SyntheticPipeline(TrainingPipeline):
@@ -118,7 +82,7 @@ class SyntheticPipeline(TrainingPipeline):
         return Batch(self._images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch)
 
 
-def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> torch.Tensor:
+def blank_images(config: SampleConfig, pixels: PixelFormat, device: torch.device) -> torch.Tensor:
     """Return zeros in the shape and format of a loader's images, (n, 3, size, size)."""
     size = config.data.train_size
     return torch.zeros(config.batch.micro_batch, 3, size, size, device=device, dtype=pixels.dtype).to(
@@ -126,74 +90,581 @@ def blank_images(config: Config, pixels: PixelFormat, device: torch.device) -> t
     )
 
 
-def make_loader(
-    split: Split,
-    config: Config,
-    device: torch.device,
-    *,
-    start_step: int,
-    dp_rank: int,
-    dp_size: int,
-    num_threads: int,
-    decodes: bool = True,
-    node: Node | None = None,
-) -> Loader:
-    """Return the loader for data.reader, from `start_step` on.
+# Where a loader stands: its coordinate, device and threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    num_threads: int
+
+    @classmethod
+    def find(
+        cls,
+        dp_rank: int | None,
+        dp_size: int | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        num_threads: int | None,
+    ) -> Self:
+        """Find what is None: the coordinate in the process group or the launcher's environment, a GPU if there is
+        one, this process's share of the cores."""
+        is_given = dp_rank is not None or dp_size is not None
+        has_group = dist.is_available() and (group is not None or dist.is_initialized())
+        try:
+            launch = discover(LaunchOptions())
+        except ConfigError:
+            if not is_given and not has_group:
+                raise
+            launch = Launch()
+        rank, size = launch.rank, launch.world_size
+        if is_given:
+            rank, size = -1 if dp_rank is None else dp_rank, dp_size or 0
+        elif has_group:
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
+        require(0 <= rank < size, f"dp_rank is {rank} with dp_size {size}: use both, with 0 <= dp_rank < dp_size")
+        device = choose_device("auto", launch) if device is None else torch.device(device)
+        if str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        threads = num_threads or decoding_threads(cores_per_process(launch), device)
+        return cls(dp_rank=rank, dp_size=size, device=device, num_threads=threads)
+
+    def node(self, data: DataConfig) -> Node | None:
+        """Return this process's view of the cache of its node, None without data.cache; all coordinates together."""
+        if data.cache is None:
+            return None
+        require(
+            self.dp_size == 1 or (dist.is_initialized() and dist.get_world_size() == self.dp_size),
+            f"data.cache is {data.cache} with dp_size {self.dp_size}: its processes find each other in torch's default "
+            "process group, which must have that size: call torch.distributed.init_process_group first, or leave the "
+            "cache out",
+        )
+        launch = Launch(rank=self.dp_rank, world_size=self.dp_size)
+        return join_node(data, launch, Layout(rank=self.dp_rank, replicas=self.dp_size))
+
+
+_KEYWORDS = {"root": "the dataset", "train_size": "image_size", "eval_size": "image_size", "device": "decode_device"}
+
+
+@contextmanager
+def _in_keywords() -> Iterator[None]:
+    """Name settings in errors as the keywords of a loader: augment for data.augment, batch_size for
+    batch.micro_batch."""
+    names = {f"data.{one.name}": _KEYWORDS.get(one.name, one.name) for one in fields(DataConfig)}
+    names |= {"batch.micro_batch": "batch_size", "batch.global_batch": "global_batch"}
+    names |= {f"mixup.{one.name}": f"mixup {one.name}" for one in fields(MixupConfig)}
+    try:
+        yield
+    except ConfigError as error:
+        message = re.sub(r"\b(?:data|batch|mixup)\.\w+", lambda found: names.get(found[0], found[0]), str(error))
+        raise ConfigError(message.removeprefix("data.")) from None
+
+
+def _data_config(
+    dataset: str | os.PathLike[str], size: str, image_size: int, decode_device: str, settings: dict[str, Any]
+) -> DataConfig:
+    """Return the settings of a loader's keywords; `size` is the setting that image_size stands for."""
+    require(size not in settings, f"{size} is {settings.get(size)}: use image_size")
+    for name in ("root", "device", "num_threads"):
+        require(name not in settings, f"{name} is no keyword in **settings")
+    config = DataConfig(root=os.fspath(dataset), **{"device": decode_device, size: image_size, **settings})
+    _refuse_copy(config)
+    return config
+
+
+def _refuse_copy(data: DataConfig) -> None:
+    require(
+        data.local_copy is None,
+        f"data.local_copy is {data.local_copy}: a loader reads a dataset where it lies; copy it there and give that "
+        "directory",
+    )
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    known = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if known is None or known not in _DTYPES.values():
+        raise ConfigError(f"dtype is {dtype!r}: use {close_value(dtype, list(_DTYPES), ', '.join(_DTYPES))}")
+    return known
+
+
+class _Loader(Generic[AnyPipeline]):
+    """What both loaders have: a pipeline that is opened when it is needed, in the process that made them."""
+
+    def __init__(self, place: _Place) -> None:
+        self._place, self._process = place, os.getpid()
+        self._pipeline: AnyPipeline | None = None
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RunError(
+                f"this loader was made in process {self._process} and is used in process {os.getpid()}, a fork of it "
+                "without its threads: make the loader in the process that uses it, without workers of a DataLoader, "
+                "which it does not need"
+            )
+
+    def close(self) -> None:
+        """End the threads, close the files and free the memory, as dropping the loader does. It can be used again."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+            del pipeline
+            gc.collect()  # it is in reference cycles with its graph
+
+    def __del__(self) -> None:
+        if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
+            self.close()
+
+
+class TrainLoader(_Loader[TrainingPipeline]):
+    """One coordinate's training micro-batches on its device: the trainer's, and those of any other loop.
+
+    Iterating yields (images, targets) to the end of the epoch, which is its rest after a resume:
+
+    - images: (n, 3, size, size), normalised, on `device`.
+    - targets: (n,) int64, or with mixup (n, classes) float32. With ``targets="pairs"`` instead (images, pairs, lambdas)
+      is yielded: (n, 2) int64, the classes of an image and of its partner, and (n,) float32, the weight of the first.
+
+    The sequence of images goes on over epochs without a gap, so epochs may differ in length by one step. It is the same
+    for any number of coordinates. A step takes `global_batch` images; if that is more than one micro-batch on each
+    coordinate, `ends_step` is True after the last one, when the optimizer's step is due.
 
     Args:
-        decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws) but
-            no images.
-        node: this process's view of the cache of its node, if there is one.
+        dataset: the directory of a dataset or of an index in place, or a URL.
+        batch_size: images of a micro-batch.
+        global_batch: images of a step on all coordinates; None: of a state that is loaded, else batch_size x dp_size.
+        image_size: side of the images, in pixels (data.train_size).
+        mixup: the settings of mixup, as ``dict(alpha=0.2)``.
+        targets: "pairs" for the two classes and their weight, see above.
+        dtype: fp32, bf16 or fp16, of the images.
+        channels_last: the memory format of the images.
+        device: where the images are needed; None: this process's GPU, or the CPU without one.
+        decode_device: cpu or gpu (data.device); auto: the same.
+        dp_rank, dp_size: the data-parallel coordinate; None: in `group`, in torch's default process group, or in the
+            launcher's environment; a single process without any.
+        num_threads: for decoding; None: this process's share of the cores.
+        settings: every other setting of the config's section data, under its name there: seed, augment, crop_area, ...
 
     Raises:
-        ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
+        ConfigError: a value cannot be used; the message names it and the remedy.
+        DatasetError: the dataset does not exist, or is damaged.
     """
-    pixels = pixel_format(config, device, num_threads)
 
-    def open_pipeline(segment: Segment) -> TrainingPipeline:
+    def __init__(
+        self,
+        dataset: str | os.PathLike[str],
+        *,
+        batch_size: int,
+        global_batch: int | None = None,
+        split: SplitName = "train",
+        image_size: int = 224,
+        mixup: MixupConfig | Mapping[str, Any] | None = None,
+        targets: Targets = "classes",
+        dtype: str | torch.dtype = "fp32",
+        channels_last: bool = False,
+        device: torch.device | str | None = None,
+        decode_device: str = "auto",
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        num_threads: int | None = None,
+        **settings: Any,
+    ) -> None:
+        with _in_keywords():
+            data = _data_config(dataset, "train_size", image_size, decode_device, settings)
+            place = _Place.find(dp_rank, dp_size, group, device, num_threads)
+            size = batch_size * place.dp_size if global_batch is None else global_batch
+            config = SampleConfig(
+                data=data,
+                batch=BatchConfig(global_batch=size, micro_batch=batch_size),
+                mixup=mixup if isinstance(mixup, MixupConfig) else MixupConfig(**(mixup or {})),
+            )
+            require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
+            pixels = _pixels(data, place.device, place.num_threads, _dtype(dtype), channels_last=channels_last)
+            self._begin(Split(data.root, split), config, pixels, place, place.node(data))
+        self._fixed_global_batch, self._targets = global_batch is not None, targets
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        targets: Targets = "classes",
+        device: torch.device | str | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Self:
+        """Return the loader of the micro-batches that the trainer has with `config`. See the class for the others."""
+        place = _Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
+        _refuse_copy(config.data)
+        loader = cls.__new__(cls)
+        pixels, node = pixel_format(config, place.device, place.num_threads), place.node(config.data)
+        loader._begin(Split(config.data.root, "train"), config, pixels, place, node)
+        loader._targets = targets
+        return loader
+
+    @classmethod
+    def of(
+        cls,
+        split: Split,
+        config: Config,
+        device: torch.device,
+        *,
+        start_step: int,
+        dp_rank: int,
+        dp_size: int,
+        num_threads: int,
+        decodes: bool = True,
+        node: Node | None = None,
+    ) -> Self:
+        """Return the trainer's loader, which begins at once to prepare the micro-batches from `start_step` on.
+
+        Args:
+            decodes: False on later stages of a pipeline, which need labels and lambdas (from the index and the draws)
+                but no images.
+            node: this process's view of the cache of its node, if there is one.
+
+        Raises:
+            ConfigError, DatasetError: a setting cannot be satisfied; the message names it.
+        """
+        loader = cls.__new__(cls)
+        place = _Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
+        pixels = pixel_format(config, device, num_threads)
+        loader._begin(split, config, pixels, place, node, decodes=decodes, step=start_step)
+        loader._open()
+        return loader
+
+    def _begin(
+        self,
+        split: Split,
+        config: SampleConfig,
+        pixels: PixelFormat,
+        place: _Place,
+        node: Node | None,
+        *,
+        decodes: bool = True,
+        step: int = 0,
+    ) -> None:
+        super().__init__(place)
+        self._split, self.config, self._pixels, self._node, self._decodes = split, config, pixels, node, decodes
+        self._fixed_global_batch, self._targets = True, "classes"
+        self.micro_batch: MicroBatch | None = None
+        """Of what was last returned: indices, boxes, flips, partners, ...; None before the first."""
+        self._go_to(step)
+        config.batch.grad_accum_steps(place.dp_size)  # raises ConfigError if there are more coordinates than that
+
+    def _go_to(self, step: int) -> None:
+        self._step, self._num_done = step, 0  # of this coordinate's micro-batches of the step
+
+    # Iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        end = self.steps(self.epoch + 1)
+        require(
+            self.config.batch.global_batch <= len(self._split),
+            f"global_batch is {self.config.batch.global_batch}, more than an epoch's {len(self._split)} images: use at "
+            "most that, or take micro-batches by next()",
+        )
+        while self._step < end:
+            yield self._as_asked(self.next())
+
+    def __len__(self) -> int:
+        """The micro-batches of the current epoch, also of what a resume has left out. Epochs differ by a step."""
+        return (self.steps(self.epoch + 1) - self.steps(self.epoch)) * len(self._numbers)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next micro-batch, from 0."""
+        return self._step * self.config.batch.global_batch // len(self._split)
+
+    @property
+    def step(self) -> int:
+        """The optimizer step of the next micro-batch, from 0."""
+        return self._step
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether what was last returned is the last micro-batch that this coordinate has of its step."""
+        return self._num_done == 0
+
+    @property
+    def num_classes(self) -> int:
+        return self._split.num_classes
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What to report to the user when training starts."""
+        return () if self._pipeline is None else self._pipeline.warnings
+
+    def steps(self, epochs: float) -> int:
+        """Return the optimizer steps of so many epochs, for a schedule."""
+        return self.config.steps(epochs, len(self._split))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`, unless the next micro-batch is in it, as after a resume in its middle."""
+        if epoch != self.epoch:
+            self.close()
+            self._go_to(self.steps(epoch))
+
+    def next(self) -> Batch:
+        """Return this coordinate's next micro-batch; there is always one more, step after step.
+
+        Raises:
+            DatasetError: an image cannot be decoded, or its bytes are damaged.
+            RunError: this process is a fork of the loader's.
+        """
+        self._require_own_process()
+        expected = (self._step, self._numbers[self._num_done])
+        try:
+            if self._pipeline is None or self._step >= self._segment.end_step:
+                self._open()
+            batch = self._run()
+            if (batch.micro_batch.step, batch.micro_batch.k) != expected:  # an interrupt took the one before
+                self._open()
+                batch = self._run()
+        except BaseException:  # such as a notebook's interrupt: what the threads have handed over is not known any more
+            self.close()
+            raise
+        self.micro_batch = batch.micro_batch
+        self._num_done += 1
+        if self._num_done == len(self._numbers):
+            self._go_to(self._step + 1)
+        return batch
+
+    def at(self, step: int, k: int | None = None) -> Any:
+        """Return micro-batch `k` of `step`, as iterating does; None: this coordinate's first. The position stays."""
+        self._require_own_process()
+        k, count = self._place.dp_rank if k is None else k, self.config.batch.num_micro_batches
+        require(step >= 0 and 0 <= k < count, f"at({step}, {k}): use a step from 0 on, and k from 0 to {count - 1}")
+        segment = self._segment_at(step)
+        wanted = MicroBatches(self._split.rows, segment.config)(step, k)
+        pipeline = self._pipeline_of(segment, itertools.repeat(wanted))
+        try:
+            return self._as_asked(pipeline.run().to(self._place.device))
+        finally:
+            pipeline.close()
+
+    def _as_asked(self, batch: Batch) -> Any:
+        if self._targets == "pairs":
+            return batch.images, batch.targets, batch.lambdas
+        if not self.config.mixup.enabled:
+            return batch.images, batch.targets[:, 0]
+        return batch.images, batch.soft_targets(self.num_classes)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind what was last returned, and what it is a position in: numbers and short texts.
+
+        In the middle of an accumulated step it is the step's beginning, since no checkpoint has the gradients so far.
+        """
+        return {"step": self._step, "global_batch": self.config.batch.global_batch, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a `state_dict`, of any number of coordinates.
+
+        Raises:
+            ConfigError: it is of another dataset, batch or order; the message names the difference.
+        """
+        with _in_keywords():
+            for name, own in {"step": 0, "global_batch": 0, **self._identity()}.items():
+                value = state.get(name)
+                require(
+                    type(value) is type(own) and (value == own or name in ("step", "global_batch")),
+                    f"the state to load has {name} {value!r} and this loader {own!r}: make the loader with the "
+                    "dataset and settings of the one whose state it is",
+                )
+            size, own_size = state["global_batch"], self.config.batch.global_batch
+            require(
+                size == own_size or not self._fixed_global_batch,
+                f"the state to load has global_batch {size} and this loader {own_size}: use global_batch={size}",
+            )
+            batch = replace(self.config.batch, global_batch=size)
+            batch.grad_accum_steps(self._place.dp_size)
+            require(state["step"] >= 0, f"the state to load has step {state['step']}: use a number from 0 on")
+        self.close()
+        self.config = replace(self.config, batch=batch)
+        self._go_to(state["step"])
+
+    def _identity(self) -> dict[str, Any]:
+        data = self.config.data
+        order = {"seed": data.seed, "shuffle": data.shuffle, "repeats": data.repeats}
+        return {
+            "batch_size": self.config.batch.micro_batch,
+            **order,
+            "dataset": dataset_content(self._split.manifest),
+        }
+
+    # Inside
+
+    @property
+    def _numbers(self) -> range:
+        return range(self._place.dp_rank, self.config.batch.num_micro_batches, self._place.dp_size)
+
+    def _segment_at(self, step: int, num_done: int = 0) -> Segment:
+        coordinate = {"dp_rank": self._place.dp_rank, "dp_size": self._place.dp_size}
+        return segment_at(self.config, len(self._split), start_step=step, num_done=num_done, **coordinate)
+
+    def _open(self) -> None:
+        """Begin to prepare the micro-batches from the position on."""
+        self.close()
+        self._segment = self._segment_at(self._step, self._num_done)
+        self._pipeline = self._pipeline_of(self._segment)
+
+    def _run(self) -> Batch:
+        assert self._pipeline is not None
+        return self._pipeline.run().to(self._place.device)
+
+    def _pipeline_of(self, segment: Segment, chosen: Iterator[MicroBatch] | None = None) -> TrainingPipeline:
+        """Return the pipeline of a segment's micro-batches, or of those `chosen`, whose bytes are not read ahead."""
+        split, pixels = self._split, self._pixels
         data, size = segment.config.data, segment.config.batch.micro_batch
         if data.reader == "dali":
             return DaliReaderPipeline(
                 split,
-                ordered(split, segment),
+                chosen or ordered(split, segment),
                 data,
                 pixels,
                 size=size,
                 num_per_step=segment.config.batch.num_micro_batches,
                 start_step=segment.start_step,
-                shard=(dp_rank, dp_size),
+                shard=(segment.dp_rank, segment.dp_size),
             )
-        if data.reader == "synthetic" or not decodes:
-            blank = blank_images(segment.config, pixels, device)
-            return SyntheticPipeline(ordered(split, segment), blank.normal_() if decodes else blank[:0])
-        storage = open_storage(split, data, None if node is None else node.cache(split))
-        micro_batches = read(split, segment, storage, node)
+        if data.reader == "synthetic" or not self._decodes:
+            blank = blank_images(segment.config, pixels, self._place.device)
+            return SyntheticPipeline(chosen or ordered(split, segment), blank.normal_() if self._decodes else blank[:0])
+        storage = open_storage(split, data, None if self._node is None else self._node.cache(split))
+        micro_batches = chosen or read(split, segment, storage, self._node)
         decoded_on = CpuPipeline if pixels.device_id is None else DaliPipeline  # which also augments and mixes
         return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size)
 
-    parts = segments(config, len(split), start_step=start_step, dp_rank=dp_rank, dp_size=dp_size)
-    return Loader(parts, open_pipeline, device)
 
+class EvalLoader(_Loader[EvaluationPipeline]):
+    """One coordinate's part of a split for evaluation: every image once, on any number of coordinates.
 
-def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
-    """Iterate over the micro-batches of a segment, and beyond it, without end."""
-    micro_batches = micro_batches or MicroBatches(split.rows, segment.config)
-    return (micro_batches(step, k) for step, k in segment)
+    Iterating yields (images, labels), (n, 3, image_size, image_size) and (n,) int64, on `device`. The split is cut into
+    batches of `batch_size`, the last of which may be smaller; coordinate r of W has the batches r, r + W, ... So a
+    coordinate may have a batch less than another: add up sums over coordinates at the end, not batch by batch.
 
+    Args:
+        settings: data.eval_resize_to, eval_resize, interpolation, antialias, normalise, ... by these names. For the
+            other arguments and the errors see `TrainLoader`.
+    """
 
-def read(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
-    """Iterate over the same, while their bytes are read ahead and the cache of `node` is kept within its limit."""
-    data, batch = segment.config.data, segment.config.batch
-    micro_batches = MicroBatches(split.rows, segment.config)
-    chosen = ordered(split, segment, micro_batches)
-    # Never more than an epoch ahead, which covers every image once.
-    images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, len(split) // segment.dp_size)
-    num_ahead = max(1, images // batch.micro_batch)
-    if node is not None:
-        eviction = node.eviction(split, segment.config, start_step=segment.start_step, num_ahead=num_ahead)
-        chosen = chosen if eviction is None else eviction.follow(chosen)
-    if data.read_ahead_mb == 0:
-        return chosen
-    # Look the same number of steps ahead if this coordinate has one micro-batch per step less than others.
-    num_ahead = max(1, num_ahead * segment.num_per_step // batch.grad_accum_steps(segment.dp_size))
-    return ReadAhead(split, storage, micro_batches, chosen, iter(segment), num_ahead)
+    def __init__(
+        self,
+        dataset: str | os.PathLike[str],
+        *,
+        batch_size: int,
+        split: SplitName = "validation",
+        image_size: int = 224,
+        dtype: str | torch.dtype = "fp32",
+        channels_last: bool = False,
+        device: torch.device | str | None = None,
+        decode_device: str = "auto",
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        num_threads: int | None = None,
+        **settings: Any,
+    ) -> None:
+        with _in_keywords():
+            data = _data_config(dataset, "eval_size", image_size, decode_device, settings)
+            place = _Place.find(dp_rank, dp_size, group, device, num_threads)
+            size = BatchConfig(global_batch=batch_size, micro_batch=batch_size).micro_batch
+            pixels = _pixels(data, place.device, place.num_threads, _dtype(dtype), channels_last=channels_last)
+            self._begin(Split(data.root, split), data, pixels, place, size, place.node(data))
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        device: torch.device | str | None = None,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Self:
+        """Return the loader of the images that an evaluation of the trainer with `config` has."""
+        place = _Place.find(dp_rank, dp_size, group, device, config.data.num_threads)
+        _refuse_copy(config.data)
+        loader, pixels = cls.__new__(cls), pixel_format(config, place.device, place.num_threads)
+        split, size = Split(config.data.root, "validation"), config.batch.micro_batch
+        loader._begin(split, config.data, pixels, place, size, place.node(config.data))
+        return loader
+
+    @classmethod
+    def of(
+        cls,
+        split: Split,
+        config: Config,
+        device: torch.device,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        num_threads: int,
+        decodes: bool,
+        images: NDArray[np.int64],
+        node: Node | None,
+    ) -> Self:
+        """Return the trainer's loader of `images`, (n,) rows of the split, see `TrainLoader.of`."""
+        loader = cls.__new__(cls)
+        place = _Place(dp_rank=dp_rank, dp_size=dp_size, device=device, num_threads=num_threads)
+        pixels, size = pixel_format(config, device, num_threads), config.batch.micro_batch
+        loader._begin(split, config.data, pixels, place, size, node, images=images, decodes=decodes)
+        loader._open()
+        return loader
+
+    def _begin(
+        self,
+        split: Split,
+        data: DataConfig,
+        pixels: PixelFormat,
+        place: _Place,
+        size: int,
+        node: Node | None,
+        *,
+        images: NDArray[np.int64] | None = None,
+        decodes: bool = True,
+    ) -> None:
+        super().__init__(place)
+        self._split, self._data, self._pixels, self._node, self._decodes = split, data, pixels, node, decodes
+        images = np.arange(len(split)) if images is None else images
+        starts = range(place.dp_rank * size, len(images), place.dp_size * size)
+        self.batches = [images[at : at + size] for at in starts]
+        """The rows of the split of each batch."""
+        self.indices: NDArray[np.int64] = images[:0]
+        """The rows of the split of the batch last returned, (n,)."""
+        self._is_at_start = True
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    @property
+    def num_classes(self) -> int:
+        return self._split.num_classes
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self._require_own_process()
+        if not self._is_at_start:  # the last one was left in the middle
+            self.close()
+        self._is_at_start = True
+        for numbers in self.batches:
+            self._is_at_start = False
+            if self._pipeline is None:
+                self._open()
+            self.indices = numbers
+            if self._pipeline is None:  # labels for the last stage, which gets what other stages make of the images
+                images = torch.empty(len(numbers), 3, 0, 0)
+                labels = torch.from_numpy(self._split.rows["label"][numbers].astype(np.int64))
+            else:
+                images, labels = self._pipeline.run()
+            device = self._place.device
+            yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        self._is_at_start = True
+
+    def _open(self) -> None:
+        if self.batches and self._decodes:
+            self._pipeline = EvaluationPipeline(self._split, self.batches, self._data, self._pixels, self._node)

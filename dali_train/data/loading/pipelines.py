@@ -57,6 +57,12 @@ class Batch:
         )
         return Batch(images, targets, lambdas, self.micro_batch)
 
+    def soft_targets(self, num_classes: int) -> torch.Tensor:
+        """Return the weight of each class in each image, (n, num_classes) float32."""
+        classes = torch.arange(num_classes, device=self.targets.device)
+        own, partners = (self.targets[:, column, None] == classes for column in (0, 1))
+        return own * self.lambdas[:, None] + partners * (1 - self.lambdas[:, None])
+
 
 class TrainingPipeline:
     """The source of a loader's micro-batches."""
@@ -73,6 +79,9 @@ class TrainingPipeline:
             DatasetError: an image cannot be decoded; the message names it and its location.
         """
         raise NotImplementedError
+
+    def close(self) -> None:
+        """End its threads. Its memory goes with the next garbage collection: DALI's graphs are in reference cycles."""
 
 
 class IndexedPipeline(TrainingPipeline):
@@ -140,6 +149,9 @@ class DaliPipeline(IndexedPipeline):
             )
         return finished(images, targets, lambdas, partners, batch, self._pixels)
 
+    def close(self) -> None:
+        self._feed.close()
+
 
 class CpuPipeline(IndexedPipeline):
     """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `PREFETCH` micro-batches ready."""
@@ -158,6 +170,10 @@ class CpuPipeline(IndexedPipeline):
     def run(self) -> Batch:
         with record_function("data: wait"):
             return self._ready.next()
+
+    def close(self) -> None:
+        self._ready.close()
+        self._transform.close()
 
     def _produce(self) -> Batch:
         crops, batch = self._cut() if self._pipe is None else self._decode(self._pipe)
@@ -221,6 +237,9 @@ class EvaluationPipeline:
         """
         images, labels = run_graph(self._pipe, self._explain)
         return in_format(images, self._pixels), labels
+
+    def close(self) -> None:
+        """See `TrainingPipeline.close`; it has no threads but DALI's."""
 
     def _feed(self) -> tuple[list[NDArray[np.uint8]], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         images = self._batches[self._position % len(self._batches)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.config import Config, MixupConfig
+from dali_train.config import MixupConfig, SampleConfig
 from dali_train.config.check import require
 from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, filters, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
@@ -64,7 +64,7 @@ class MicroBatches:
         rows: the training split's index (``INDEX_DTYPE``).
     """
 
-    def __init__(self, rows: NDArray[np.void], config: Config) -> None:
+    def __init__(self, rows: NDArray[np.void], config: SampleConfig) -> None:
         self.num_per_step = config.batch.num_micro_batches
         self._rows = rows
         self._config = config

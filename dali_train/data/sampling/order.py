@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.config import Config
+from dali_train.config import SampleConfig
 from dali_train.data.sampling.rng import Purpose, philox_generator, shuffled
 
 
@@ -188,7 +188,7 @@ class SampleOrder:
         return int(np.ceil(balanced_share(self.shuffle).max())) if isinstance(self.shuffle, np.ndarray) else 1
 
     @classmethod
-    def of(cls, config: Config, labels: NDArray[np.integer]) -> "SampleOrder":
+    def of(cls, config: SampleConfig, labels: NDArray[np.integer]) -> "SampleOrder":
         """Return the order of a dataset whose images have these classes, (N,)."""
         data, batch = config.data, config.batch
         blocks = Blocks(

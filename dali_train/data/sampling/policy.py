@@ -23,6 +23,26 @@ from dali_train.data.sampling.rng import Purpose, philox_generator, uniform
 
 IDENTITY = "Identity"
 
+# Cubuk et al., "RandAugment", arXiv 1909.13719, as its author's TensorFlow code and timm have it, in their order; some
+# are stronger the larger the magnitude only in timm's increasing set (inc1).
+_RAND = (
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+    "Rotate",
+    "Posterize",
+    "Solarize",
+    "SolarizeAdd",
+    "Color",
+    "Contrast",
+    "Brightness",
+    "Sharpness",
+    "ShearX",
+    "ShearY",
+    "TranslateXRel",
+    "TranslateYRel",
+)
+_CAN_INCREASE = ("Posterize", "Solarize", "Color", "Contrast", "Brightness", "Sharpness")
 # big_vision's randaug(2, 10), two layers at full strength: translations in pixels, and behind these Cutout. There the
 # threshold of Solarize is 256 in 8 bits, so 0, and every pixel is inverted (google-research/big_vision#110).
 _BIG_VISION = (
@@ -128,10 +148,8 @@ def policy_of(data: DataConfig) -> Policy:
 def _groups(spec: AugmentSpec) -> tuple[Group, ...]:
     std = np.inf if spec.magnitude_std > 100 else spec.magnitude_std / 10
     if spec.policy == "rand":
-        from timm.data.auto_augment import rand_augment_choices
-
-        # timm's set (Cubuk et al., "RandAugment", arXiv 1909.13719, as its author's TensorFlow code has it).
-        names = spec.operators or rand_augment_choices("", increasing=spec.increasing)
+        increasing = _CAN_INCREASE if spec.increasing else ()
+        names = spec.operators or [f"{name}Increasing" if name in increasing else name for name in _RAND]
         level, most = spec.magnitude / 10, spec.magnitude_max / 10
         group = _one_of(names, probability=spec.probability, level=level, std=std, max_level=most)
         return (group,) * spec.num_layers

@@ -274,7 +274,7 @@ class Cached(Protocol):
         return main
 
     def _train(self, rank: int, size: int, group: Any, start: int, end: int) -> None:
-        node = cache.join_node(_CONFIG, Launch(rank=rank, world_size=size), Layout(rank=rank, replicas=size))
+        node = cache.join_node(_CONFIG.data, Launch(rank=rank, world_size=size), Layout(rank=rank, replicas=size))
         assert node is not None
         if node.lock is not None:
             self.evicting = [process for process in self.evicting if not process.is_dead]
