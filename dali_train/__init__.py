@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dali_train.checkpoint.trained_model import load_model
     from dali_train.commands.train import RunResult, run
-    from dali_train.config import load_config
+    from dali_train.config import View, load_config
     from dali_train.data.loading.loader import EvalLoader, TrainLoader
     from dali_train.extras.predict import predict
     from dali_train.hooks import Hook
@@ -24,6 +24,7 @@ __all__ = [
     "Hook",
     "RunResult",
     "TrainLoader",
+    "View",
     "load_config",
     "load_model",
     "predict",
@@ -37,6 +38,7 @@ _PLACES = {
     "Hook": "hooks",
     "RunResult": "commands.train",
     "TrainLoader": "data.loading.loader",
+    "View": "config",
     "load_config": "config",
     "load_model": "checkpoint.trained_model",
     "predict": "extras.predict",

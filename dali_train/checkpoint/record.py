@@ -34,8 +34,9 @@ WeightsRecord = dict[str, dict[str, str]]
 """Step (in decimal, as JSON has it) -> section of the checkpoint, "model" or "ema" -> `weights_digest`."""
 
 _BITS, _LIMB = 128, 32
-# Erased boxes' noise is as large as the image and follows from the seed; the others are part of the order.
-_NOT_DRAWN = {"step", "k", "positions", "images", "noise"}
+# Erased boxes' noise is as large as the image and follows from the seed; no run has views; the others are part of the
+# order.
+_NOT_DRAWN = {"step", "k", "positions", "images", "noise", "views"}
 _DRAWN = sorted(one.name for one in fields(MicroBatch) if one.name not in _NOT_DRAWN)
 # Levels and lambdas are functions of logarithms and cosines, whose last bit depends on the machine. In units of 1/4096
 # one of about 2**40 numbers is another integer for that reason.

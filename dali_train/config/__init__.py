@@ -20,6 +20,7 @@ from dali_train.config.sections import (
     RunConfig,
     ScheduleConfig,
     TensorConfig,
+    View,
 )
 from dali_train.errors import ConfigError
 
@@ -40,5 +41,6 @@ __all__ = [
     "SampleConfig",
     "ScheduleConfig",
     "TensorConfig",
+    "View",
     "load_config",
 ]

@@ -295,6 +295,19 @@ class DataConfig:
         refuse(filled and self.random_erasing == 0, self, ("random_erasing_fill", "random_erasing"), remedy)
 
 
+@section("View")
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Views of every training image for self-supervised learning, each with draws of its own."""
+
+    size: Pixels = 224
+    """Side of the views, in pixels."""
+    n: Annotated[int, Rule("a number of views from 1 to 64", 1, 64)] = 1
+    """How many of them."""
+    area: tuple[float, float] | None = None
+    """Their crops cover a fraction of the image's area between these two. None: as data.crop_area says."""
+
+
 @section("model")
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

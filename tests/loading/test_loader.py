@@ -1,6 +1,7 @@
 """The loader of other people's loops: the trainer's micro-batches, on any number of coordinates, through any resume."""
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 import dali_train
-from dali_train import EvalLoader, TrainLoader
+from dali_train import EvalLoader, TrainLoader, View
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
-from dali_train.data.loading.pipelines import Batch
+from dali_train.data.dataset.storage import MappedFiles
+from dali_train.data.loading.pipelines import Batch, DaliPipeline
+from dali_train.data.sampling.micro_batch import view_configs
 from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import Launch
 from dali_train.training.build import build_loader, prepare
@@ -385,3 +389,91 @@ def test_is_named_by_the_package(tiny_config: Path) -> None:
     assert {"TrainLoader", "EvalLoader"} <= set(dir(dali_train))
     loader = TrainLoader.from_config(load_config(tiny_config))
     assert loader.steps(1) == 2
+
+
+VIEWS = (View(size=32, n=2, area=(0.32, 1)), View(size=16, n=3, area=(0.05, 0.32)))
+AUGMENTED: dict[str, Any] = {
+    "augment": "rand-m9-mstd0.5-inc1",
+    "grayscale": 0.2,
+    "gaussian_blur": 0.5,
+    "random_erasing": 0.5,
+    "random_erasing_fill": "noise",
+}
+
+
+def all_views(dataset: Path, size: int, **options: Any) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """Every view of the first two steps' 4 micro-batches, from loaders of `size` coordinates that are resumed once."""
+    found = {}
+    options = {"image_size": 32, "views": VIEWS, "device": "cpu", "num_threads": 1, **AUGMENTED, **options}
+    for rank in range(size):
+        loader = TrainLoader(dataset, batch_size=5, global_batch=20, dp_rank=rank, dp_size=size, **options)
+        for images, labels in loader:
+            micro_batch = loader.micro_batch
+            assert micro_batch is not None and labels.tolist() == micro_batch.labels.tolist()
+            assert [len(view) for view in images] == [5] * 5
+            found[micro_batch.step, micro_batch.k] = images
+            if loader.step == 1 and loader.ends_step:
+                loader.load_state_dict(loader.state_dict())
+            if loader.step == 2:
+                break
+    return found
+
+
+def test_views_are_pure(dataset: Path) -> None:
+    """Of one decoded box, and equal on 1, 2 and 3 coordinates and through a resume; each with draws of its own."""
+    one = all_views(dataset, 1)
+    assert sorted(one) == [(step, k) for step in range(2) for k in range(4)]
+    for size in (2, 3):
+        other = all_views(dataset, size)
+        assert sorted(other) == sorted(one)
+        for place, images in one.items():
+            assert all(torch.equal(*pair) for pair in zip(images, other[place], strict=True)), place
+    loader = TrainLoader(dataset, batch_size=5, image_size=32, views=VIEWS, **ALONE, **AUGMENTED)
+    micro_batch = loader.next().micro_batch
+    rows = Split(dataset, "train").rows[micro_batch.images]
+    for number, view in enumerate(micro_batch.views):
+        assert view.size == (32, 32, 16, 16, 16)[number] and np.array_equal(view.images, micro_batch.images)
+        shares = view.boxes[:, 2].astype(float) * view.boxes[:, 3] / rows["height"] / rows["width"]
+        assert ((shares > 0.3) if number < 2 else (shares < 0.5)).all()
+    assert len({view.boxes.tobytes() for view in micro_batch.views}) == 5
+    assert len({view.levels.tobytes() for view in micro_batch.views}) == 5
+
+
+def test_a_view_has_the_pixels_of_its_crop_alone(dataset: Path) -> None:
+    """Cut from the box around all views, on both devices' paths, it is what a loader of this crop alone decodes."""
+    options: dict[str, Any] = {**ALONE, "batch_size": 5, "image_size": 32}
+    several = TrainLoader(dataset, views=VIEWS, **options)
+    views, _ = next(iter(several))
+    assert several.micro_batch is not None
+    for view, images in zip(several.micro_batch.views, views, strict=True):
+        alone = TrainLoader(dataset, **{**options, "image_size": view.size})
+        pipeline = alone._pipeline_of(alone._segment_at(0), itertools.repeat(replace(view, views=())))
+        assert torch.equal(pipeline.run().images, images)
+        pipeline.close()
+    segment = several._segment_at(0)
+    data = [one.data for one in view_configs(several.config, VIEWS)]
+    storage, batches = MappedFiles(several._split), itertools.repeat(several.micro_batch)
+    dali = DaliPipeline(
+        several._split, storage, batches.__next__, segment.config.data, several._pixels, size=5, views=data
+    )
+    for by_dali, images in zip(dali.run().views, views, strict=True):
+        assert by_dali.shape == images.shape and (by_dali - images).abs().mean() < 0.02
+    dali.close()
+    single = TrainLoader(dataset, views=1, **options)
+    assert torch.equal(next(iter(single))[0][0], next(iter(TrainLoader(dataset, **options)))[0]), "as without views"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"views": 0}, "views is 0: use a number of views from 1 to 64"),
+        ({"views": (2,)}, "views is (2,): use a number, or dali_train.View(...)"),
+        ({"views": (View(area=(0.5, 0.1)),)}, "crop_area is (0.5, 0.1): use two fractions"),
+        ({"views": 2, "mixup": {"alpha": 0.2}}, "views with mixup, which goes with a single view"),
+        ({"views": 2, "crop_side": 28}, "views with crop_side, which goes with a single view"),
+    ],
+)
+def test_views_that_cannot_be(keywords: dict[str, Any], message: str, dataset: Path) -> None:
+    with pytest.raises(ConfigError) as found:
+        TrainLoader(dataset, batch_size=4, **ALONE, **keywords)
+    assert str(found.value).startswith(message)

@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -189,29 +189,56 @@ class Input:
 INPUTS: dict[str, Input] = {
     "anchor": Input(types.INT32, 1, lambda batch: batch.corners[0]),
     "shape": Input(types.INT32, 1, lambda batch: batch.corners[1]),
-    "start": Input(types.INT32, 1, lambda batch: -batch.offsets),  # of the data.crop_side square, relative to the box
-    "filter": Input(types.INT32, 0, lambda batch: _FILTERS[batch.filters]),
-    "mirror": Input(types.INT32, 0, lambda batch: batch.flips & 1),
-    "upside down": Input(types.INT32, 0, lambda batch: batch.flips >> 1),
     "targets": Input(types.INT64, 1, lambda batch: batch.targets),
     "lambdas": Input(types.FLOAT, 0, lambda batch: batch.lambdas),
     "partners": Input(types.INT32, 0, lambda batch: batch.partners),
 }
-"""The inputs of a training graph; `training_inputs` adds those that depend on dataset and augmentation."""
+"""The inputs of a training graph; `training_inputs` adds those that depend on dataset and settings."""
+
+LOOK_INPUTS: dict[str, Input] = {
+    "start": Input(types.INT32, 1, lambda batch: -batch.offsets),  # of the data.crop_side square, relative to the box
+    "filter": Input(types.INT32, 0, lambda batch: _FILTERS[batch.filters]),
+    "mirror": Input(types.INT32, 0, lambda batch: batch.flips & 1),
+    "upside down": Input(types.INT32, 0, lambda batch: batch.flips >> 1),
+}
+"""What a training graph does to a decoded box, in one view or in each of several."""
 
 
-def training_inputs(
-    split: Split, storage: Storage, data: DataConfig, augmentation: Augmentation | None
-) -> dict[str, Input]:
-    """Return all inputs of the training graph by name: `INPUTS`, the stored images, and the augmentation's draws."""
+Look = tuple[DataConfig, Augmentation | None]
+"""How training images look, or one view of them."""
+
+
+def training_inputs(split: Split, storage: Storage, looks: Sequence[Look]) -> dict[str, Input]:
+    """Return all inputs of the training graph by name: `INPUTS`, the stored images, and the augmentation's draws. With
+    several `looks` the name of an input of a view has its number: "mirror 3"."""
     inputs = {"stored": stored_input(split, storage), "size": size_input(split), **INPUTS}
+    if split.manifest.encoding == "raw":
+        del inputs["size"]
+    if len(looks) == 1:
+        return inputs | _inputs_of(*looks[0])
+    for number, (data, augmentation) in enumerate(looks):
+        own = {
+            "anchor": Input(types.INT32, 1, lambda view: view.boxes[:, :2]),
+            "shape": Input(types.INT32, 1, lambda view: view.boxes[:, 2:]),
+            **_inputs_of(data, augmentation),
+        }
+        for name, one in own.items():
+            inputs[f"{name} {number}"] = replace(one, take=partial(_of_view, number, one.take))
+    return inputs
+
+
+def _of_view(number: int, take: Callable[[MicroBatch], Any], batch: MicroBatch) -> Any:
+    return np.ascontiguousarray(take(batch.views[number]))
+
+
+def _inputs_of(data: DataConfig, augmentation: Augmentation | None) -> dict[str, Input]:
+    """Return the inputs that say how an image looks after it is decoded."""
     needed = {
-        "size": split.manifest.encoding != "raw",
         "start": data.crop_side is not None,
         "filter": data.interpolation == "random",
         "upside down": data.vertical_flip > 0,
     }
-    inputs = {name: one for name, one in inputs.items() if needed.get(name, True)}
+    inputs = {"mirror": LOOK_INPUTS["mirror"], **{name: LOOK_INPUTS[name] for name in needed if needed[name]}}
     if augmentation is not None:
         for step in range(augmentation.num_steps):
             inputs[f"operator {step}"] = Input(types.INT32, 0, partial(_operators, step))
@@ -326,17 +353,30 @@ def graph_options(pixels: PixelFormat, *, size: int) -> dict[str, Any]:
 
 
 @pipeline_def(enable_conditionals=True)
-def training_graph(
-    feed: Feed, data: DataConfig, pixels: PixelFormat, split: Split, augmentation: Augmentation | None
-) -> Any:
-    """Define the graph that does everything except mixing: images, targets, lambdas, partners."""
-    nodes = feed.nodes()
+def training_graph(feed: Feed, looks: Sequence[Look], pixels: PixelFormat, split: Split) -> Any:
+    """Define the graph that does everything except mixing: images of each look, targets, lambdas, partners."""
+    nodes, data = feed.nodes(), looks[0][0]
     stored, anchor, shape = nodes["stored"], nodes["anchor"], nodes["shape"]
     if split.manifest.encoding == "raw":
         images = to_device(fn.slice(stored, anchor, shape, axis_names="HW"), pixels)  # on the host: less to copy
     else:
         options = decoder_options(data, pixels, split)
         images = decode_boxes(stored, anchor, shape, size=nodes["size"], boxes=decodes_boxes(pixels), **options)
+    outputs = [to_device(nodes[name], pixels) for name in ("targets", "lambdas", "partners")]
+    if len(looks) == 1:
+        return _looking(images, *looks[0], pixels, nodes), *outputs
+    views = []
+    for number, (data, augmentation) in enumerate(looks):
+        own = {name.removesuffix(f" {number}"): node for name, node in nodes.items() if name.endswith(f" {number}")}
+        crops = fn.slice(images, own["anchor"] - anchor, own["shape"], axis_names="HW")
+        views.append(_looking(crops, data, augmentation, pixels, own))
+    return *views, *outputs
+
+
+def _looking(
+    images: Any, data: DataConfig, augmentation: Augmentation | None, pixels: PixelFormat, nodes: dict[str, Any]
+) -> Any:
+    """Return the node of decoded boxes, or of crops from them, as `data` says: resized, augmented, normalised."""
     if data.crop_side is not None:
         start = nodes["start"]
         if data.crop_padding_mode == "reflect":
@@ -358,8 +398,7 @@ def training_graph(
         steps = [(nodes[f"operator {s}"], nodes[f"argument {s}"]) for s in range(augmentation.num_steps)]
         box = (nodes["erased anchor"], nodes["erased shape"]) if augmentation.erases else None
         images = augmentation.nodes(images, steps, box)
-    outputs = (nodes["targets"], nodes["lambdas"], nodes["partners"])
-    return normalised(images, mirror, data, pixels), *(to_device(node, pixels) for node in outputs)
+    return normalised(images, mirror, data, pixels)
 
 
 @pipeline_def(device_id=None, exec_dynamic=False)

@@ -19,6 +19,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import text_index_path
 from dali_train.data.loading.dali import (
     INPUTS,
+    LOOK_INPUTS,
     Feed,
     PixelFormat,
     decode_boxes,
@@ -85,7 +86,9 @@ class DaliReaderPipeline(TrainingPipeline):
                 "some ranks read more of their part of the data than others, so images are not seen equally often"
             )
         self._root, self._pixels = split.root, pixels
-        inputs, unknown = {name: INPUTS[name] for name in ("mirror", "lambdas", "partners")}, np.full(size, -1)
+        known = INPUTS | LOOK_INPUTS
+        inputs = {name: known[name] for name in ("mirror", "lambdas", "partners")}
+        unknown = np.full(size, -1)
         self._feed = Feed(inputs, lambda: replace(next(micro_batches), images=unknown, labels=unknown))
         draws = [philox_generator(data.seed, Purpose.READER, low=rank, high=start_step) for rank in (dp_rank, dp_size)]
         seeds = [int(draw.random_raw()) >> 33 for draw in draws]  # 31 bits; the second one is the same on all ranks

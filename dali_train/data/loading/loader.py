@@ -14,15 +14,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar, get_type_hints
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig
-from dali_train.config.check import close_value, require
+from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
+from dali_train.config.check import checked, close_value, require
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SplitName, dataset_content
 from dali_train.data.dataset.storage import open_storage
@@ -31,7 +31,7 @@ from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.dali_reader import DaliReaderPipeline
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, EvaluationPipeline, TrainingPipeline
 from dali_train.data.loading.segment import Segment, ordered, read, segment_at
-from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, view_configs
 from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
@@ -189,6 +189,28 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return known
 
 
+def _checked_views(views: int | Sequence[View], config: SampleConfig) -> tuple[View, ...]:
+    """Raises ConfigError: a view, or a setting that needs to know of only one."""
+    if isinstance(views, int):
+        views = (
+            View(
+                size=config.data.train_size, n=checked("views", views, get_type_hints(View, include_extras=True)["n"])
+            ),
+        )
+    require(all(isinstance(one, View) for one in views), f"views is {views!r}: use a number, or dali_train.View(...)")
+    conflicts = {
+        "mixup": config.mixup.enabled,
+        "crop_side": config.data.crop_side is not None,
+        "progressive": bool(config.data.progressive),
+        "alternating_flip": config.data.alternating_flip,
+        f"reader {config.data.reader}": config.data.reader != "index",
+    }
+    for name in (name for name in conflicts if conflicts[name] and views):
+        raise ConfigError(f"views with {name}, which goes with a single view of an image: leave one of them out")
+    view_configs(config, views)  # checks sizes and areas
+    return tuple(views)
+
+
 class _Loader(Generic[AnyPipeline]):
     """What both loaders have: a pipeline that is opened when it is needed, in the process that made them."""
 
@@ -226,6 +248,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
     - targets: (n,) int64, or with mixup (n, classes) float32. With ``targets="pairs"`` instead (images, pairs, lambdas)
       is yielded: (n, 2) int64, the classes of an image and of its partner, and (n,) float32, the weight of the first.
 
+    With `views` images is a list of tensors instead, one for each view, with draws of its own.
+
     The sequence of images goes on over epochs without a gap, so epochs may differ in length by one step. It is the same
     for any number of coordinates. A step takes `global_batch` images; if that is more than one micro-batch on each
     coordinate, `ends_step` is True after the last one, when the optimizer's step is due.
@@ -236,6 +260,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         global_batch: images of a step on all coordinates; None: of a state that is loaded, else batch_size x dp_size.
         image_size: side of the images, in pixels (data.train_size).
         mixup: the settings of mixup, as ``dict(alpha=0.2)``.
+        views: how many of each image; or `View` for each group of views with a size, such as
+            ``(View(size=224, n=2, area=(0.32, 1)), View(size=96, n=8, area=(0.05, 0.32)))``.
         targets: "pairs" for the two classes and their weight, see above.
         dtype: fp32, bf16 or fp16, of the images.
         channels_last: the memory format of the images.
@@ -251,6 +277,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         DatasetError: the dataset does not exist, or is damaged.
     """
 
+    _views: tuple[View, ...] = ()
+
     def __init__(
         self,
         dataset: str | os.PathLike[str],
@@ -260,6 +288,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         split: SplitName = "train",
         image_size: int = 224,
         mixup: MixupConfig | Mapping[str, Any] | None = None,
+        views: int | Sequence[View] = (),
         targets: Targets = "classes",
         dtype: str | torch.dtype = "fp32",
         channels_last: bool = False,
@@ -283,6 +312,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
             require(targets in ("classes", "pairs"), f"targets is {targets!r}: use classes or pairs")
             pixels = _pixels(data, place.device, place.num_threads, _dtype(dtype), channels_last=channels_last)
             self._begin(Split(data.root, split), config, pixels, place, place.node(data))
+            self._views = _checked_views(views, config)
         self._fixed_global_batch, self._targets = global_batch is not None, targets
 
     @classmethod
@@ -439,7 +469,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         k, count = self._place.dp_rank if k is None else k, self.config.batch.num_micro_batches
         require(step >= 0 and 0 <= k < count, f"at({step}, {k}): use a step from 0 on, and k from 0 to {count - 1}")
         segment = self._segment_at(step)
-        wanted = MicroBatches(self._split.rows, segment.config)(step, k)
+        wanted = MicroBatches(self._split.rows, segment.config, segment.views)(step, k)
         pipeline = self._pipeline_of(segment, itertools.repeat(wanted))
         try:
             return self._as_asked(pipeline.run().to(self._place.device))
@@ -447,6 +477,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
             pipeline.close()
 
     def _as_asked(self, batch: Batch) -> Any:
+        if batch.views:
+            return list(batch.views), batch.targets[:, 0]
         if self._targets == "pairs":
             return batch.images, batch.targets, batch.lambdas
         if not self.config.mixup.enabled:
@@ -505,7 +537,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
 
     def _segment_at(self, step: int, num_done: int = 0) -> Segment:
         coordinate = {"dp_rank": self._place.dp_rank, "dp_size": self._place.dp_size}
-        return segment_at(self.config, len(self._split), start_step=step, num_done=num_done, **coordinate)
+        segment = segment_at(self.config, len(self._split), start_step=step, num_done=num_done, **coordinate)
+        return replace(segment, views=self._views)
 
     def _open(self) -> None:
         """Begin to prepare the micro-batches from the position on."""
@@ -538,7 +571,8 @@ class TrainLoader(_Loader[TrainingPipeline]):
         storage = open_storage(split, data, None if self._node is None else self._node.cache(split))
         micro_batches = chosen or read(split, segment, storage, self._node)
         decoded_on = CpuPipeline if pixels.device_id is None else DaliPipeline  # which also augments and mixes
-        return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size)
+        views = [one.data for one in view_configs(segment.config, segment.views)]
+        return decoded_on(split, storage, micro_batches.__next__, data, pixels, size=size, views=views)
 
 
 class EvalLoader(_Loader[EvaluationPipeline]):

@@ -5,7 +5,7 @@ mixes. On the CPU DALI only decodes training images and `CpuTransform` does the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from dali_train.data.loading.dali import (
     PREFETCH,
     Ahead,
     Feed,
+    Look,
     PixelFormat,
     crop_graph,
     crop_inputs,
@@ -49,13 +50,15 @@ class Batch:
     targets: torch.Tensor  # (n, 2) int64: class of the image, class of its Mixup partner
     lambdas: torch.Tensor  # (n,) float32: weight of the first class
     micro_batch: MicroBatch
+    views: tuple[torch.Tensor, ...] = ()  # all views of the images, the first of which is `images`; empty: there is one
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on `device`. Only tensors on other devices are copied; images decoded on the GPU are not."""
         images, targets, lambdas = (
             tensor.to(device, non_blocking=True) for tensor in (self.images, self.targets, self.lambdas)
         )
-        return Batch(images, targets, lambdas, self.micro_batch)
+        views = tuple(view.to(device, non_blocking=True) for view in self.views)
+        return Batch(views[0] if views else images, targets, lambdas, self.micro_batch, views)
 
     def soft_targets(self, num_classes: int) -> torch.Tensor:
         """Return the weight of each class in each image, (n, num_classes) float32."""
@@ -87,7 +90,8 @@ class TrainingPipeline:
 class IndexedPipeline(TrainingPipeline):
     """The base of the pipelines on both devices, which find images through the index.
 
-    `next_micro_batch` is called ahead of ``run()``, for micro-batches of `size` images.
+    `next_micro_batch` is called ahead of ``run()``, for micro-batches of `size` images. `views` are the settings of
+    each view of an image, if there are several: all of them are cut from one decoded box.
     """
 
     _feed: Feed
@@ -101,10 +105,11 @@ class IndexedPipeline(TrainingPipeline):
         pixels: PixelFormat,
         *,
         size: int,
+        views: Sequence[DataConfig] = (),
     ) -> None:
         self._split, self._storage = split, storage
         self._data, self._pixels = data, pixels
-        self._augmentation = Augmentation.of(data)
+        self._looks: list[Look] = [(one, Augmentation.of(one)) for one in views or (data,)]
         self._start(next_micro_batch, size)
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
@@ -119,23 +124,23 @@ class DaliPipeline(IndexedPipeline):
     """One graph does everything except mixing, `PREFETCH` micro-batches ahead. Meant for a GPU; also runs on a CPU."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
-        inputs = training_inputs(self._split, self._storage, self._data, self._augmentation)
+        inputs = training_inputs(self._split, self._storage, self._looks)
         self._feed = Feed(inputs, next_micro_batch, ahead=_PREPARED)
-        self._pipe = training_graph(
-            self._feed,
-            self._data,
-            self._pixels,
-            self._split,
-            self._augmentation,
-            **graph_options(self._pixels, size=size),
-        )
+        options = graph_options(self._pixels, size=size)
+        self._pipe = training_graph(self._feed, self._looks, self._pixels, self._split, **options)
         self._pipe.build()
         device = "cpu" if self._pixels.device_id is None else f"cuda:{self._pixels.device_id}"
         self._mean, self._std = (torch.tensor(values, device=device) for values in (self._data.mean, self._data.std))
 
     def run(self) -> Batch:
-        images, targets, lambdas, partners = run_graph(self._pipe, self._explain)
+        *looks, targets, lambdas, partners = run_graph(self._pipe, self._explain)
         batch = self._feed.in_flight.popleft()
+        views = batch.views or (batch,)
+        looks = [self._with_noise(images, view) for images, view in zip(looks, views, strict=True)]
+        mixed = finished(looks[0], targets, lambdas, partners, batch, self._pixels)
+        return replace(mixed, views=tuple(in_format(one, self._pixels) for one in looks)) if batch.views else mixed
+
+    def _with_noise(self, images: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.noise.size and batch.erased.any():
             noise = torch.from_numpy(batch.noise)
             if images.is_cuda:  # from pageable memory, CUDA copies so much only when all that is queued is done
@@ -147,7 +152,7 @@ class DaliPipeline(IndexedPipeline):
                 noise.to(images.dtype),
                 channels_last=self._pixels.channels_last,
             )
-        return finished(images, targets, lambdas, partners, batch, self._pixels)
+        return images
 
     def close(self) -> None:
         self._feed.close()
@@ -157,7 +162,9 @@ class CpuPipeline(IndexedPipeline):
     """DALI decodes, `CpuTransform` does the rest, in a thread that keeps `PREFETCH` micro-batches ready."""
 
     def _start(self, next_micro_batch: Callable[[], MicroBatch], size: int) -> None:
-        self._transform = CpuTransform(self._data, self._pixels, size=size)
+        by_size = {data.train_size: (data, augmentation) for data, augmentation in self._looks}
+        self._augmentations = {side: augmentation for side, (_, augmentation) in by_size.items()}
+        self._transforms = {side: CpuTransform(one, self._pixels, size=size) for side, (one, _) in by_size.items()}
         self._next = next_micro_batch
         self._pipe: Pipeline | None = None
         if self._split.manifest.encoding == "image":
@@ -173,27 +180,34 @@ class CpuPipeline(IndexedPipeline):
 
     def close(self) -> None:
         self._ready.close()
-        self._transform.close()
+        for transform in self._transforms.values():
+            transform.close()
 
     def _produce(self) -> Batch:
-        crops, batch = self._cut() if self._pipe is None else self._decode(self._pipe)
+        boxes, batch = self._cut() if self._pipe is None else self._decode(self._pipe)
+        views = tuple(self._transformed(_crops(boxes, batch, view), view) for view in batch.views)
+        images = views[0] if views else self._transformed(boxes, batch)
+        return Batch(images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch, views)
+
+    def _transformed(self, crops: list[NDArray[np.uint8]], batch: MicroBatch) -> torch.Tensor:
         side = self._data.crop_side
         if side is not None:
             pad = reflected if self._data.crop_padding_mode == "reflect" else padded
             crops = [pad(crop, offset, side) for crop, offset in zip(crops, batch.offsets, strict=True)]
-        images = self._transform(
+        augmentation = self._augmentations[batch.size]
+        return self._transforms[batch.size](
             crops,
             batch.flips,
             (batch.partners, batch.lambdas, batch.cuts) if batch.is_mixed else None,
-            None if self._augmentation is None else self._augmentation.operations(batch),
+            None if augmentation is None else augmentation.operations(batch),
             batch.filters,
         )
-        return Batch(images, torch.from_numpy(batch.targets), torch.from_numpy(batch.lambdas), batch)
 
     def _cut(self) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
         batch = self._next()
-        boxes = zip(read_stored(self._storage, self._split, batch.images), batch.boxes.tolist(), strict=True)
-        return [image[y : y + height, x : x + width] for image, (y, x, height, width) in boxes], batch
+        boxes = np.concatenate(batch.corners, axis=1).tolist()
+        images = zip(read_stored(self._storage, self._split, batch.images), boxes, strict=True)
+        return [image[y : y + height, x : x + width] for image, (y, x, height, width) in images], batch
 
     def _decode(self, pipe: Pipeline) -> tuple[list[NDArray[np.uint8]], MicroBatch]:
         try:
@@ -201,6 +215,13 @@ class CpuPipeline(IndexedPipeline):
         except RuntimeError as error:
             raise self._explain(error) from error
         return [np.asarray(crop) for crop in crops], self._feed.in_flight.popleft()
+
+
+def _crops(boxes: list[NDArray[np.uint8]], batch: MicroBatch, view: MicroBatch) -> list[NDArray[np.uint8]]:
+    """Return one view's crops from the decoded `boxes` around all views, as arrays of their own."""
+    corners = (view.boxes[:, :2] - batch.corners[0]).tolist()
+    places = zip(boxes, corners, view.boxes[:, 2:].tolist(), strict=True)
+    return [np.ascontiguousarray(box[y : y + height, x : x + width]) for box, (y, x), (height, width) in places]
 
 
 class EvaluationPipeline:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dali_train.config import SampleConfig
+from dali_train.config import SampleConfig, View
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import Storage
 from dali_train.data.loading.cache import Node
@@ -30,6 +30,7 @@ class Segment:
     dp_rank: int
     dp_size: int
     num_done: int = 0  # of the coordinate's micro-batches of `start_step`, which are left out
+    views: tuple[View, ...] = ()  # of every image
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         for step in itertools.count(self.start_step):
@@ -56,14 +57,14 @@ def segment_at(
 
 def ordered(split: Split, segment: Segment, micro_batches: MicroBatches | None = None) -> Iterator[MicroBatch]:
     """Iterate over the micro-batches of a segment, and beyond it, without end."""
-    micro_batches = micro_batches or MicroBatches(split.rows, segment.config)
+    micro_batches = micro_batches or MicroBatches(split.rows, segment.config, segment.views)
     return (micro_batches(step, k) for step, k in segment)
 
 
 def read(split: Split, segment: Segment, storage: Storage, node: Node | None = None) -> Iterator[MicroBatch]:
     """Iterate over the same, while their bytes are read ahead and the cache of `node` is kept within its limit."""
     data, batch = segment.config.data, segment.config.batch
-    micro_batches = MicroBatches(split.rows, segment.config)
+    micro_batches = MicroBatches(split.rows, segment.config, segment.views)
     chosen = ordered(split, segment, micro_batches)
     # Never more than an epoch ahead, which covers every image once.
     images = min(data.read_ahead_mb * 1_000_000 * len(split) // split.num_bytes, len(split) // segment.dp_size)

@@ -5,12 +5,13 @@ of ranks, stopped, and resumed on another number.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.config import MixupConfig, SampleConfig
+from dali_train.config import MixupConfig, SampleConfig, View
 from dali_train.config.check import require
 from dali_train.data.sampling.draws import BOXES, Images, draw_mixing, filters, flips, padded_crops
 from dali_train.data.sampling.order import SampleOrder
@@ -40,6 +41,8 @@ class MicroBatch:
     cuts: NDArray[np.int32]  # (n, 4): CutMix's box: top, left, height, width in pixels; all zero: no CutMix
     dropout_seed: int
     size: int  # side of the training images, in pixels
+    # All views of the images, each with its own boxes, flips and other draws; this is the first. Empty: there is one.
+    views: tuple["MicroBatch", ...] = ()
 
     @property
     def is_mixed(self) -> bool:
@@ -48,8 +51,10 @@ class MicroBatch:
 
     @property
     def corners(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return (anchors, shapes) of the boxes, each (n, 2), as a decoder takes them."""
-        return np.ascontiguousarray(self.boxes[:, :2]), np.ascontiguousarray(self.boxes[:, 2:])
+        """Return (anchors, shapes) of the boxes to decode, each (n, 2), as a decoder takes them: around all views."""
+        boxes = np.stack([view.boxes for view in self.views or (self,)])
+        anchors, ends = boxes[..., :2].min(axis=0), (boxes[..., :2] + boxes[..., 2:]).max(axis=0)
+        return np.ascontiguousarray(anchors), np.ascontiguousarray(ends - anchors)
 
     @property
     def targets(self) -> NDArray[np.int64]:
@@ -57,18 +62,29 @@ class MicroBatch:
         return np.stack([self.labels, self.labels[self.partners]], axis=-1)
 
 
+def view_configs(config: SampleConfig, views: Sequence[View]) -> list[SampleConfig]:
+    """Return the settings of each single view."""
+    single: list[SampleConfig] = []
+    for view in views:
+        data = replace(config.data, train_size=view.size, crop_area=view.area or config.data.crop_area)
+        single += [replace(config, data=data)] * view.n
+    return single
+
+
 class MicroBatches:
     """``micro_batches(step, k)`` for one dataset and config.
 
     Args:
         rows: the training split's index (``INDEX_DTYPE``).
+        views: of every image; none: one, as `config` says.
     """
 
-    def __init__(self, rows: NDArray[np.void], config: SampleConfig) -> None:
+    def __init__(self, rows: NDArray[np.void], config: SampleConfig, views: Sequence[View] = ()) -> None:
         self.num_per_step = config.batch.num_micro_batches
         self._rows = rows
         self._config = config
         self._config_at = config.by_step(len(rows))
+        self._views = view_configs(config, views)
         until = config.mixup.until_epoch
         self._mixing_ends = math.inf if until is None else config.steps(until, len(rows))
         self._policy = policy_of(config.data)
@@ -94,10 +110,16 @@ class MicroBatches:
         return np.arange(start, start + batch.micro_batch, dtype=np.int64)
 
     def __call__(self, step: int, k: int) -> MicroBatch:
-        config = self._config_at(step)
+        if not self._views:
+            return self._drawn(self._config_at(step), step, k)
+        views = [self._drawn(config, step, k, number, len(self._views)) for number, config in enumerate(self._views)]
+        return replace(views[0], views=tuple(views))
+
+    def _drawn(self, config: SampleConfig, step: int, k: int, view: int = 0, num_views: int = 1) -> MicroBatch:
         data, seed = config.data, config.data.seed
         positions = self.positions(step, k)
         images, epochs = self.order.images_at(positions)
+        epochs = epochs * num_views + view  # as for repeats: no two views of an image have the same number
         rows = self._rows[images]
         heights, widths = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
         looks = Images(epochs=epochs, numbers=images, heights=heights, widths=widths)
@@ -129,7 +151,7 @@ class MicroBatches:
             operators=operators,
             levels=levels,
             erased=erased_boxes(seed, looks, probability=data.random_erasing, size=data.train_size),
-            noise=erasing_noise(data, step=step, k=k),
+            noise=erasing_noise(data, step=step, k=k * num_views + view),
             **vars(mixing),
             dropout_seed=torch_seed(seed, Purpose.DROPOUT, step=step, k=k),
             size=data.train_size,
