@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -93,6 +94,22 @@ def test_configs_for_fine_tuning(number: int, dataset: Path, tmp_path: Path, run
     ]
     output = run_command("train", "--config", str(path), *SMALL, *words, "--run.dir", str(tmp_path / "run"))
     assert "top-1" in output
+
+
+def test_the_loaders_page(dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its examples one after the other, on a CPU and on a small dataset; the last epoch of 90 alone."""
+    monkeypatch.chdir(tmp_path)
+    Path("imagenet").symlink_to(dataset)
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "loader.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 6
+    text = "".join(blocks).replace('device="cuda"', 'device="cpu"').replace("range(train.epoch, 90)", "range(1)")
+    smaller = {"batch_size=256": "batch_size=8", "batch_size=64": "batch_size=4", "global_batch=256": "global_batch=16"}
+    for size, less in smaller.items():
+        text = text.replace(size, less)
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert len(names["views"]) == 10 and names["views"][9].shape == (4, 3, 96, 96)
+    assert names["boxes"].shape == (4, 4) and names["state"]["step"] == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests import test_exactness
 from tests.config import test_parallel_config
 from tests.conftest import REPOSITORY
 from tests.helpers import FLOAT64_BOUND, Compared
+from tests.loading import test_loader
 from tests.parallel import test_parallel
 from tests.training import test_optimizers
 
@@ -30,6 +31,7 @@ COMPARED = [
     test_exactness.KILLED,
     test_exactness.IN_BLOCK_ORDER,
     test_exactness.BATCH_NORM_ALONE,
+    test_loader.VIEWS_ON_SEVERAL,
     *test_exactness.BATCH_NORM_ON_SEVERAL.values(),
     *(compared for row in test_exactness.TABLE.values() for compared in row),
     *test_parallel.SPLIT.values(),

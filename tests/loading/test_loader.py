@@ -31,7 +31,7 @@ from dali_train.errors import ConfigError, RunError
 from dali_train.runtime.launch import Launch
 from dali_train.training.build import build_loader, prepare
 from tests.conftest import REPOSITORY
-from tests.helpers import in_ranks
+from tests.helpers import Compared, in_ranks
 
 CPU = torch.device("cpu")
 ALONE: dict[str, Any] = {"dp_rank": 0, "dp_size": 1, "device": "cpu", "num_threads": 1}
@@ -392,6 +392,7 @@ def test_is_named_by_the_package(tiny_config: Path) -> None:
 
 
 VIEWS = (View(size=32, n=2, area=(0.32, 1)), View(size=16, n=3, area=(0.05, 0.32)))
+VIEWS_ON_SEVERAL = Compared(("--views", "2"), 3, resumed=True, bound=None)
 AUGMENTED: dict[str, Any] = {
     "augment": "rand-m9-mstd0.5-inc1",
     "grayscale": 0.2,

@@ -103,6 +103,17 @@ def _loader(task: Task, **settings: Any) -> Iterator[Any]:
     return iter(loader.next, None)
 
 
+def _library(task: Task) -> Iterator[Any]:
+    """As another trainer uses it: `_loader`'s settings as keywords, epoch after epoch, in a loop that is not ours."""
+    from dali_train import TrainLoader
+
+    settings = {name: getattr(_config(task).data, name) for name in ("antialias", "normalise", "read_ahead_mb")}
+    settings |= {"num_threads": task.threads, "dp_rank": 0, "dp_size": 1}
+    return _for_ever(
+        TrainLoader(task.dataset, batch_size=task.batch, image_size=SIZE, channels_last=True, device="cpu", **settings)
+    )
+
+
 def _dali_reader(task: Task) -> Iterator[Any]:
     if Split(task.dataset, "train").manifest.encoding == "raw":
         raise NotImplementedError("it reads encoded images, the dataset has raw pixels")
@@ -457,6 +468,7 @@ def _libjpeg_turbo(task: Task) -> Iterator[Any]:
 
 CONTENDERS: dict[str, Contender] = {
     "dali_train": _loader,
+    "TrainLoader": _library,
     "dali_train antialiased": lambda task: _loader(task, antialias=True),
     "dali_train antialiased, Mixup": lambda task: _loader(task, antialias=True, mixup=0.2),
     "dali_train reader dali": _dali_reader,
