@@ -18,7 +18,7 @@ from torchvision.transforms import functional
 from dali_train.checkpoint.mirror import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
-from dali_train.data.convert.image import MAX_ENCODED_BYTES, upright
+from dali_train.data.convert.image import MAX_ENCODED_BYTES, as_png, upright
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.image_file import (
     IMAGE_SUFFIXES,
@@ -105,11 +105,15 @@ class _Classifier:
     def _read(self, path: Path, checker: DecodeChecker) -> bytes:
         """Return a file as the data path takes it. Raises OSError, BadImageError: it cannot be read or decoded."""
         content = _upright(path) if self.applies_orientation else read_limited(path, MAX_ENCODED_BYTES)
-        size = image_size(content)
+        try:
+            sizes = np.array([image_size(content)], np.int32)
+            is_read = self.decoder == "pil" or not checker.failures([content], sizes)
+        except BadImageError:
+            is_read = False
+        if not is_read:  # DALI refuses or misreads it: the pixels that a conversion makes of it, by PIL
+            content = as_png(content)
         if self.decoder == "pil":
             decode_rgb(content)
-        elif faults := checker.failures([content], np.array([size], np.int32)):
-            raise BadImageError(faults[0])
         return content
 
     def _classify(self, contents: Mapping[Path, bytes], keep: int | None) -> Scores:

@@ -22,6 +22,7 @@ from dali_train.data.dataset.image_file import (
     IMAGE_FORMATS,
     MAX_SIDE,
     BadImageError,
+    check_grey,
     check_size,
     is_jpeg,
     open_image,
@@ -142,6 +143,20 @@ def upright(content: bytes) -> bytes:
     )
 
 
+def as_png(content: bytes) -> bytes:
+    """Return the pixels of which a conversion would make a JPEG, RGB or grey, as a PNG.
+
+    Raises:
+        BadImageError: not an image, or damaged.
+    """
+    with open_image(content, _FORMATS) as image:
+        check_size(image.height, image.width)
+        pixels = _decoded(image)
+    buffer = io.BytesIO()
+    pixels.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
 def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) -> StoredImage:
     """Decode an image with PIL and re-encode it. Raises BadImageError: PIL cannot decode it."""
     with open_image(content, _FORMATS) as image:
@@ -153,15 +168,8 @@ def reencode(content: bytes, encoding: EncodingOptions, budget: MemoryBudget) ->
         # PIL takes 4 bytes per pixel, and again for a smaller or turned copy, and for one of another mode.
         num_copies = 3 if encoding.apply_orientation and image.mode not in ("RGB", "L") else 2
         with budget.held(4 * num_copies * image.width * image.height):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # PIL's doubts about metadata
-                    pixels = _to_rgb_or_grey(image)
-                    orientation = orientation_of(image)
-            except BadImageError:
-                raise
-            except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
-                raise BadImageError(f"cannot be decoded: {error}") from error
+            pixels = _decoded(image)
+            orientation = orientation_of(image)
             stored = _store(pixels, encoding, orientation=orientation, chroma_subsampling=was_jpeg)
     # Raw pixels are decoded whatever they were, and turned ones are counted as such: there is nothing else to report.
     return stored if encoding.format == "raw" or (stored.turned and was_plain) else replace(stored, reencoded=kind)
@@ -217,11 +225,24 @@ def orientation_of(image: Image.Image) -> int:
     return orientation if orientation in _TURNED else 1
 
 
+def _decoded(image: Image.Image) -> Image.Image:
+    """Return an image as RGB or grey. Raises BadImageError: PIL cannot decode it, or its values have no usual range."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PIL's doubts about metadata
+            return _to_rgb_or_grey(image)
+    except BadImageError:
+        raise
+    except Exception as error:  # PIL's parsers raise nearly any kind on damaged files
+        raise BadImageError(f"cannot be decoded: {error}") from error
+
+
 def _to_rgb_or_grey(image: Image.Image) -> Image.Image:
     if image.mode in ("RGB", "L"):
         image.load()
         return image
     if image.mode.startswith("I"):  # 16 bits per pixel; PIL's own conversion clips at 255
+        check_grey(image)
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
             raise BadImageError(

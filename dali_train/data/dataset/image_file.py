@@ -11,8 +11,8 @@ import re
 import struct
 import threading
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,9 @@ _START = b"\xff\xd8"
 # Start-of-frame markers: C0 to CF but for DHT (C4), JPG (C8) and DAC (CC).
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _WITHOUT_LENGTH = frozenset([0x01, *range(0xD0, 0xD8)])  # TEM and the restart markers
-_APP1, _START_OF_SCAN, _END_OF_IMAGE = 0xE1, 0xDA, 0xD9
+_APP1, _APP14, _START_OF_SCAN, _END_OF_IMAGE = 0xE1, 0xEE, 0xDA, 0xD9
 _EXIF = b"Exif\x00\x00"
+_ADOBE = b"Adobe"
 _NO_JPEG = "is not a JPEG that can be read: "
 
 
@@ -43,7 +44,8 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
     """Return (height, width) in pixels as DALI decodes an image: before any EXIF rotation.
 
     Raises:
-        BadImageError: not an image that training can decode, as far as its header shows, or too large.
+        BadImageError: not an image that training can decode to the pixels that PIL gives, as far as its header shows;
+            or too large.
     """
     if is_jpeg(encoded):
         header = parse_jpeg_header(encoded)
@@ -51,21 +53,113 @@ def image_size(encoded: bytes | memoryview) -> tuple[int, int]:
             raise BadImageError(
                 f"is a JPEG of process SOF{header.process} with {header.precision} bits, which decoders refuse"
             )
+        if header.components == 4 and not header.is_adobes:
+            raise BadImageError(f"is a CMYK JPEG without Adobe's marker{_MISREAD}")
         height, width = header.height, header.width
     else:
         image = open_image(encoded)
-        if reason := _why_read_differently(image):
-            raise BadImageError(f"{reason}: convert it with `dali-train data convert`, or save it in another format")
+        kind = _misread_kind(image, encoded)
+        if kind is not None:
+            raise BadImageError(f"is a {image.format} {kind}{_MISREAD}")
         height, width = image.height, image.width
     check_size(height, width)
     return height, width
 
 
-def _why_read_differently(image: Image.Image) -> str | None:
-    """Return why DALI's pixels of an image are not those of PIL; None if they are equal."""
-    if image.format == "TIFF" and (orientation := image.getexif().get(ExifTags.Base.Orientation, 1)) != 1:
-        return f"is a TIFF of orientation {orientation}, which PIL turns and DALI does not"
-    return None
+_MISREAD = ", of which PIL and DALI make different pixels: save it as PNG, or convert it with `dali-train data convert`"
+
+
+def _misread_kind(image: Image.Image, encoded: bytes | memoryview) -> str | None:
+    """Return which kind of its format an image is if DALI does not decode it to PIL's pixels, None if it does.
+
+    PIL's pixels are those of convert("RGB"), but for 16 bits, which DALI and a conversion scale. A kind that is not
+    known to be equal, see docs/image-kinds.md, is refused.
+    """
+    find = _MISREAD_KINDS.get(str(image.format))
+    return None if find is None else find(image, encoded)
+
+
+def _misread_tiff(image: Any, encoded: bytes | memoryview) -> str | None:
+    tags = image.tag_v2
+    orientation, compression = tags.get(_ORIENTATION, 1), tags.get(_COMPRESSION, 1)
+    bits, formats, extra = tags.get(_BITS, ()), tags.get(_SAMPLE_FORMAT, (1,)), tags.get(_EXTRA_SAMPLES, ())
+    photometric = tags.get(_PHOTOMETRIC)
+    if orientation != 1:
+        return f"of orientation {orientation}"
+    if set(formats) != {1}:
+        return f"with {'floating-point' if 3 in formats else 'signed'} samples"
+    if 1 in extra:
+        return "with premultiplied alpha"
+    same = set(bits)
+    is_read = {
+        0: bits in ((1,), (8,)),  # grey, white is 0
+        1: bits in ((1,), (8,), (16,)),  # grey
+        2: len(bits) >= 3 and same in ({8}, {16}),  # RGB
+        3: bits in ((4,), (8,)),  # palette
+        5: bits == (8, 8, 8, 8),  # CMYK
+        6: bits == (8, 8, 8) and compression == 7,  # YCbCr, in a JPEG
+    }
+    if is_read.get(photometric, False):
+        return None
+    return f"of mode {image.mode} with {' + '.join(map(str, bits)) or 'no number of'} bits (photometric {photometric})"
+
+
+def check_grey(image: Any) -> None:
+    """Raises BadImageError: grey of more than 8 bits that are not 16 from black to white; PIL scales no others."""
+    if image.format != "TIFF":
+        return
+    tags = image.tag_v2
+    bits, formats, photometric = tags.get(_BITS), tags.get(_SAMPLE_FORMAT, (1,)), tags.get(_PHOTOMETRIC)
+    if (bits, formats, photometric) != ((16,), (1,), 1):
+        raise BadImageError(
+            f"is a grey TIFF of {', '.join(map(str, bits or ()))} bits (sample format {formats[0]}, photometric "
+            f"{photometric}), where 8, or 16 without sign from black to white, are understood: save it with these"
+        )
+
+
+def _misread_bmp(image: Any, encoded: bytes | memoryview) -> str | None:
+    codec, _, _, arguments = image.tile[0]
+    if codec != "raw":
+        return "with run lengths"
+    return f"with pixels as {arguments[0]}" if arguments[0] not in ("1", "L", "P", "BGR", "BGRX", "BGRA") else None
+
+
+def _misread_ppm(image: Any, encoded: bytes | memoryview) -> str | None:
+    arguments = image.tile[0][3]
+    largest = 255 if isinstance(arguments, str) else arguments[1]
+    if image.mode == "F":
+        return "with floating-point samples"
+    return f"with samples up to {largest}" if largest not in (255, 65_535) else None
+
+
+def _misread_jpeg2000(image: Any, encoded: bytes | memoryview) -> str | None:
+    """Read the image and tile size segment of the codestream (ITU-T T.800, A.5.1), and the container's color space."""
+    content = bytes(encoded)
+    start = content.find(b"\xff\x4f\xff\x51")
+    try:
+        *_, left, top, _, _, _, _, count = struct.unpack_from(">HH8IH", content, start + 4)
+        components = [struct.unpack_from("BBB", content, start + 42 + 3 * number) for number in range(count)]
+    except struct.error:
+        return "without a header"
+    space = content.find(b"colr\x01", 0, max(start, 0))  # enumerated; an embedded profile is ignored by both
+    if space >= 0 and content[space + 7 : space + 11] not in (b"\0\0\0\x10", b"\0\0\0\x11"):
+        return "that is neither sRGB nor grey"
+    if any(steps != [1, 1] for _, *steps in components) or left or top:
+        return "with samples at other places than pixels"
+    depths = [depth for depth, *_ in components]  # bits less 1, and 128 for signed ones
+    if depths in ([7], [7] * 3, [7] * 4, [15]):
+        return None
+    return f"of mode {image.mode} with {count} components of {', '.join(str((d & 127) + 1) for d in depths)} bits"
+
+
+_ORIENTATION, _COMPRESSION, _PHOTOMETRIC = 274, 259, 262  # tags of TIFF 6.0
+_BITS, _SAMPLE_FORMAT, _EXTRA_SAMPLES = 258, 339, 338
+_MISREAD_KINDS: dict[str, Callable[[Any, bytes | memoryview], str | None]] = {
+    "TIFF": _misread_tiff,
+    "BMP": _misread_bmp,
+    "PPM": _misread_ppm,
+    "JPEG2000": _misread_jpeg2000,
+}
 
 
 def open_image(encoded: bytes | memoryview, formats: tuple[str, ...] = IMAGE_FORMATS) -> Image.Image:
@@ -123,6 +217,7 @@ class JpegHeader:
     precision: int  # bits per component
     process: int  # of the start-of-frame marker: 0 baseline, 1 extended, 2 progressive, the others are rare
     orientation: int  # EXIF, 1 (upright) to 8; 1 where there is none
+    is_adobes: bool = False  # has Adobe's marker, after which CMYK is stored inverted; only looked for in CMYK
 
     @property
     def is_plain(self) -> bool:
@@ -147,6 +242,8 @@ def parse_jpeg_header(content: bytes | memoryview) -> JpegHeader:
         BadImageError: the segments end, or make no sense, before a frame header.
     """
     position, size, orientation = 2, len(content), 1
+    has_adobe = False
+    frame: JpegHeader | None = None  # of a CMYK JPEG, whose markers may also be behind it
     while position + 4 <= size:
         if content[position] != 0xFF:
             raise BadImageError(f"{_NO_JPEG}no marker at byte {position}")
@@ -158,17 +255,23 @@ def parse_jpeg_header(content: bytes | memoryview) -> JpegHeader:
             position += 2
             continue
         if marker in (_START_OF_SCAN, _END_OF_IMAGE):
+            if frame is not None:
+                return replace(frame, is_adobes=has_adobe)
             raise BadImageError(f"{_NO_JPEG}marker {marker:02X} at byte {position} before any frame header")
         length = content[position + 2] << 8 | content[position + 3]
         body, end = position + 4, position + 2 + length
         if length < 2 or end > size:
             segment = f"segment {marker:02X} at byte {position}"
             raise BadImageError(f"{_NO_JPEG}{segment} has length {length}, {size - position - 2} bytes are left")
-        if marker in _FRAMES:
+        if marker in _FRAMES and frame is None:
             if length < 8:
                 raise BadImageError(f"{_NO_JPEG}frame header of {length} bytes at byte {position}")
             precision, height, width, components = struct.unpack_from(">BHHB", content, body)
-            return JpegHeader(height, width, components, precision, marker & 0x0F, orientation)
+            frame = JpegHeader(height, width, components, precision, marker & 0x0F, orientation)
+            if components != 4:
+                return frame
+        if marker == _APP14 and length >= 14 and content[body : body + len(_ADOBE)] == _ADOBE:
+            has_adobe = True
         if marker == _APP1 and content[body : body + len(_EXIF)] == _EXIF:
             orientation = _exif_orientation(bytes(content[body:end]))
         position = end
