@@ -200,8 +200,8 @@ def source(tmp_path: Path) -> Any:
 
 def translated(source: str, tmp_path: Path, *, ranks: int | None = None) -> tuple[Config, dict[str, str], Namespace]:
     """Return the config that the written file holds, what is lost, and the arguments."""
-    arguments, launched, unknown = read_arguments(source)
-    translation = Translation(dict(arguments), ranks or launched or 1, lost=unknown)
+    arguments, launched, unknown = read_arguments(source, ranks)
+    translation = Translation(dict(arguments), launched or 1, lost=unknown)
     translation.translate()
     path = tmp_path / "translated.py"
     path.write_text(config_text(translation, "data", path))
@@ -409,7 +409,23 @@ MISTAKES = {
     "train.py --mean 0.5": "--mean 0.5: use three numbers",
     "train.py --hflip 2": "data.horizontal_flip is 2.0: use a probability",
     "train.py 'x": "--from-timm: the command line cannot be split into words (No closing quotation)",
-    "\nmodel_kwargs: {'a, b': 1}\n": "'a, b' is no argument's name",
+    "\nmodel_kwargs: {'a, b': 1}\n": "--from-timm: argument --model-kwargs: 'a, b' cannot be the name",
+    "train.py --model-kwargs class=1": "--from-timm: argument --model-kwargs: 'class' cannot be the name",
+    "train.py --opt-kwargs lr=1 is=2": "--from-timm: argument --opt-kwargs: 'is' cannot be the name",
+    "train.py --model-kwargs drop_rate=1e999": "--from-timm: argument --model-kwargs: drop_rate=1e999: use",
+    "train.py --model-kwargs scales=[1,[2,-1e999]]": "--from-timm: argument --model-kwargs: scales=[1,[2,-1e999]]: use",
+    f"train.py --model-kwargs depth={'[' * 50}{']' * 50}": "--from-timm: argument --model-kwargs: depth=[[[[",
+    f"train.py --model-kwargs depth={'-' * 5000}1": "--from-timm: argument --model-kwargs: a value is nested too",
+    "train.py --model-kwargs size=0x" + "f" * 9999: "--from-timm: argument --model-kwargs: size=0xffff",
+    "srun python train.py --lr 1": "--from-timm: srun does not say how many processes it starts: add --ranks N",
+    "srun -N 2 --gpus-per-node 8 python train.py": "--from-timm: srun does not say",
+    "accelerate launch train.py": "--from-timm: accelerate does not say",
+    "deepspeed train.py": "--from-timm: deepspeed does not say",
+    "aprun -n 8 python train.py": "--from-timm: aprun does not say",
+    "torchrun --nnodes=$N --nproc-per-node 8 train.py": "--from-timm: torchrun has --nnodes $N, which is no number",
+    "torchrun --nproc-per-node gpu train.py": "--from-timm: torchrun has --nproc-per-node gpu, which is no number",
+    "mpirun -np $N python train.py": "--from-timm: mpirun has -np $N, which is no number",
+    "./distributed_train.sh $N --lr 1": "--from-timm: torchrun has --nproc-per-node $N, which is no number",
     "\nmodel_kwargs: 3\n": "--from-timm: argument --model-kwargs",
     "\nlr: [1, 2]\n": "--from-timm: ",
     "\nepochs: {a: b}\n": "--from-timm: argument --epochs: ",
@@ -429,6 +445,29 @@ def test_a_complete_file_of_another_version_has_arguments_that_are_only_listed(s
     config, lost, _ = translated(source(text), tmp_path)
     assert config.loss.label_smoothing == 0.1
     assert {"smothing 0.0", "mixup_modes batch", "--val-split val"} == set(lost)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("python", None),
+        ("nohup srun -n16 python -u", 16),
+        ("srun --ntasks=16 python", 16),
+        ("srun -N 2 --ntasks-per-node=4 python", 8),
+        ("srun -N 2 torchrun --nnodes 2 --nproc_per_node=8", 16),
+        ("accelerate launch --multi_gpu --num_processes 8", 8),
+        ("mpirun -np 4 -x PATH python", 4),
+        ("deepspeed --num_nodes 2 --num_gpus=8", 16),
+        ("python -m torch.distributed.run --nproc-per-node=2", 2),
+    ],
+)
+def test_a_launcher_says_how_many_gpus_there_are(launcher: str, ranks: int | None) -> None:
+    assert read_arguments(f"{launcher} train.py -b 8 --lr 1")[1] == ranks
+    assert read_arguments(f"{launcher} train.py -b 8 --lr 1", 3)[1] == 3
+
+
+def test_ranks_stand_for_what_a_launcher_does_not_say() -> None:
+    assert read_arguments("srun python train.py --lr 1", 12)[1] == 12
 
 
 @pytest.mark.parametrize("text", MISTAKES)

@@ -109,7 +109,7 @@ class Translation:
 
     Args:
         arguments: all arguments by name, as in args.yaml.
-        num_ranks: GPUs, which no argument gives.
+        num_ranks: GPUs, which no argument of train.py gives.
     """
 
     arguments: dict[str, Any]
@@ -271,7 +271,7 @@ class Translation:
 
     def _network(self) -> None:
         for name, value in self.model_kwargs.items():
-            self.put(f"model.kwargs.{_identifier(name)}", value, "model_kwargs")
+            self.put(f"model.kwargs.{name}", value, "model_kwargs")
         if self.initial_checkpoint or self.pretrained_path:
             name = "initial_checkpoint" if self.initial_checkpoint else "pretrained_path"
             self.put("model.weights", self.arguments[name], name)
@@ -317,7 +317,7 @@ class Translation:
         if info.has_momentum:
             self.put("optimizer.kwargs.momentum", self.momentum, "momentum")
         for one, value in self.opt_kwargs.items():
-            setting = f"optimizer.{one}" if one in ("eps", "betas") else f"optimizer.kwargs.{_identifier(one)}"
+            setting = f"optimizer.{one}" if one in ("eps", "betas") else f"optimizer.kwargs.{one}"
             self.put(setting, value, "opt_kwargs")
         # All vectors, and what the model names, are free of weight decay there.
         self.put("optimizer.exclude_vectors", "and-tokens", note="as train.py does")
@@ -382,7 +382,7 @@ class Translation:
     def _run(self) -> None:
         steps = max(1, self.grad_accum_steps)
         batch = self.batch_size * self.num_ranks * steps
-        note = f"{plural(self.num_ranks, 'GPU')}, which no argument says: --ranks"
+        note = f"{plural(self.num_ranks, 'GPU')}, as the launcher or --ranks says"
         self.put("batch.global_batch", batch, "batch_size", "grad_accum_steps", note=note)
         if self.eval_metric in ("top1", "loss"):
             self.put("run.best_by", self.eval_metric, "eval_metric")
@@ -405,13 +405,6 @@ class Translation:
             self.put("hooks.trackers", ("wandb",), "log_wandb")
 
 
-def _identifier(name: str) -> str:
-    """Return `name`, which becomes Python. Raises ConfigError: it cannot be the name of an argument."""
-    if not name.isidentifier():
-        raise ConfigError(f"--from-timm: {printable(name)!r} is no argument's name: use letters, digits and _")
-    return name
-
-
 def write_translation(source: str, root: str, output: Path | None, num_ranks: int | None) -> None:
     """Write a config file for the dataset in `root`, and print what the arguments became and what they did not.
 
@@ -425,8 +418,8 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
         DatasetError: the dataset does not exist, or is damaged.
     """
     output = checked_output(root, output)
-    arguments, launched, unknown = read_arguments(source)
-    translation = Translation(arguments, num_ranks or launched or 1, lost=unknown)
+    arguments, launched, unknown = read_arguments(source, num_ranks)
+    translation = Translation(arguments, launched or 1, lost=unknown)
     translation.translate()
     text = config_text(translation, root, output)
     Manifest.read(root)

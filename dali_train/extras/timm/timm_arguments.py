@@ -6,18 +6,19 @@ hold that script.
 
 import argparse
 import math
-import re
 import shlex
 from collections.abc import Container, Sequence
-from difflib import get_close_matches
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any, NoReturn
 
 from timm.utils import ParseKwargs
 
+from dali_train.config.check import close_names
 from dali_train.errors import ConfigError
+from dali_train.extras.timm.launchers import num_processes
 from dali_train.files import read_limited
-from dali_train.text import printable
+from dali_train.text import printable, shortened
 
 FLAGS = """
 dataset_download dataset_trust_remote_code pretrained no_resume_opt channels_last grad_checkpointing fast_norm amp
@@ -87,12 +88,38 @@ _NOT_TIMMS = "timm's current train.py has no such argument"
 
 
 class _KeyValues(ParseKwargs):
-    """timm's, with an argparse error for a word without =."""
+    """timm's, with an argparse error for a word without =, and for a value that a config file cannot state."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if wrong := [value for value in values if "=" not in value]:
             parser.error(f"argument {option_string}: {wrong[0]!r} is not of the form NAME=VALUE")
-        super().__call__(parser, namespace, values, option_string)
+        try:
+            super().__call__(parser, namespace, values, option_string)
+        except (RecursionError, MemoryError):  # of Python's parser
+            parser.error(f"argument {option_string}: a value is nested too deeply: use numbers or texts")
+        for name, value in getattr(namespace, self.dest).items():
+            if not name.isidentifier() or iskeyword(name):
+                parser.error(f"argument {option_string}: {name!r} cannot be the name of a Python argument")
+            if not _is_plain(value):
+                parser.error(
+                    f"argument {option_string}: {shortened(_as_typed(name, values), 60)}: use numbers of at most 1e30, "
+                    "or texts, or lists of them"
+                )
+
+
+def _as_typed(name: str, values: Any) -> str:
+    return printable(next(word for word in reversed(values) if word.startswith(f"{name}=")))
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether Python reads the repr of `value` back as `value`: finite numbers, texts, nested a few times."""
+    if isinstance(value, list | tuple):
+        return depth < 3 and all(_is_plain(one, depth + 1) for one in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and _is_plain(list(value.values()), depth)
+    if isinstance(value, int | float):
+        return abs(value) <= 1e30  # nan is not
+    return value is None or isinstance(value, str)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,19 +127,24 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"--from-timm: {message}")
 
 
-def read_arguments(source: str) -> tuple[dict[str, Any], int | None, dict[str, str]]:
+def read_arguments(source: str, num_ranks: int | None = None) -> tuple[dict[str, Any], int | None, dict[str, str]]:
     """Return the arguments in an args.yaml, or on a command line with or without its launcher.
 
+    Args:
+        num_ranks: the number of processes, if the user says it; then the launcher is not asked.
+
     Returns:
-        All arguments by name; the number of processes that the launcher starts, None if it does not say; the unknown
-        names in a file, with the reason why they are left out.
+        All arguments by name; the number of processes, None if there is no launcher; the unknown names in a file, with
+        the reason why they are left out.
 
     Raises:
-        ConfigError: the file cannot be read, an argument on the command line is not timm's, one in the file is a slip
-            for another, or one has a value that it does not take.
+        ConfigError: the file cannot be read, a launcher does not say how many processes it starts, an argument on the
+            command line is not timm's, one in the file is a slip for another, or one has a value that it does not take.
     """
     words = ["--config", source] if Path(source).suffix in (".yaml", ".yml") else _words(source)
-    words, num_ranks = _without_launcher(words)
+    launcher, words = _without_launcher(words)
+    if num_ranks is None:
+        num_ranks = num_processes(launcher)
     parser = _parser()
     file, unknown = parser.parse_known_args(words)[0].config, {}
     if file:
@@ -135,7 +167,7 @@ def read_arguments(source: str) -> tuple[dict[str, Any], int | None, dict[str, s
 def _meant(name: str, given: Container[str]) -> str | None:
     """Return the argument that an unknown name is a slip for, if any. One that is `given` itself was not meant: timm
     writes all of its arguments into args.yaml, and what is left over there is of another version."""
-    close = get_close_matches(name, [known for known in DEFAULTS if known not in given], n=1, cutoff=0.75)
+    close = close_names(name, [known for known in DEFAULTS if known not in given], cutoff=0.75)
     return close[0] if close else None
 
 
@@ -146,23 +178,20 @@ def _words(line: str) -> list[str]:
         raise ConfigError(f"--from-timm: the command line cannot be split into words ({error})") from None
 
 
-def _without_launcher(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """Return the words after the script, and the number of processes that the launcher before it starts."""
+def _without_launcher(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before the arguments of train.py, and these."""
     scripts = [number for number, word in enumerate(words) if word.endswith((".py", "distributed_train.sh"))]
     if not scripts:
-        return list(words), None
-    launcher, script, rest = words[: scripts[0]], Path(words[scripts[0]]).name, list(words[scripts[0] + 1 :])
-    if script == "distributed_train.sh":
-        is_number = bool(rest) and rest[0].isdigit()
-        return rest[1:] if is_number else rest, int(rest[0]) if is_number else None
+        return [], list(words)
+    launcher, script, rest = list(words[: scripts[0]]), Path(words[scripts[0]]).name, list(words[scripts[0] + 1 :])
+    if script == "distributed_train.sh":  # whose first argument is the number of processes of torchrun
+        return ["torchrun", "--nproc-per-node", *rest[:1]], rest[1:]
     if script != "train.py":
         raise ConfigError(
             f"--from-timm: the command runs {script}, whose arguments have other defaults; only those of timm's "
             "train.py are known. `dali-train recipes` lists recipes of DeiT, ConvNeXt and others"
         )
-    line = " ".join(launcher).replace("_", "-")
-    counts = [re.search(rf"--{name}[= ](\d+)", line) for name in ("nproc-per-node", "nnodes")]
-    return rest, math.prod(int(count[1]) for count in counts if count) if any(counts) else None
+    return launcher, rest
 
 
 def _parser() -> _Parser:
