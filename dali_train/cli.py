@@ -18,9 +18,11 @@ from typing import Literal
 from dali_train import __version__
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.commands.arguments import (
+    CommandParser,
     Commands,
     add_launch_options,
     config_of,
+    gigabytes,
     launch_options,
     load_user_extensions,
     path_or_url,
@@ -87,7 +89,7 @@ def _is_config(word: str) -> bool:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="dali-train",
         description="Train image classifiers at large batch sizes, with the same samples on any number of GPUs.",
         allow_abbrev=False,
@@ -198,7 +200,7 @@ def _evaluate_run(options: argparse.Namespace, overrides: list[str], *, name: st
     named = options.directory is not None or options.checkpoint is not None
     if named and "model.weights" in chosen:
         raise ConfigError(
-            "--model.weights with a run or a checkpoint, which has its own weights: leave one of them out"
+            "--model.weights with a run or a checkpoint, which has its own weights: leave --model.weights out"
         )
     with importing(f"dali-train {options.command}"):
         from dali_train.commands.evaluate import evaluate_checkpoint, evaluate_weights
@@ -250,7 +252,7 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument("--num-images", type=int, help="training images (default: data.root's, or ImageNet's 1,281,167)")
     plan.add_argument(
         "--gpu-memory",
-        type=float,
+        type=gigabytes,
         metavar="GB",
         help="memory of each rank's GPU: also report the largest micro-batch that fits",
     )

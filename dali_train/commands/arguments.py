@@ -3,11 +3,11 @@
 import argparse
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from dali_train.config import Config, load_config
+from dali_train.config.check import close_names
 from dali_train.config.command_line import add_settings_to_complete, config_with, is_completing, read_overrides
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, is_first_on_host
@@ -19,6 +19,15 @@ Run = Callable[[argparse.Namespace, list[str]], int]
 Commands = Any  # what argparse's add_subparsers returns, whose class is private
 
 USERS_PARTS = "a config file that registers your own model; the settings are the run's"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser, and one for each of its commands, that knows what a mistyped choice was meant to be."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices and (close := close_names(value, action.choices)):
+            raise argparse.ArgumentError(action, f"there is no {value!r}: did you mean {close[0]}?")
+        super()._check_value(action, value)
 
 
 def add_launch_options(parser: argparse.ArgumentParser, *, hidden: bool = False) -> None:
@@ -91,7 +100,8 @@ def config_of(options: argparse.Namespace, overrides: list[str]) -> Config:
 
 def own_options(options: argparse.Namespace) -> list[str]:
     """Return the options of the command, such as --config, which are no settings."""
-    return re.findall(r"--[\w-]+", options.parser.format_usage())
+    actions = [action for action in options.parser._actions if action.help != argparse.SUPPRESS]
+    return [option for action in actions for option in action.option_strings if option.startswith("--")]
 
 
 def on_runs(
@@ -102,6 +112,15 @@ def on_runs(
     kind, words = (path_or_url, "a run.dir, or the URL of a run.mirror") if runs is None else (Path, "a run.dir")
     command.add_argument("run_dir", nargs=runs, type=kind, metavar="RUN", help=words)
     return command
+
+
+def gigabytes(text: str) -> float:
+    """Return a number of gigabytes, which may stand with its unit: 80, 80GB, 80 GB."""
+    number = re.fullmatch(r"\s*(.*?)\s*(?:g|gb)?\s*", text, re.IGNORECASE)
+    try:
+        return float(number[1]) if number else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of gigabytes: use one such as 80") from None
 
 
 def path_or_url(text: str) -> Path | str:
@@ -136,7 +155,7 @@ def refuse_settings(
     reason: str = "uses the run's own settings and accepts no others",
 ) -> None:
     if overrides:
-        close = get_close_matches(overrides[0].partition("=")[0], own_options(options), n=1)
+        close = close_names(overrides[0].partition("=")[0], own_options(options))
         remedy = f"did you mean {close[0]}?" if close else f"see `dali-train {options.command} --help`"
         raise ConfigError(f"{' '.join(overrides)}: {options.command} {reason}; {remedy}")
 

@@ -139,8 +139,12 @@ class Run:
         return self.plan.config.steps(multiple, self.plan.num_images) == self.step
 
     def evaluation_is_due(self) -> bool:
-        every = self.plan.config.run.eval_every_epochs
-        return self.evaluator is not None and (self.is_last_step or (every is not None and self.has_passed(every)))
+        run = self.plan.config.run
+        if self.evaluator is None:
+            return False
+        if run.eval_every_epochs is None:  # a part of a run, which run.max_steps ends, goes without
+            return self.step == self.plan.config.steps(run.epochs, self.plan.num_images)
+        return self.is_last_step or self.has_passed(run.eval_every_epochs)
 
     def checkpoint_is_due(self) -> bool:
         every = self.plan.config.run.checkpoint_every_steps

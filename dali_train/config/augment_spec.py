@@ -1,10 +1,9 @@
 """The syntax of data.augment, which is timm's: the name of a policy, then its settings, as in rand-m9-mstd0.5-inc1."""
 
-import difflib
 import re
 from dataclasses import dataclass
 
-from dali_train.config.check import require
+from dali_train.config.check import close_names, require
 
 POLICIES = {
     "none": "",
@@ -59,9 +58,9 @@ def parse_augment(text: str) -> AugmentSpec:
         "",
     )
     close = (
-        [policy for policy in POLICIES if text.startswith(policy.split("-")[0])]  # randaugment, autoaugment
-        or difflib.get_close_matches(text.split("-")[0], POLICIES, n=1, cutoff=0.4)
-        or difflib.get_close_matches(text, POLICIES, n=1)
+        [policy for policy in POLICIES if text.lower().startswith(policy.split("-")[0])]  # randaugment, autoaugment
+        or close_names(text.split("-")[0], POLICIES, cutoff=0.4)
+        or close_names(text, POLICIES)
     )
     meant = f", did you mean {close[0]}?" if close else ":"
     require(name != "", f"{_FORM.format(text=text)}there is no such policy{meant} There are {', '.join(POLICIES)}")

@@ -298,7 +298,7 @@ _ELSEWHERE = {
     "model.compile": "torchcompile torch_compile",
     "model.compile cuda-graphs": "cuda_graphs",
     "optimizer.name": "opt optim optimizer",
-    "optimizer.lr": "learning_rate base_lr",
+    "optimizer.lr": "lr learning_rate base_lr",
     "optimizer.lr (at a global batch of 256, with optimizer.scale_lr)": "base_batch lr_base lr_base_size",
     "optimizer.scale_lr": "lr_base_scale",
     "optimizer.weight_decay": "wd",
@@ -384,6 +384,17 @@ _OTHER_VALUES = {
 }
 
 
+def close_names(name: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return up to `n` of the `known` names that `name` may be a slip for, the closest first.
+
+    Upper and lower case count as the same: AdamW is adamw, and nothing else.
+    """
+    by_lower = {one.lower(): one for one in known}
+    if name.lower() in by_lower:
+        return [by_lower[name.lower()]]
+    return [by_lower[close] for close in get_close_matches(name.lower(), by_lower, n=n, cutoff=cutoff)]
+
+
 def unknown_setting(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Return the error message for an unknown setting, with the right name if it can be guessed.
 
@@ -399,9 +410,9 @@ def unknown_setting(name: str, known: Iterable[str], *, prefix: str = "") -> str
             return f"{prefix}{name} is not a setting: {reason}, leave it out"
     right = [setting for setting, names in _ELSEWHERE.items() if last in names.split() and setting != written]
     right = right or [each for each in known if each.rpartition(".")[2] == last and each != written]
-    right = right or get_close_matches(written, known, n=2, cutoff=0.75)
+    right = right or close_names(written, known, n=2, cutoff=0.75)
     parts = {each.rpartition(".")[2] for each in known}
-    close = get_close_matches(last, parts, n=2, cutoff=0.75)  # in another section only if it is much alike
+    close = close_names(last, parts, n=2, cutoff=0.75)  # in another section only if it is much alike
     right = right or [each for each in known if each.rpartition(".")[2] in close]
     remedy = (
         f"use {' or '.join(prefix + each for each in right)}"
@@ -416,7 +427,7 @@ def close_value(value: Any, known: Sequence[Any], every: str) -> str:
     if not isinstance(value, str):
         return every
     other = _OTHER_VALUES.get(value.lower())
-    close = [other] if other in known else get_close_matches(value.lower(), map(str, known), n=1)
+    close = [other] if other in known else close_names(value, map(str, known))
     return f"{close[0]} (of {every})" if close else every
 
 

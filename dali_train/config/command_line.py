@@ -11,9 +11,11 @@ import ast
 import contextlib
 import inspect
 import os
+import re
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -40,7 +42,21 @@ def config_with(path: Path | str, overrides: list[str], command: str, options: S
         only = [word.removeprefix("--") for word in rest]
         print(settings_help(config, f"{command} --config {path}", only), end="")
         raise SystemExit(0)
-    return config.replace(read_overrides(overrides, options))
+    changed = config.replace(read_overrides(overrides, options))
+    if words := _describe_kept_rate(config, changed):
+        warnings.warn(words, stacklevel=2)
+    return changed
+
+
+def _describe_kept_rate(before: Config, after: Config) -> str:
+    """Return a sentence if another global batch keeps the learning rate of the file's; an empty text otherwise."""
+    old, new, rate = before.batch.global_batch, after.batch.global_batch, after.optimizer.lr
+    if old == new or rate != before.optimizer.lr or after.optimizer.scale_lr != "none":
+        return ""
+    return (
+        f"batch.global_batch {old} -> {new} keeps optimizer.lr {rate:g}: the rule for SGD is --optimizer.lr "
+        f"{rate * new / old:.3g} (linear), for LAMB and AdamW {rate * (new / old) ** 0.5:.3g} (square root)"
+    )
 
 
 def read_overrides(words: list[str], options: Sequence[str] = ()) -> dict[str, Any]:
@@ -60,11 +76,18 @@ def read_overrides(words: list[str], options: Sequence[str] = ()) -> dict[str, A
             current = values[_name(written, options)] = [value] if equals else []
         elif current is not None:
             current.append(word)
+        elif re.fullmatch("-[a-zA-Z].*", word):
+            meant = unknown_setting(_SHORT.get(word[:2], word[1:]), [*SETTINGS, *options], prefix="--")
+            raise ConfigError(f"{word}: settings have no short names, and {meant}")
         else:
             name, equals, value = word.partition("=")
             remedy = f"--{name} {value}" if equals else "--section.field VALUE"
             raise ConfigError(f"{word!r} belongs to no setting: write {remedy}")
     return {name: _value(name, words) for name, words in values.items()}
+
+
+_SHORT = {"-b": "batch-size", "-j": "workers", "-c": "config", "-a": "arch", "-e": "epochs", "-o": "output"}
+"""Short options of other trainers -> their long names."""
 
 
 def _name(written: str, options: Sequence[str]) -> str:

@@ -12,13 +12,21 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Self, get_type_hints
 
-from dali_train.config.check import NotInRecipe, default_of, is_in_recipe, refuse, require, section, unknown_setting
+from dali_train.config.check import (
+    NotInRecipe,
+    close_names,
+    default_of,
+    is_in_recipe,
+    refuse,
+    require,
+    section,
+    unknown_setting,
+)
 from dali_train.config.sections import (
     BatchConfig,
     DataConfig,
@@ -168,7 +176,7 @@ class Config(SampleConfig):
             f"run.dir and data.root are both {self.run.dir}: choose another run.dir, so that the run's files are not "
             "mixed with the dataset's",
         )
-        remedy = "a mirror keeps the checkpoint with the best top-1, leave one of them out"
+        remedy = "a mirror keeps the checkpoint with the best top-1; set run.best_by top1, or leave run.mirror out"
         refuse(self.run.best_by != "top1" and self.run.mirror is not None, self, ("run.best_by", "run.mirror"), remedy)
         require(
             self.hooks.stop_early is None or self.run.eval_every_epochs is not None,
@@ -218,7 +226,7 @@ class Config(SampleConfig):
         parallel.check_micro_batch(self.batch.micro_batch)
         require(
             not self.data.progressive or not parallel.shares_images,
-            f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave one of them out",
+            f"data.progressive with {parallel.kind}, whose activations have a fixed size: leave data.progressive out",
         )
         remedy = "no other rank has the same part of the model, set run.audit_every_steps none"
         for name, split in (
@@ -228,9 +236,9 @@ class Config(SampleConfig):
         ):
             refuse(split and self.run.audit_every_steps is not None, self, (name, "run.audit_every_steps"), remedy)
         stages, distils = parallel.pipeline > 1, self.loss.distillation != "none"
-        remedy = "the last stage has no images to show the teacher; leave one of them out"
+        remedy = "the last stage has no images to show the teacher; set parallel.pipeline 1, the default"
         refuse(stages and distils, self, ("parallel.pipeline", "loss.distillation"), remedy)
-        remedy = "a stage does not know the layers of the others; leave one of them out"
+        remedy = "a stage does not know the layers of the others; set parallel.pipeline 1, the default"
         by_layer = self.optimizer.layer_decay is not None
         refuse(stages and by_layer, self, ("parallel.pipeline", "optimizer.layer_decay"), remedy)
 
@@ -353,7 +361,7 @@ def load_config(path: Path | str) -> Config:
             f"--config {path}: this is a directory; use a file, for a run directory {path / 'config.json'}"
         )
     if not path.is_file():
-        close = [path.stem] if find_recipe(path.stem) else get_close_matches(path.stem, recipe_names(), n=1)
+        close = [path.stem] if find_recipe(path.stem) else close_names(path.stem, recipe_names())
         hint = f" (did you mean {close[0]}, which ships?)" if close else ""
         raise ConfigError(
             f"--config {name}: this file does not exist; use a file, or a recipe that `dali-train recipes` lists{hint}"

@@ -275,7 +275,8 @@ class DataConfig:
         parse_augment(self.augment)
         side, padding = self.crop_side, self.crop_padding
         drawn = self.crop != "random-resized"
-        refuse(drawn and side is not None, self, ("crop", "crop_side"), "leave one of them out")
+        remedy = "it has its own size, so leave data.crop_side out"
+        refuse(drawn and side is not None, self, ("crop", "crop_side"), remedy)
         remedy = f"set data.crop_side, such as {self.train_size}"
         refuse(padding > 0 and side is None, self, ("crop_padding", "crop_side"), remedy)
         remedy = "use less than data.crop_side, or a crop could miss the image"
@@ -424,7 +425,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         unbounded, remedy = self.clip_grad_norm is None, "set optimizer.clip_grad_norm, such as 0.01 for agc"
         refuse(unbounded and self.clip_mode != "norm", self, ("clip_mode", "clip_grad_norm"), remedy)
-        by_layer, remedy = self.layer_decay is not None, "each sets the factors of lr, leave one of them out"
+        by_layer, remedy = (
+            self.layer_decay is not None,
+            "each sets the factors of lr; leave optimizer.groups out unless you know them by name",
+        )
         refuse(by_layer and bool(self.groups), self, ("layer_decay", "groups"), remedy)
 
 
@@ -494,10 +498,14 @@ class BatchConfig:
     """Images per forward and backward pass on one rank."""
 
     def __post_init__(self) -> None:
-        require(
-            self.global_batch % self.micro_batch == 0,
-            f"batch.global_batch {self.global_batch} is not a multiple of batch.micro_batch {self.micro_batch}; "
-            f"use {max(1, round(self.global_batch / self.micro_batch)) * self.micro_batch}",
+        if self.global_batch % self.micro_batch == 0:
+            return
+        multiple = max(1, round(self.global_batch / self.micro_batch)) * self.micro_batch
+        divisors = (size for size in range(1, self.micro_batch + 256) if self.global_batch % size == 0)
+        nearest = min(divisors, key=lambda size: abs(size - self.micro_batch))
+        raise ConfigError(
+            f"batch.global_batch {self.global_batch} is not a multiple of batch.micro_batch {self.micro_batch}: set "
+            f"batch.micro_batch {nearest}, or batch.global_batch {multiple}"
         )
 
     @property
@@ -623,7 +631,7 @@ class EmaConfig:
             ("lookahead", self.lookahead, False),
         ):
             refuse(self.decay is None and value != off, self, (name, "decay"), remedy)
-        remedy = "each is a way for the decay to rise, so leave one of them out"
+        remedy = "each is a way for the decay to rise; ema.warmup is timm's and the usual one, so leave ema.power out"
         refuse(self.warmup and self.power > 0, self, ("warmup", "power"), remedy)
 
 
@@ -835,7 +843,8 @@ class RunConfig:
     max_steps: NotInRecipe[Count | None] = None
     """Stop after this many steps; the schedule stays that of run.epochs."""
     eval_every_epochs: NotInRecipe[Positive | None] = 1.0
-    """Epochs between evaluations; the last one is at the end. None: only at the end."""
+    """Epochs between evaluations; the last one is at the end. None: only at the end of run.epochs, and not where
+    run.max_steps ends the run."""
     checkpoint_every_steps: NotInRecipe[Count | None] = None
     """Save every this many steps, before each evaluation, and at the end. None: after each epoch."""
     checkpoint_every_seconds: NotInRecipe[Annotated[float, Rule("a number of seconds over 0", OVER_0)] | None] = None

@@ -8,6 +8,7 @@ from dali_train.commands.arguments import (
     add_choice_of_weights,
     add_launch_options,
     config_of,
+    gigabytes,
     launch_options,
     load_user_extensions,
     on_runs,
@@ -188,7 +189,7 @@ def _add_init(commands: Commands) -> None:
     init.add_argument("root", metavar="DATASET", help=text)
     init.add_argument("--output", type=Path, metavar="FILE", help="the file to write (default: DATASET's name, .py)")
     init.add_argument(
-        "--gpu-memory", type=float, metavar="GB", help="memory of the GPU to train on (default: this machine's)"
+        "--gpu-memory", type=gigabytes, metavar="GB", help="memory of the GPU to train on (default: this machine's)"
     )
     init.add_argument(
         "--from-timm",

@@ -34,10 +34,10 @@ from dali_train.training.model import build_model, check_sizes, repeated_blocks
 from dali_train.training.optim import Ema, check_groups, check_shardwise, make_clip, make_optimizer
 from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, choose_tf32, compute_in
-from dali_train.training.pretrained import Tensors
 from dali_train.training.schedule import schedule_of
 from dali_train.training.timing import PhaseClock
 from dali_train.training.trainer import Trainer
+from dali_train.training.weight_files import Tensors
 
 logger = logging.getLogger("dali_train")
 

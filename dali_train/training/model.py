@@ -20,6 +20,7 @@ from timm.models import deit, eva, vision_transformer
 from timm.models.vision_transformer import LayerScale
 from torch import nn
 from torch.nn.attention import SDPBackend
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -35,7 +36,8 @@ from dali_train.training.model_arguments import (
     check_name,
     is_timms,
 )
-from dali_train.training.pretrained import Tensors, create_pretrained, freeze, initialise_classifier
+from dali_train.training.pretrained import create_pretrained, freeze, initialise_classifier
+from dali_train.training.weight_files import Tensors
 
 logger = logging.getLogger("dali_train")
 
@@ -363,6 +365,36 @@ def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evalua
             _check_size(model, config.model, size, "a size in data.progressive", any_size)
     if evaluates and not (trains and config.data.eval_size == config.data.train_size):
         _check_size(model, config.model, config.data.eval_size, "data.eval_size")
+    if trains and config.batch.micro_batch == 1:
+        for size in config.data.train_sizes:
+            _check_batch_norms(model, config.model, size)
+
+
+def _check_batch_norms(model: nn.Module, config: ModelConfig, size: int) -> None:
+    """Check that each trained BatchNorm sees several values per channel in one image, as a micro-batch of 1 needs.
+
+    Raises:
+        ConfigError: one sees a single pixel, which has no variance.
+    """
+    alone: list[str] = []
+
+    def look(name: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        _, num_channels, *_ = inputs[0].shape
+        if inputs[0].numel() == num_channels:
+            alone.append(name)
+
+    trained = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
+    hooks = [layer.register_forward_pre_hook(partial(look, name)) for name, layer in trained.items()]
+    try:
+        _logits_of_a_blank_image(model, size)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if alone:
+        raise ConfigError(
+            f"batch.micro_batch is 1, but BatchNorm {alone[0]} of model.name {config.name} sees one pixel of an image "
+            f"of {size}, which has no variance: set batch.micro_batch to at least 2"
+        )
 
 
 def _check_size(model: nn.Module, config: ModelConfig, size: int, setting: str, remedy: str | None = None) -> None:

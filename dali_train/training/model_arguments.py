@@ -4,7 +4,6 @@ timm checks few of its arguments. So the model is built on the meta device first
 there, or would take too much memory, becomes one line that names the argument.
 """
 
-import difflib
 import inspect
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from dali_train.config.check import close_names
 from dali_train.errors import ConfigError
 from dali_train.text import printable, shortened
 
@@ -42,7 +42,7 @@ def check_name(name: str, field: str) -> None:
         ConfigError: it has none.
     """
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        close = close_names(name, timm.list_models(), n=3)
         raise ConfigError(
             f"{field} is {name!r}, which timm does not know; "
             + (f"close: {', '.join(close)}" if close else "see timm.list_models()")
@@ -224,7 +224,7 @@ def _describe_wrong(name: str, num_classes: int, kwargs: dict[str, Any]) -> str 
 def _describe_unknown(argument: str, name: str) -> str:
     with torch.device("meta"), _Budget():
         known = argument_names(type(timm.create_model(name)))
-    close = difflib.get_close_matches(argument, known, n=3)
+    close = close_names(argument, known, n=3)
     remedy = f"use {' or '.join(f'model.kwargs.{each}' for each in close)}" if close else "leave it out"
     return f"model.kwargs.{argument} is not an argument of {name}: {remedy}"
 

@@ -1,6 +1,5 @@
 """The optimizer with its parameter groups, and the moving average of the weights."""
 
-import difflib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from dali_train.config import EmaConfig, OptimizerConfig
+from dali_train.config.check import close_names
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import Shardwise, laid_out_like, local
@@ -272,7 +272,7 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
     """
     known = list_optimizers()
     if config.name not in known:
-        close = difflib.get_close_matches(config.name, known, n=3)
+        close = close_names(config.name, known, n=3)
         hint = f"did you mean {', '.join(close)}?" if close else "timm.optim.list_optimizers() lists them"
         raise ConfigError(f"optimizer.name is {config.name}, which timm does not have: {hint}")
     info = get_optimizer_info(config.name)
@@ -303,7 +303,7 @@ def _arguments(config: OptimizerConfig) -> dict[str, Any]:
             raise ConfigError(f"optimizer.{name} is {value}, which {config.name} {other} leave it out")
     for name in config.kwargs:
         if name not in accepted:
-            close = difflib.get_close_matches(name, accepted, n=3)
+            close = close_names(name, accepted, n=3)
             remedy = f"use {', '.join(close)}" if close else "leave it out, as --optimizer.kwargs {} does"
             raise ConfigError(f"optimizer.kwargs has {name}, which {config.name} does not take: {remedy}")
         if name in ("lr", "weight_decay") or (name in ("betas", "eps") and name in defaults):

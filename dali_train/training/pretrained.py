@@ -1,42 +1,40 @@
 """Pretrained weights, and which of them stay frozen."""
 
-import difflib
 import fnmatch
 import math
 import re
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError
 from timm.data import resolve_data_config
-from timm.models import load_state_dict
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dali_train.config.check import close_names
 from dali_train.errors import ConfigError
-from dali_train.training.model_arguments import check_name
+from dali_train.training.model_arguments import build_on_meta, check_name
+from dali_train.training.weight_files import SUFFIXES, Tensors, is_timms_hub_name, read_weights
 
 ALL_BUT_HEAD = "all-but-head"
 """In model.freeze: all weights except the classifier's, or the classifiers', if there are several."""
-Tensors = dict[str, torch.Tensor]
-_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 
 def is_path(weights: str) -> bool:
     """Return whether `weights` is the path of a file or directory, which need not exist, and not a timm name."""
     if not weights or ":" in weights:  # local-dir: and hf-hub:
         return False
-    return "/" in weights or weights.endswith(_SUFFIXES) or (Path(weights).exists() and not timm.is_model(weights))
+    return "/" in weights or weights.endswith(SUFFIXES) or (Path(weights).exists() and not timm.is_model(weights))
 
 
 def is_missing_file(weights: str | None) -> bool:
     """Return whether `weights` is a path at which there is nothing, such as a run that has not been started."""
-    return weights is not None and is_path(weights) and not Path(weights).exists()
+    if weights is None or not is_path(weights) or is_timms_hub_name(weights):
+        return False
+    return not Path(weights).exists()
 
 
 def create_pretrained(
@@ -65,8 +63,13 @@ def create_pretrained(
     """
     tensors = weights_that_fit(name, weights, num_classes, kwargs, field=field, tensors=tensors)
     source = weights or name
-    described = timm.get_pretrained_cfg(source) if ":" not in source else None
-    num_trained = _num_classes(name, tensors) if tensors is not None else described.num_classes if described else None
+    if tensors is not None:
+        num_trained = _num_classes(name, tensors)
+        if keep_classifier and num_trained is None and _classifiers_of(name):
+            raise ConfigError(f"{field}: {source} has no classifier: use weights trained on the dataset's classes")
+    else:
+        described = timm.get_pretrained_cfg(source) if ":" not in source else None
+        num_trained = described.num_classes if described else None
 
     def check_classes(num_trained: int | None) -> None:
         if keep_classifier and num_trained not in (num_classes, None):
@@ -94,6 +97,8 @@ def weights_that_fit(
 ) -> Tensors | None:
     """Return the tensors of `weights`, which fit the model `name` except for the number of classes.
 
+    A classifier may be absent, too.
+
     Args:
         weights: a file, see `read_weights`, or a timm name with the same architecture
             (``vit_base_patch16_224.augreg_in1k``, ``local-dir:DIRECTORY``, ``hf-hub:OWNER/NAME``).
@@ -107,7 +112,9 @@ def weights_that_fit(
         ConfigError: the weights are missing, or do not fit.
     """
     if tensors is None and is_path(weights):
-        tensors = read_weights(weights, field)
+        check_name(name, field)
+        own = build_on_meta(name, num_classes, kwargs).state_dict()
+        tensors = read_weights(weights, field, own.keys(), _classifiers_of(name))
     if tensors is None:
         if ":" not in (weights or name):
             check_name(weights or name, field)
@@ -118,6 +125,10 @@ def weights_that_fit(
         return None
     check_name(name, field)
     shapes = {key: tensor.to("meta") for key, tensor in tensors.items()}
+    if _num_classes(name, tensors) is None:
+        own = build_on_meta(name, num_classes, kwargs).state_dict()
+        heads = tuple(f"{classifier}." for classifier in _classifiers_of(name))
+        shapes |= {key: tensor for key, tensor in own.items() if key.startswith(heads)}
     try:
         _check_all_fit(lambda: _create_with(shapes, name, _num_classes(name, tensors) or num_classes, kwargs))
     except RuntimeError as error:
@@ -156,41 +167,6 @@ def _misfit(error: Exception, weights: str, name: str, kwargs: dict[str, Any], f
     )
 
 
-def read_weights(weights: str, field: str) -> Tensors:
-    """Return the tensors of a safetensors file, or of a file that torch.save has written, by name.
-
-    In a trainer's checkpoint timm finds the weights, preferring their moving average. No code in a file is executed.
-
-    Raises:
-        ConfigError: there is no such file, or it holds something else.
-    """
-    if Path(weights).is_dir():
-        raise ConfigError(f"{field}: {weights} is a directory; name a file of weights, such as its model.safetensors")
-    if not Path(weights).is_file():
-        raise ConfigError(f"{field}: there is no file {weights}")
-    try:
-        tensors = load_state_dict(weights, weights_only=True)
-        if not tensors or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-            raise ValueError(f"it has {', '.join(map(str, list(tensors)[:3])) or 'nothing'}, and not tensors by name")
-        for name, tensor in tensors.items():
-            if tensor.is_quantized or tensor.layout != torch.strided or tensor.is_complex():
-                kind = str(tensor.dtype if tensor.layout == torch.strided else tensor.layout).removeprefix("torch.")
-                raise ValueError(f"{name} is of {kind}, and not of plain numbers")
-            # An expanded tensor repeats its numbers, and a small file could fill the memory with them.
-            if tensor.numel() > 1 and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-                raise ValueError(f"{name} has the shape {list(tensor.shape)}, and fewer numbers than that")
-    except (SafetensorError, OSError, RuntimeError, ValueError, AttributeError, EOFError, UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if isinstance(error, UnpicklingError) or "weights_only" in reason:  # torch advises to execute the file's code
-            objects = re.search(r"[Uu]nsupported globals?: (?:GLOBAL )?([\w.]+)", str(error))
-            reason = f"it holds a {objects[1]}, and only tensors are read" if objects else "it is no file of tensors"
-        raise ConfigError(
-            f"{field}: {weights} cannot be read as weights ({reason}): use a safetensors file, or one written by "
-            "torch.save(model.state_dict(), FILE)"
-        ) from error
-    return tensors
-
-
 def image_settings(model: nn.Module, *, eval_size: int | None = None, for_tests: bool = False) -> dict[str, Any]:
     """Return the data settings for the preprocessing in the model's ``pretrained_cfg``.
 
@@ -210,7 +186,7 @@ def image_settings(model: nn.Module, *, eval_size: int | None = None, for_tests:
 
 
 def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str, Any]) -> Any:
-    """Return the model with `tensors`, except for the classifier if it has another number of classes.
+    """Return the model with `tensors`, except for the classifier if it is absent or has another number of classes.
 
     Raises:
         RuntimeError: the tensors do not fit, see `_misfits`; with the same number of classes all of them must.
@@ -219,8 +195,11 @@ def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str
         model = timm.create_model(name, num_classes=num_classes, **kwargs)
         model.load_state_dict(tensors)
         return model
+    num_trained = _num_classes(name, tensors)
+    if num_trained is None:  # 0 classes are others than the model's, so that timm leaves its classifier as it is
+        num_trained = 0 if _classifiers_of(name) else num_classes
     # A copy, since timm removes the classifier from it.
-    overlay = {"state_dict": dict(tensors), "num_classes": _num_classes(name, tensors) or num_classes, "source": "timm"}
+    overlay = {"state_dict": dict(tensors), "num_classes": num_trained, "source": "timm"}
     model = timm.create_model(name, pretrained=True, num_classes=num_classes, pretrained_cfg_overlay=overlay, **kwargs)
     model.pretrained_cfg["state_dict"] = None
     return model
@@ -277,7 +256,7 @@ def matching_names(names: Collection[str], pattern: str, setting: str) -> list[s
     """
     if matches := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
         return matches
-    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+    close = close_names(pattern, names, n=3, cutoff=0.3)
     raise ConfigError(
         f"{setting}: {pattern} matches no weight of the model; names are like {', '.join(close or list(names)[:3])}"
     )
@@ -291,9 +270,14 @@ def is_frozen(layer: nn.Module) -> bool:
 
 def _num_classes(name: str, tensors: Tensors) -> int | None:
     """Return the number of classes of the classifier in `tensors`; None if there is no classifier, or none is known."""
-    cfg = timm.get_pretrained_cfg(name)
-    weights = [tensors.get(f"{head}.weight") for head in classifiers(cfg.to_dict() if cfg is not None else None)]
+    weights = [tensors.get(f"{classifier}.weight") for classifier in _classifiers_of(name)]
     return len(weights[0]) if weights and weights[0] is not None else None
+
+
+def _classifiers_of(name: str) -> list[str]:
+    """Return the names of the classifier layers of timm's model `name`; none if timm does not describe it."""
+    cfg = timm.get_pretrained_cfg(name)
+    return classifiers(cfg.to_dict() if cfg is not None else None)
 
 
 def classifiers(cfg: dict[str, Any] | None) -> list[str]:

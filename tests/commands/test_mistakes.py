@@ -4,14 +4,18 @@ A mistake is a command line, a config with other values by full name, or a confi
 for one that needs neither a dataset nor a run.
 """
 
+import re
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dali_train.cli import main
+from dali_train.cli import command_parser, main
+from dali_train.commands.arguments import gigabytes, own_options
 from dali_train.config import Config, DataConfig
+from dali_train.config.command_line import config_with
 from dali_train.errors import ConfigError
 from dali_train.hooks import Hook
 
@@ -61,9 +65,12 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"schedule.name": "multistep"}, "schedule.name is ... set schedule.milestones, such as 30,60,80"),
     ({"schedule.milestones": (2,)}, "schedule.milestones is ... use multistep"),
     ({"optimizer.groups": (("*.bias", -1, 1),)}, "optimizer.groups is ... factors of lr and of weight_decay"),
-    ({"optimizer.groups": (("*", 1, 1),), "optimizer.layer_decay": 0.7}, "optimizer.layer_decay is ... leave one of"),
+    (
+        {"optimizer.groups": (("*", 1, 1),), "optimizer.layer_decay": 0.7},
+        "optimizer.layer_decay is ... leave optimizer.groups out",
+    ),
     ({"ema.lookahead": True}, "ema.lookahead is true ... set ema.decay, such as 0.999"),
-    ({"ema.decay": 0.9, "ema.warmup": True, "ema.power": 3}, "ema.warmup is ... leave one of them out"),
+    ({"ema.decay": 0.9, "ema.warmup": True, "ema.power": 3}, "ema.warmup is ... leave ema.power out"),
     ("plan --config digits --optimizer.groups *.bias,2", "optimizer.groups is ... such as *.norm*.bias,64,0.015625"),
     ({"optimizer.lr": 0}, "optimizer.lr is ... a number over 0"),
     ({"optimizer.lr": float("nan")}, "optimizer.lr is ... a number over 0"),
@@ -75,7 +82,7 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"optimizer.betas": 0.9}, "optimizer.betas is ... e.g. 0.9,0.999"),
     ({"optimizer.clip_grad_norm": 0}, "optimizer.clip_grad_norm is ... a norm over 0, or None"),
     ({"optimizer.clip_mode": "agc", "optimizer.clip_grad_norm": None}, "optimizer.clip_mode is ... such as 0.01"),
-    ({"run.best_by": "loss", "run.mirror": "s3://bucket/run"}, "run.best_by is loss ... leave one of them out"),
+    ({"run.best_by": "loss", "run.mirror": "s3://bucket/run"}, "run.best_by is loss ... set run.best_by top1"),
     ({"loss.sum_classes": True}, "loss.sum_classes is true ... or use binary-cross-entropy"),
     ({"loss.positive_weight": 2}, "loss.positive_weight is 2 ... or use binary-cross-entropy"),
     ({"data.color_jitter_probability": 0.5}, "data.color_jitter_probability is ... set data.color_jitter, such as 0.4"),
@@ -112,7 +119,10 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ),
     ({"schedule.warmup_epochs": 5}, "schedule.warmup_epochs 5 exceeds run.epochs 3: shorten"),
     ({"mixup.alpha": 0.2, "batch.micro_batch": 1}, "mixup.alpha is 0.2 ... batch.micro_batch 1: ... at least 2"),
-    ({"batch.micro_batch": 3}, "batch.global_batch 8 is not a multiple of batch.micro_batch 3; use 9"),
+    (
+        {"batch.micro_batch": 3},
+        "batch.global_batch 8 is not ... micro_batch 3: set batch.micro_batch 2, or batch.global_batch 9",
+    ),
     ({"data.eval_size": 300, "data.eval_resize_to": 256}, "data.eval_size 300 ... data.eval_resize_to 256: enlarge"),
     ({"model.compile": "cuda-graphs", "run.device": "cpu"}, "compile is cuda-graphs with run.device cpu: CUDA gra"),
     (
@@ -207,6 +217,12 @@ MISTAKES: list[tuple[Mistake, str]] = [
         "plan --config digits --precision.dtype bfloat16",
         "precision.dtype is 'bfloat16': use bf16 (of fp32, bf16, fp16 or fp64)",
     ),
+    ("plan --config digits --run.device CUDA", "run.device is 'CUDA': use cuda (of auto, cpu or cuda)"),
+    ("plan --config digits --optimizer.name AdamW", "optimizer.name is AdamW ... did you mean adamw?"),
+    ("plan --config digits --optimizer.name LAMB", "optimizer.name is LAMB ... did you mean lamb?"),
+    ("plan --config digits --model.name ResNet18", "model.name is 'ResNet18' ... close: resnet18"),
+    ("plan --config digits --data.augment RandAugment", "data.augment is 'RandAugment' ... did you mean rand?"),
+    ("plan --config VIT-B16", "did you mean vit-b16, which ships?"),
     ("plan --config digits --run.device gpu", "run.device is 'gpu': use cuda (of auto, cpu or cuda)"),
     ("plan --config digits --data.progressive 6,128,12", "use pairs of an epoch and a size in pixels, such"),
     ("plan --config digits --data.progressive 6,16", "16, but model.name vit_tiny_patch16_224 takes images of 32 p"),
@@ -235,12 +251,18 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ),
     ("plan --config digits --run.dir runs/\udcff", "run.dir is 'runs/\\udcff': use UTF-8"),
     # Commands
+    (
+        "data convert folder --train nowhere --out new",
+        "--train nowhere does not exist: use a directory",
+    ),
+    ("plan --config digits --lr 1", "--lr is not a setting: use --optimizer.lr"),
+    ("plan --config digits -b 8", "-b: settings have no short names, and --batch-size is not ... --batch.global_batch"),
     ("train", "--config FILE is missing; `dali-train recipes` lists"),
     ("train --confg digits", "--confg is not a setting: use --config"),
     ("train --config digits --num-process 2", "--num-process is not a setting: use --num-processes"),
     (
         "train --config vit-b16 --data.root nowhere",
-        "nowhere: this directory does not exist; name a dataset's (data.root",
+        "nowhere: this directory does not exist; use that of a dataset",
     ),
     (
         "plan --config vit-b16 --world_size 129",
@@ -305,8 +327,58 @@ def test_a_mistake_is_told_in_one_line_with_its_remedy(
             mistake = "plan --config mine.py"
         assert main(shlex.split(mistake)) == 2
         message = capsys.readouterr().err
-        assert message.startswith(f"dali-train {mistake.split()[0]}: ") and message.count("\n") == 1
+        assert re.match(f"dali-train {mistake.split()[0]}( [a-z]+)*: ", message) and message.count("\n") == 1
     rest = message
     for part in told.split(" ... "):
         _, found, rest = rest.partition(part)
         assert found, f"{part!r} is not in {message!r}"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("trian --config digits", "argument COMMAND: there is no 'trian': did you mean train?"),
+        ("data cnvert digits", "argument ACTION: there is no 'cnvert': did you mean convert?"),
+        ("data convert foldr", "argument SOURCE: there is no 'foldr': did you mean folder?"),
+        ("predict RUN --weights emma", "argument --weights: there is no 'emma': did you mean ema?"),
+        (
+            "plan --gpu-memory 80apples",
+            "argument --gpu-memory: '80apples' is no number of gigabytes: use one such as 80",
+        ),
+    ],
+)
+def test_a_mistyped_choice_is_told_what_was_meant(line: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(shlex.split(line))
+    assert told in capsys.readouterr().err
+
+
+def test_gigabytes_may_have_a_unit() -> None:
+    assert [gigabytes(text) for text in ("80", "80GB", " 79.5 gb", "24G")] == [80, 80, 79.5, 24]
+
+
+def test_the_options_of_a_command_are_its_own() -> None:
+    """Not what else stands in its usage, such as the metavariables of options or hidden ones."""
+    options, _ = command_parser().parse_known_args(["plan"])
+    assert {"--config", "--gpu-memory", "--world-size"} <= set(own_options(options))
+    assert not {"--help", "--section.field", "--version"} & set(own_options(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("", False),
+        ("--batch.global_batch 256", True),
+        ("--batch.global_batch 256 --optimizer.lr 0.03", False),
+        ("--batch.global_batch 256 --optimizer.scale_lr sqrt", False),
+    ],
+)
+def test_another_global_batch_with_the_same_rate_is_told(options: str, told: bool) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config_with("digits", options.split(), "plan")
+    expected = [
+        "batch.global_batch 128 -> 256 keeps optimizer.lr 0.02: the rule for SGD is --optimizer.lr 0.04 (linear), for "
+        "LAMB and AdamW 0.0283 (square root)"
+    ]
+    assert [str(one.message) for one in said] == (expected if told else [])

@@ -11,7 +11,7 @@ from dali_train.config import ModelConfig, OptimizerConfig, ParallelConfig, load
 from dali_train.errors import ConfigError
 from dali_train.parallel.stages import VitStage, make_stages
 from dali_train.training.extra_models import ViT5
-from dali_train.training.model import build_model
+from dali_train.training.model import build_model, check_sizes
 from dali_train.training.optim import make_optimizer
 from dali_train.training.pretrained import initialise_classifier
 from tests.commands.test_mistakes import PLAIN
@@ -53,6 +53,19 @@ def test_deit3_drops_paths_at_one_rate_and_decays_no_token(pipeline: int) -> Non
 def test_a_constant_drop_path_needs_a_rate() -> None:
     with pytest.raises(ConfigError, match=r"constant_drop_path is true, but model.kwargs has no drop_path_rate"):
         ModelConfig(name="vit_tiny_patch16_224", constant_drop_path=True)
+
+
+def test_a_batch_norm_needs_more_than_one_pixel_for_a_micro_batch_of_1() -> None:
+    sized = PLAIN.replace({"model.name": "resnet18", "data.train_size": 32, "data.eval_size": 32})
+    alone = sized.replace({"batch.micro_batch": 1})
+    model = build_model(alone, 10, torch.device("meta"))
+    with pytest.raises(ConfigError, match=r"micro_batch is 1, but BatchNorm layer4\S+ of .* one pixel .* at least 2"):
+        check_sizes(model, alone)
+    check_sizes(model, sized)
+    check_sizes(model, alone, trains=False)
+    check_sizes(model, alone.replace({"data.train_size": 64}))
+    frozen = alone.replace({"model.freeze": ("all-but-head",)})
+    check_sizes(build_model(frozen, 10, torch.device("meta")), frozen)
 
 
 def test_classifiers_begin_as_asked() -> None:

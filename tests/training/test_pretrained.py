@@ -74,6 +74,8 @@ def test_weights_that_do_not_fit_are_refused(weights: tuple[str, dict[str, torch
             {"weights": "resnet50.a1_in1k"},
             "resnet50.a1_in1k are weights of another architecture than vit_tiny_patch16_224",
         ),
+        ({"weights": "timm/resnet18.a1_in1k"}, "model.weights: there is no file timm/.*: use resnet18.a1_in1k, timm's"),
+        ({"weights": "someone/vit"}, "model.weights: there is no file someone/vit. .* write hf-hub:someone/vit"),
         ({"weights": "vit_tinny"}, "model.weights is 'vit_tinny', which timm does not know"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -103,6 +105,56 @@ def test_weights_come_from_what_torch_saves(weights: tuple[str, dict[str, torch.
         torch.save(content, tmp_path / name)
         model = build_model(config(weights=str(tmp_path / name)), 5, CPU, with_weights=True)
         assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items()), name
+
+
+def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+
+
+def test_weights_come_from_other_trainers(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """Below keys and prefixes of their own; a projection head is no classifier, which then comes from the seed."""
+    _, expected = weights
+    others = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    body = {name: tensor for name, tensor in expected.items() if not name.startswith("head.")}
+    projection = {"head.0.weight": torch.ones(7, 32), "head.2.weight": torch.ones(7, 7)}
+    average = {"n_averaged": torch.tensor(5), **prefixed("module.", expected)}
+    moco = {**prefixed("module.base_encoder.", body | projection), **prefixed("module.momentum_encoder.", others)}
+    dino = {**prefixed("backbone.", body), **prefixed("head.mlp.", projection)}
+    whole = {"torchvision", "lightning", "kuangliu"}
+    for trainer, content in {
+        "torchvision": {"model": others, "model_ema": average, "epoch": 3},
+        "lightning": {"state_dict": {"criterion.weight": torch.ones(5), **prefixed("model.", expected)}, "epoch": 3},
+        "kuangliu": {"net": prefixed("module.", expected), "acc": 0.5, "epoch": 3},
+        "moco": {"state_dict": moco, "optimizer": {"state": {0: {"step": torch.ones(())}}}, "arch": "vit"},
+        "dino": {"teacher": dino, "epoch": 3, "dino_loss": {"center": torch.ones(1, 7)}},
+        "body": body,
+    }.items():
+        torch.save(content, tmp_path / "weights.pth")
+        settings = config(weights=str(tmp_path / "weights.pth"))
+        model = build_model(settings, 5, CPU, with_weights=True).state_dict()
+        assert all(torch.equal(model[name], tensor) for name, tensor in body.items()), trainer
+        assert torch.equal(model["head.weight"], expected["head.weight"]) == (trainer in whole), trainer
+        if trainer not in whole:
+            with pytest.raises(ConfigError, match=r"model.weights: \S+weights.pth has no classifier"):
+                build_model(settings, 5, CPU, with_weights=True, keep_classifier=True)
+    torch.save({"student": prefixed("backbone.", body), "teacher": prefixed("backbone.", body)}, tmp_path / "two.pth")
+    with pytest.raises(
+        ConfigError, match=r"several times \(student backbone\.\*, teacher backbone\.\*\): save the one"
+    ):
+        build_model(config(weights=str(tmp_path / "two.pth")), 5, CPU, with_weights=True)
+    torch.save(prefixed("net.", expected | {"blocks.2.norm1.weight": torch.ones(32)}), tmp_path / "deeper.pth")
+    with pytest.raises(ConfigError, match=r"does not fit .*: blocks\.2\.norm1\.weight absent here\. Set model\.name"):
+        build_model(config(weights=str(tmp_path / "deeper.pth")), 5, CPU, with_weights=True)
+
+
+def test_a_file_may_have_the_name_of_a_model(
+    weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = weights
+    monkeypatch.chdir(tmp_path)
+    save_file(expected, "vit_tiny_patch16_224.safetensors")
+    model = build_model(config(weights="vit_tiny_patch16_224.safetensors"), 5, CPU, with_weights=True)
+    assert torch.equal(model.state_dict()["head.weight"], expected["head.weight"])
 
 
 class Code:

@@ -32,6 +32,7 @@ def test_mixed_precision_follows_float32(
     options = f"--precision.dtype {dtype} --precision.autocast {autocast} --precision.initial_scale 256"
     train("mixed", *words(f"{options} --run.max_steps 4 --run.eval_every_epochs none"), ranks=2)
     mixed = events(tmp_path / "mixed", "train")
+    assert not events(tmp_path / "mixed", "eval"), "which run.max_steps ended before the end of its epochs"
     assert losses(tmp_path / "mixed") == pytest.approx(losses(plain_run)[:4], rel=0.02)
     assert [line["loss_scale"] for line in mixed] == [256.0 if dtype == "fp16" else 1.0] * 4
     assert all(weight.dtype == torch.float32 for weight in final_weights(tmp_path / "mixed").values())

@@ -366,7 +366,7 @@ class Archive:
             if self.is_gzipped:
                 self._file = _unpacked(path)
         except OSError as error:
-            raise SourceError(f"{path}: cannot be opened ({error.strerror or error})") from error
+            raise SourceError(f"{path}: cannot be opened ({error.strerror or error}): use another one") from error
         self._descriptor = self._file.fileno()
 
     def read(self, image: Image) -> bytes:

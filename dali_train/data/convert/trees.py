@@ -67,6 +67,9 @@ def folders(
     paths: dict[SplitName, Path | None] = {"train": train, "validation": validation}
     if train is None and validation is None:
         raise SourceError("nothing to convert: give --train DIR, --validation DIR, or both")
+    for split, path in paths.items():
+        if path is not None and not path.exists():
+            raise SourceError(f"--{split} {path} does not exist: use a directory of class folders, or an archive")
     containers = {split: open_container(path) for split, path in paths.items() if path is not None}
     words = {split: split_folders_among(_top_folders(container)) for split, container in containers.items()}
     if train is not None and validation is None and words["train"]:

@@ -187,7 +187,8 @@ class Manifest:
         except FileNotFoundError:
             if not directory.is_dir():
                 raise DatasetError(
-                    f"{directory}: this directory does not exist; name a dataset's (data.root, data.eval_sets)"
+                    f"{directory}: this directory does not exist; use that of a dataset, which has dataset.json "
+                    "(data.root, data.eval_sets)"
                 ) from None
             raise NoDatasetError(f"{path} is missing", directory) from None
 

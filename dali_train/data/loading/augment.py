@@ -9,7 +9,6 @@ Ranges are timm's, so that magnitudes have the same meaning; names with Increasi
 with Wide those of TrivialAugment. All forms interpolate bilinearly and fill with 128.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from nvidia.dali.auto_aug.core import select
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
 from dali_train.config import DataConfig
+from dali_train.config.check import close_names
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.data.sampling.policy import IDENTITY, Policy, policy_of
 from dali_train.errors import ConfigError
@@ -293,7 +293,7 @@ class Augmentation:
     def __init__(self, policy: Policy, data: DataConfig) -> None:
         for name in policy.names:
             if name not in OPERATORS:
-                close = difflib.get_close_matches(name, OPERATORS, n=1)
+                close = close_names(name, OPERATORS)
                 meant = f"; did you mean {close[0]}?" if close else f": use {', '.join(OPERATORS)}"
                 raise ConfigError(f"data.augment is {data.augment!r}: there is no operator {name}{meant}")
         self.operators = [OPERATORS[name] for name in policy.names]
