@@ -23,6 +23,14 @@ T = TypeVar("T")
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # an OSError's errno when a disk, a quota or a limit is full
 
+# An OSError's errno where a file system lacks what others have. docs/where-it-runs.md says which those are.
+_NOT_SUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+NO_SYMLINKS = (*_NOT_SUPPORTED, errno.EPERM)  # exFAT and FAT, Google Drive in Colab, buckets that are mounted
+NO_DIRECTORY_FSYNC = _NOT_SUPPORTED  # SMB, 9p
+NO_FLOCK = (*_NOT_SUPPORTED, errno.ENOLCK)  # Lustre mounted without flock, NFS without lockd
+NO_SHARED_MAP = (*_NOT_SUPPORTED, errno.ENODEV)  # FUSE with direct_io, 9p without a cache
+TIMES_APART_NS = 2_000_000_000  # FAT and exFAT keep the time of a change in steps of 2 s
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write and flush a file completely, or not at all."""
@@ -36,6 +44,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.replace(path)
     except OSError as error:
         error.filename = str(path)  # the name that users know
+        if partial.exists() and error.errno in (errno.EEXIST, *_NOT_SUPPORTED):
+            error.strerror = f"{error.strerror}: its file system cannot replace a file by a rename, use another one"
         raise
     finally:
         partial.unlink(missing_ok=True)
@@ -52,9 +62,20 @@ def sync_directory(directory: Path) -> None:
     """Make the renames in `directory` survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _sync_directory(descriptor)
+    except OSError as error:
+        error.filename = str(directory)
+        raise
     finally:
         os.close(descriptor)
+
+
+def _sync_directory(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_DIRECTORY_FSYNC:  # where this is missing, renames are as safe as the server makes them
+            raise
 
 
 def sha256(path: Path) -> str:
@@ -214,12 +235,29 @@ def open_lock(path: Path) -> BinaryIO:
 def try_lock(file: IO[Any], *, shared: bool = False) -> bool:
     """Lock an open file until it is closed or the process ends in any way; `shared` locks can be held together.
 
-    Return False if another process holds the lock."""
+    Return False if another process holds the lock.
+
+    Raises:
+        NoLocksError: the file system has no locks.
+    """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        error.filename = os.readlink(f"/proc/self/fd/{file.fileno()}")  # noqa: PTH115
+        if error.errno in NO_FLOCK:
+            raise NoLocksError(error.filename, str(error.strerror)) from None
+        raise
     return True
+
+
+class NoLocksError(ConfigError):
+    """A file system without locks, where a lock is needed."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.fault = f"{path}: its file system has no locks (flock: {reason})"
+        super().__init__(f"{self.fault}: use a directory on a disk of this machine, or mount it with flock")
 
 
 def private_directory(setting: str, parent: Path) -> Path:
@@ -267,7 +305,7 @@ def remove_written(root: Path, names: str) -> None:
                 status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and re.fullmatch(names, prefix + name):
                     os.unlink(name, dir_fd=descriptor)
-            os.fsync(descriptor)
+            _sync_directory(descriptor)
             for name in folders:
                 if re.fullmatch(names, f"{prefix}{name}/"):
                     with suppress(OSError):  # a link, or not empty

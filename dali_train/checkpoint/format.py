@@ -36,7 +36,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dali_train.checkpoint.record import WeightsRecord
-from dali_train.checkpoint.run_directory import MANIFEST, MANIFEST_DIGEST, checkpoint_paths, step_of, wrong_path
+from dali_train.checkpoint.run_directory import (
+    MANIFEST,
+    MANIFEST_DIGEST,
+    checkpoint_paths,
+    step_of,
+    without_link,
+    wrong_path,
+)
 from dali_train.config.check import Rule, from_json
 from dali_train.errors import ConfigError, RunError
 from dali_train.files import (
@@ -265,6 +272,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         DamagedError: a file is missing, or has another checksum.
         CheckpointError: it cannot be read for another reason, or holds more than tensors and plain values.
     """
+    path = without_link(path)
     if problem := wrong_path(path):
         raise ConfigError(problem)
     try:
@@ -348,7 +356,7 @@ def find_checkpoint(
                 "set run.resume auto to resume from the newest"
             )
         return None, []
-    named = Path(resume)
+    named = without_link(Path(resume))
     if problem := on_rank_0(lambda: wrong_path(named), group):
         remedy = "; set run.resume auto to resume from this run's newest checkpoint" if existing else ""
         raise ConfigError(f"run.resume: {problem}{remedy}")

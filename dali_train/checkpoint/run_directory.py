@@ -19,7 +19,7 @@ from typing import Any
 from dali_train.config import Config
 from dali_train.config.config import config_from_json
 from dali_train.errors import ConfigError
-from dali_train.files import ForeignFileError, json_field, read_json, read_limited, write_atomically
+from dali_train.files import NO_SYMLINKS, ForeignFileError, json_field, read_json, read_limited, write_atomically
 from dali_train.runtime.status import METRICS, Event, read_events
 
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
@@ -199,6 +199,36 @@ def wrong_path(path: Path) -> str:
     )
 
 
+_MARKS = ("best", "newest")
+
+
+def _marked(directory: Path, which: str) -> Path | None:
+    """Return the checkpoint in `directory` that the link ``best`` or ``newest`` there points to, or would point to on a
+    file system that has links; None if there is none."""
+    if (directory / which).is_dir():
+        return (directory / which).resolve()
+    paths = checkpoint_paths(directory)
+    try:
+        marked = best_first(paths)[:1] if which == "best" else paths[-1:]
+    except OSError:  # a score that cannot be read
+        return None
+    return marked[0].resolve() if marked else None
+
+
+def without_link(path: Path) -> Path:
+    """Return the checkpoint that ``CHECKPOINTS/newest`` and ``CHECKPOINTS/best`` mean on a file system that has no
+    links; every other path as it is."""
+    if path.name not in _MARKS or os.path.lexists(path):
+        return path
+    return _marked(path.parent, path.name) or path
+
+
+def best_first(paths: list[Path]) -> list[Path]:
+    """Return those of the checkpoints that have a score, best first. Raises OSError: a score cannot be read."""
+    scores = {path: score for path in paths if (score := saved_score(path)) is not None}
+    return sorted(scores, key=lambda path: (scores[path], path), reverse=True)
+
+
 def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
     """Return the path of a run's checkpoint: ``best``, ``newest``, a name in its checkpoints directory, or any path.
 
@@ -207,17 +237,20 @@ def resolve_checkpoint(run_dir: Path, which: str | None = None) -> Path:
     Raises:
         ConfigError: the checkpoint does not exist.
     """
+    directory = run_dir / "checkpoints"
     if which is None:
-        which = "best" if (run_dir / "checkpoints" / "best").exists() else "newest"
-    inside = run_dir / "checkpoints" / which
-    if which in ("best", "newest"):
-        if not inside.is_dir():
+        which = "best" if _marked(directory, "best") is not None else "newest"
+    if which in _MARKS:
+        marked = _marked(directory, which)
+        if marked is None:
             if not run_dir.is_dir():
                 raise ConfigError(f"{run_dir}: no such directory; name that of a run")
-            reason = "no evaluation was saved" if inside.with_name("newest").is_dir() else "it has no checkpoints"
+            reason = "no evaluation was saved" if _marked(directory, "newest") is not None else "it has no checkpoints"
             raise ConfigError(f"{run_dir} has no {which} checkpoint: {reason}")
-        return inside.resolve()
+        return marked
+    inside = directory / which
     path = inside if not Path(which).exists() and inside.is_dir() else Path(which)
+    path = without_link(path)
     if problem := wrong_path(path):
         raise ConfigError(problem)
     return path.resolve()
@@ -230,6 +263,7 @@ def named_checkpoint(path: Path, field: str) -> Path:
         ConfigError: it is neither a checkpoint nor a run that has one; the message names the setting `field`.
     """
     try:
+        path = without_link(path)
         return path.resolve() if (path / MANIFEST).exists() else resolve_checkpoint(path)
     except ConfigError as error:
         raise ConfigError(f"{field}: {error}") from None
@@ -242,11 +276,17 @@ def set_aside(path: Path) -> None:
 
 
 def point_link(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to its sibling `target`, atomically."""
+    """Make `link` a symbolic link to its sibling `target`, atomically. File systems without links do without:
+    `resolve_checkpoint` finds the same checkpoint by its name and score."""
     fresh = link.with_name(f".{link.name}.partial")
     for path in (link, fresh):
         if os.path.lexists(path) and not path.is_symlink():  # such as what a copy that follows links has made of it
             set_aside(path)
     fresh.unlink(missing_ok=True)
-    fresh.symlink_to(target.name)
+    try:
+        fresh.symlink_to(target.name)
+    except OSError as error:
+        if error.errno in NO_SYMLINKS:
+            return
+        raise
     fresh.replace(link)

@@ -33,12 +33,12 @@ from dali_train.checkpoint.format import (
 )
 from dali_train.checkpoint.record import WeightsRecord, weights_digest
 from dali_train.checkpoint.run_directory import (
+    best_first,
     checkpoint_paths,
     foreign_files,
     is_unfinished,
     point_link,
     record_top1,
-    saved_score,
     set_aside,
     step_of,
 )
@@ -234,8 +234,7 @@ class CheckpointWriter:
 
     def _point_to_best(self, paths: list[Path]) -> list[Path]:
         """Return those of `paths` that have a score, best first. Raises OSError: a score cannot be read."""
-        scores = {path: score for path in paths if (score := saved_score(path)) is not None}
-        best = sorted(scores, key=lambda path: (scores[path], path), reverse=True)
+        best = best_first(paths)
         if best:
             point_link(self._directory / "best", best[0])
         return best

@@ -21,6 +21,7 @@ from dali_train.text import shortened
 
 _PATIENCE_S = 10.0  # ranks start up to some seconds apart
 _CHECK_S = 1.0
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # Slurm's numbers for what is no step of srun: 0xFFFFFFFA is an interactive shell
 _LARGEST_PORT = (1 << 16) - 1
 _REMEDIES = {
     "torchrun": "start all ranks with torchrun, or unset TORCHELASTIC_RUN_ID for a single process",
@@ -64,10 +65,10 @@ def discover(options: LaunchOptions, environ: Mapping[str, str] = os.environ) ->
     if "TORCHELASTIC_RUN_ID" in environ:  # torchrun, torch.distributed.run, torch.distributed.launch
         if environ["TORCHELASTIC_RUN_ID"].startswith(LOCAL):
             return _from_variables("dali-train", environ)
-        if "SLURM_STEP_ID" in environ:
+        if _is_task(environ) and "SLURM_PTY_PORT" not in environ:
             _check_torchrun_within_slurm(environ)
         return _from_variables("torchrun", environ)
-    if "SLURM_STEP_ID" in environ:  # a batch script's own shell has SLURM_PROCID too, but no step
+    if _is_task(environ):
         return _from_slurm(options, environ)
     if "RANK" in environ or "WORLD_SIZE" in environ:  # torchrun's variables, set by hand
         return _from_variables("RANK and WORLD_SIZE", environ)
@@ -153,18 +154,19 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
     the batch shell expanded it, so global and local rank are Slurm's.
     """
     variables = _Variables(environ, "srun")
-    world_size = variables.number("SLURM_NTASKS", least=1)
-    rank = variables.number("SLURM_PROCID", below=("SLURM_NTASKS", world_size))
+    tasks = _name_of_tasks(environ)
+    world_size = variables.number(tasks, least=1)
+    rank = variables.number("SLURM_PROCID", below=(tasks, world_size))
     if options.world_size is not None and options.world_size != world_size:
         raise ConfigError(
-            f"--world_size is {options.world_size}, but the Slurm step has SLURM_NTASKS {world_size} tasks: leave "
+            f"--world_size is {options.world_size}, but the Slurm step has {tasks} {world_size} tasks: leave "
             "the option out"
         )
     for name, expected in (("RANK", rank), ("WORLD_SIZE", world_size)):
         if name in environ and variables.number(name) != expected:
             raise ConfigError(
                 f"two launchers at once: {name} is {environ[name]}, but in the Slurm step it would be {expected} "
-                f"(SLURM_PROCID {rank} of SLURM_NTASKS {world_size}); unset {name}, or start torchrun itself with srun"
+                f"(SLURM_PROCID {rank} of {tasks} {world_size}); unset {name}, or start torchrun itself with srun"
             )
     # If a batch script exports these two, they are better than a guess.
     host = options.host or (variables.text("MASTER_ADDR") if environ.get("MASTER_ADDR") else None)
@@ -180,6 +182,32 @@ def _from_slurm(options: LaunchOptions, environ: Mapping[str, str]) -> Launch:
     )
 
 
+def _is_task(environ: Mapping[str, str]) -> bool:
+    """Return whether srun started this process as one of a step's tasks. What is started by hand in a shell of Slurm's
+    stands alone, although it has a task's variables. These shells are a batch script's, which has no step; salloc's,
+    whose step has a number from `_FIRST_SPECIAL_STEP` on; and that of ``srun --pty``, which has a terminal. Tasks that
+    srun starts from there inherit SLURM_PTY_PORT, but not the terminal.
+    """
+    step = environ.get("SLURM_STEP_ID")
+    if step is None or ("SLURM_PTY_PORT" in environ and _has_terminal()):
+        return False
+    return not (step.isascii() and step.isdecimal() and len(step) < 12 and int(step) >= _FIRST_SPECIAL_STEP)
+
+
+def _has_terminal() -> bool:
+    """Return whether this process has a controlling terminal, wherever its output goes."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _name_of_tasks(environ: Mapping[str, str]) -> str:
+    """Return the variable with the number of tasks: the step's, else that of older Slurms, which may be the job's."""
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+
+
 def step_port(job: int, step: int) -> int:
     """Return the port of a Slurm step, below those that Linux hands out itself. Steps of one job run side by side, and
     so do jobs with adjacent numbers: each job has 37 ports of its own before the next one's begin."""
@@ -188,11 +216,12 @@ def step_port(job: int, step: int) -> int:
 
 def _check_torchrun_within_slurm(environ: Mapping[str, str]) -> None:
     """Refuse several independent torchruns, each of which would train the same run."""
-    tasks = _Variables(environ, "srun").number("SLURM_NTASKS", least=1)
+    name = _name_of_tasks(environ)
+    tasks = _Variables(environ, "srun").number(name, least=1)
     agents = _Variables(environ, "torchrun").number("GROUP_WORLD_SIZE", least=1)
     if tasks > 1 and agents == 1:
         raise ConfigError(
-            f"two launchers at once: srun started {tasks} tasks (SLURM_NTASKS), each with its own torchrun "
+            f"two launchers at once: srun started {tasks} tasks ({name}), each with its own torchrun "
             "(GROUP_WORLD_SIZE 1); start the trainer with srun alone, or torchrun with --nnodes and --rdzv-endpoint"
         )
 

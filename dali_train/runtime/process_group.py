@@ -25,6 +25,7 @@ from dali_train.runtime.lock import Holder, RunLock
 from dali_train.runtime.process import choose_device
 from dali_train.runtime.status import START_AGAIN
 from dali_train.runtime.stop import StopRequests
+from dali_train.text import printable
 
 Value = TypeVar("Value")
 
@@ -47,7 +48,8 @@ def process_group(
         timeout_s: parallel.timeout_s, after which the watchdog ends a rank; collectives time out a little later.
 
     Raises:
-        ConfigError: some ranks found a GPU and others did not.
+        ConfigError: some ranks found a GPU and others did not; the address of rank 0 is none; GLOO_SOCKET_IFNAME names
+            no network interface of this host.
         RunError: the other ranks were not reached within a minute.
     """
     if device.type == "cuda":
@@ -64,6 +66,8 @@ def process_group(
         MASTER_ADDR=launch.host,
         MASTER_PORT=str(launch.port),
     )
+    _check_address(launch)
+    _check_interfaces()
     done = threading.Event()
     threading.Thread(target=_watch_rendezvous, args=(launch, done, stop), name="rendezvous", daemon=True).start()
     try:
@@ -83,8 +87,8 @@ def process_group(
         _end_if_asked(launch, stop)  # another rank was too, and is gone
         raise RunError(
             f"rank {launch.rank} of {launch.world_size} ({launch.launcher}) did not reach all others through "
-            f"{launch.host}:{launch.port} within {RENDEZVOUS_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): check "
-            "that every rank was started and that the address is reachable from each host"
+            f"{launch.host}:{launch.port} within {RENDEZVOUS_TIMEOUT.seconds} s ({str(error).splitlines()[0]}): "
+            f"{_reason_for_silence(launch)}"
         ) from error
     finally:
         done.set()
@@ -108,6 +112,36 @@ def joined(
         yield launch, device
 
 
+def _check_address(launch: Launch) -> None:
+    """Raises ConfigError: the address of rank 0 is written wrongly. A name that no server knows may be a pod's that is
+    about to start, so torch goes on asking for it."""
+    bare = launch.host.strip("[]")
+    if bare != launch.host:
+        raise ConfigError(f"MASTER_ADDR is {printable(launch.host)}: write {printable(bare)}, without brackets")
+    try:
+        socket.getaddrinfo(launch.host, launch.port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise ConfigError(
+            f"MASTER_ADDR is {printable(launch.host)}, no host name: use rank 0's name or number"
+        ) from None
+    except OSError:
+        pass
+
+
+def _check_interfaces() -> None:
+    """Raises ConfigError: GLOO_SOCKET_IFNAME does not name network interfaces. Gloo's own error does not name it."""
+    value = os.environ.get("GLOO_SOCKET_IFNAME")
+    if value is None:
+        return
+    here = [name for _, name in socket.if_nameindex()]
+    if missing := [name for name in value.split(",") if name not in here]:
+        reason = "NCCL's notation" if value[:1] in ("^", "=") else f"not an interface of {platform.node()}"
+        raise ConfigError(
+            f"GLOO_SOCKET_IFNAME is {printable(value)}, and {printable(missing[0]) or 'an empty name'} is {reason}: "
+            f"use full names separated by commas, of {', '.join(here)}, or unset it"
+        )
+
+
 def _require_same_backend(store: dist.Store, backend: str) -> None:
     """Refuse a mixture of backends, whose ranks would wait for each other without an error."""
     mine = f"{backend} on {platform.node()}"
@@ -129,12 +163,28 @@ def _watch_rendezvous(launch: Launch, done: threading.Event, stop: StopRequests 
         if time.monotonic() > end:
             print(
                 f"rank {launch.rank} of {launch.world_size} ({launch.launcher}): no answer from "
-                f"{launch.host}:{launch.port} within {RENDEZVOUS_TIMEOUT.seconds} s: the port belongs to another "
-                "program. Choose another port",
+                f"{launch.host}:{launch.port} within {RENDEZVOUS_TIMEOUT.seconds} s: {_reason_for_silence(launch)}",
                 file=sys.stderr,
                 flush=True,
             )
             os._exit(1)
+
+
+def _reason_for_silence(launch: Launch) -> str:
+    """Return why rank 0 does not answer, as far as this host can tell, and the remedy."""
+    try:
+        socket.create_connection((launch.host, launch.port), 2).close()
+    except socket.gaierror as error:
+        return (
+            f"{platform.node()} cannot look up {printable(launch.host)} ({error.strerror}). Use a name that it knows, "
+            "or a number, as MASTER_ADDR"
+        )
+    except OSError as error:
+        return f"nobody listens there ({error.strerror or error}). Check that rank 0 was started and can be reached"
+    return (
+        "something listens there. Check that every rank was started; if that is not rank 0 of this run, choose another "
+        "port"
+    )
 
 
 def _end_if_asked(launch: Launch, stop: StopRequests | None) -> None:

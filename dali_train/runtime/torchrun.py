@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -63,6 +63,7 @@ Result = TypeVar("Result")
 
 _POLL_S = 0.2
 _FIRST_POLL_S = 0.01  # until all processes are known: one may die at once
+_AGENT_S = 3.0  # after a signal: the agent may be starting the processes, which then end by it
 _LATER_S = 2.0  # the agent takes the failure with the earliest time, in seconds, as the cause
 _FORWARDED = {signal.SIGINT: StopReason.INTERRUPT, signal.SIGTERM: StopReason.TERM, signal.SIGUSR1: StopReason.USR1}
 _UNGUARDED = 87  # exit status of a new process that would start processes itself
@@ -87,7 +88,7 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # while it imports the script that called this
         os._exit(_UNGUARDED)
-    with TemporaryDirectory(prefix="dali-train-") as logs, ThreadPoolExecutor(1, "agent") as thread, _quiet_agent():
+    with TemporaryDirectory(prefix="dali-train-") as logs, _quiet_agent():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -95,6 +96,7 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
             run_id=LOCAL + uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",  # port 0: one that is free
+            local_addr="localhost",  # else this host's name, which only a name server may know, and not in a container
             max_restarts=0,
             start_method="spawn",
             monitor_interval=_POLL_S,
@@ -104,21 +106,29 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
         with _Ranks(num_processes) as ranks:
             # In the main thread the agent would install signal handlers that end all ranks at the first signal, and
             # never restore the old ones.
-            launched = thread.submit(_start, elastic_launch(config, _work), function, *arguments)
+            launched: Future[dict[int, Result]] = Future()
+            launch = elastic_launch(config, _work)
+            # A daemon: if it never starts a process, this one can still end.
+            start = threading.Thread(
+                target=_start, args=(launched, launch, function, *arguments), name="agent", daemon=True
+            )
+            start.start()
             ranks.supervise(launched)
     error = launched.exception()
     if isinstance(error, ChildFailedError):
         ranks.raise_for(*error.get_first_failure())
-    results: dict[int, Result] = launched.result()
-    return results
+    return launched.result()
 
 
-def _start(launch: Callable[..., dict[int, Result]], *arguments: Any) -> dict[int, Result]:
+def _start(launched: "Future[dict[int, Result]]", launch: Callable[..., dict[int, Result]], *arguments: Any) -> None:
     """Start the processes with signals blocked, which they inherit from this thread: a terminal sends Ctrl-C to them
     too, and in the seconds in which they import torch it would be a traceback."""
-    resource_tracker.ensure_running()  # its start unblocks signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    return launch(*arguments)
+    try:
+        resource_tracker.ensure_running()  # its start unblocks signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        launched.set_result(launch(*arguments))
+    except BaseException as error:
+        launched.set_exception(error)
 
 
 def _work(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -147,6 +157,7 @@ class _Ranks:
         self._processes: list[BaseProcess] = []  # by rank
         self._first_ended: set[int] = set()  # ranks; the agent ends the others then
         self._pending: list[int] = []  # signals to forward
+        self._last_signal = 0.0
         self._has_begun = False  # rank 0 handles signals
         self._stopped = StopReason.NONE  # before that
 
@@ -162,13 +173,24 @@ class _Ranks:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.num_interrupts += number == signal.SIGINT
         self._pending.append(number)
+        self._last_signal = time.monotonic()
 
     def supervise(self, launched: "Future[Any]") -> None:
-        """Forward signals until all processes have ended."""
+        """Forward signals until all processes have ended.
+
+        Raises:
+            SystemExit: with status 75, a signal came and the agent started no process for `_AGENT_S` after it.
+        """
         while not wait([launched], timeout=_POLL_S if len(self._processes) == self._count else _FIRST_POLL_S).done:
             if len(self._processes) < self._count:
                 started = set(multiprocessing.active_children()) - self._others
                 self._processes = sorted(started, key=lambda process: process.pid or 0)
+                if self._pending and time.monotonic() - self._last_signal > _AGENT_S:
+                    self._stopped = _FORWARDED[signal.Signals(self._pending[0])]
+                    for process in self._processes:
+                        process.kill()
+                    self._say_stopped()
+                    raise SystemExit(START_AGAIN)
                 continue
             if not self._first_ended:  # without reaping: the agent waits for its children
                 ended = connection.wait([process.sentinel for process in self._processes], timeout=0)
@@ -185,7 +207,7 @@ class _Ranks:
     def raise_for(self, rank: int, failure: ProcessFailure) -> NoReturn:
         """Raise what `launch_locally` says, when `rank` was the first to fail."""
         if self._stopped and self.num_interrupts < 2:
-            print(f"stopped before training began: {self._stopped.describe()}", file=sys.stderr, flush=True)
+            self._say_stopped()
         if self._stopped or failure.exitcode == START_AGAIN:
             raise SystemExit(START_AGAIN)
         if self.num_interrupts:
@@ -196,6 +218,9 @@ class _Ranks:
                 'under `if __name__ == "__main__":`'
             )
         raise RunError(self.explain(rank, failure))
+
+    def _say_stopped(self) -> None:
+        print(f"stopped before training began: {self._stopped.describe()}", file=sys.stderr, flush=True)
 
     def explain(self, rank: int, failure: ProcessFailure) -> str:
         """Describe why the first rank failed; or which rank was killed, since the others then fail in collectives."""

@@ -120,6 +120,7 @@ def test_what_a_run_did_not_write(
             *(name for name, _ in CRAFTED if TABLES in name),
         },
     }
+    expected |= {name: {"config.json", "checkpoints"} for name in ("eval", "predict", "export")}
     assert set(refused.values()) == expected.get(command[0], {"config.json"})
 
 

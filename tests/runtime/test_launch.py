@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from dali_train.config import ParallelConfig, TensorConfig
 from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
+from dali_train.runtime import launch as launch_module
 from dali_train.runtime import process_group as group_module
 from dali_train.runtime.launch import Launch, LaunchOptions, discover, first_host, tasks_on_node
 from dali_train.runtime.process import choose_device, numa_node_cores
@@ -48,6 +50,11 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "n[1-2]",
 }
+# The shell of salloc, as newer Slurms start it, and of `srun --pty bash`.
+SALLOC = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+SALLOC |= {"SLURM_PTY_PORT": "39029", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+PTY = {**SALLOC, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+ONE_OF_TORCHRUN = {**TORCHRUN, "GROUP_WORLD_SIZE": "1"}
 
 
 def place(found: Launch) -> tuple[int, int, int, int, str]:
@@ -64,10 +71,33 @@ def place(found: Launch) -> tuple[int, int, int, int, str]:
         ({}, (0, 1, 0, 1, "localhost")),
         # A batch script's own shell.
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (0, 1, 0, 1, "localhost")),
+        (SALLOC, (0, 1, 0, 1, "localhost")),
+        ({**SALLOC, **ONE_OF_TORCHRUN}, (3, 4, 1, 2, "n1")),
+        ({**PTY, **ONE_OF_TORCHRUN}, (3, 4, 1, 2, "n1")),
+        # A step of fewer tasks than the job, whose variable older Slurms do not have.
+        ({**SRUN, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "4"}, (3, 4, 1, 2, "n1")),
+        # srun in such a shell: its tasks inherit the port, and have no terminal.
+        ({**SRUN, "SLURM_PTY_PORT": "39029"}, (3, 4, 1, 2, "n1")),
     ],
 )
-def test_places(environ: dict[str, str], expected: tuple[object, ...]) -> None:
+def test_places(environ: dict[str, str], expected: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "_has_terminal", lambda: False)
     assert place(discover(NOTHING, environ)) == expected
+
+
+def test_a_shell_with_a_terminal_is_no_task() -> None:
+    """`srun --pty bash`: a session with a controlling terminal, whatever the output goes to."""
+    code = "from tests.runtime.test_launch import *; print(*place(discover(NOTHING, PTY)))"
+    child, terminal = os.forkpty()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    with os.fdopen(terminal, "rb", buffering=0) as output:
+        said = b""
+        with suppress(OSError):  # the end of a terminal's output
+            while part := output.read(1000):
+                said += part
+    os.waitpid(child, 0)
+    assert said.split() == b"0 1 0 1 localhost".split()
 
 
 def test_colossalai_options() -> None:
@@ -158,10 +188,34 @@ def test_a_rendezvous_that_fails_is_explained(monkeypatch: pytest.MonkeyPatch, r
         rank=rank, world_size=2, local_rank=rank, local_world_size=2, host=host, port=free_port(), launcher="srun"
     )
     found = rf"rank {rank} of 2 \(srun\) did not reach all others through {host}:{alone.port} within 2 s "
-    found += r".*every rank was started"
+    found += {"localhost": r".*something listens|.*nobody listens"}.get(
+        host, r".*cannot look up no-such-host.*MASTER_ADDR"
+    )
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # put back afterwards
     with pytest.raises(RunError, match=r"(?s)" + found), process_group(alone, torch.device("cpu")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "interfaces", "message"),
+    [
+        ("[::1]", None, r"MASTER_ADDR is \[::1\]: write ::1, without brackets"),
+        ("a" * 70, None, r"MASTER_ADDR is a+, no host name"),
+        ("localhost", "^lo,docker", r"GLOO_SOCKET_IFNAME is \^lo,docker, and \^lo is NCCL's notation: .*lo"),
+        ("localhost", "lo,ib7", r"GLOO_SOCKET_IFNAME is lo,ib7, and ib7 is not an interface of .*lo"),
+        ("localhost", "", r"GLOO_SOCKET_IFNAME is , and an empty name"),
+    ],
+)
+def test_addresses_and_interfaces_that_are_none(
+    monkeypatch: pytest.MonkeyPatch, host: str, interfaces: str | None, message: str
+) -> None:
+    if interfaces is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+    launch = Launch(rank=0, world_size=2, host=host, port=free_port())
+    with pytest.raises(ConfigError, match=message), process_group(launch, torch.device("cpu")):
         pass
 
 

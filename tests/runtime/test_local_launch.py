@@ -47,6 +47,8 @@ def sleep(directory: Path) -> None:
 
 @pytest.mark.usefixtures("forked_launch")
 def test_results_come_by_rank_whatever_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever this host is called: in a container its name may be in no DNS."""
+    monkeypatch.setattr(socket, "getfqdn", lambda name="": "gpu-node-17.invalid")
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         listener.listen()
@@ -88,6 +90,21 @@ def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:
     os.killpg(parent.pid, signal.SIGINT)
     assert parent.communicate() == ("", "stopped before training began: Ctrl-C\n")
     assert parent.returncode == 75
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_while_the_agent_waits(tmp_path: Path, number: signal.Signals, name: str) -> None:
+    """For another host's answer, or for memory: no process is started then that could handle it."""
+    waiting = "import time; from dali_train.runtime import torchrun\n"
+    waiting += (
+        "torchrun.elastic_launch = lambda config, work: lambda *words: (print('waits', flush=True), time.sleep(99))\n"
+    )
+    parent = start_sleeper(tmp_path, guard=waiting)
+    assert parent.stdout is not None and parent.stdout.readline() == "waits\n"
+    parent.send_signal(number)
+    errors = parent.communicate()[1]
+    assert parent.returncode == 75 and errors.startswith("stopped before training began: "), errors
+    assert name in errors or "TERM" in errors
 
 
 def test_a_script_without_a_guard(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,15 @@ from dali_train.data.dataset.verify import verify
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
 from dali_train.errors import DatasetError, RunError
-from dali_train.files import NO_SPACE, ForeignFileError, read_json, sync_directory, try_lock, write_atomically
+from dali_train.files import (
+    NO_SPACE,
+    ForeignFileError,
+    NoLocksError,
+    read_json,
+    sync_directory,
+    try_lock,
+    write_atomically,
+)
 from dali_train.runtime.object_store import Bucket, MissingObjectError
 from dali_train.text import plural
 
@@ -376,10 +385,15 @@ def _return_freed_memory() -> None:
 @contextmanager
 def locked(state: Path, *, shared: bool) -> Iterator[None]:
     """Only one process converts into a directory, or several that write parts. The lock dies with its process, however
-    that dies."""
+    that dies. A file system without locks is a reason to warn: where a cluster has no other, data must go there."""
     state.mkdir(exist_ok=True)
     with (state / "lock").open("a+") as lock:  # some network file systems want the right to write, others to read
-        if not try_lock(lock, shared=shared):
+        try:
+            is_ours = try_lock(lock, shared=shared)
+        except NoLocksError as error:
+            print(f"{error.fault}: start nothing else that writes into {state.parent} meanwhile", file=sys.stderr)
+            is_ours = True
+        if not is_ours:
             raise DatasetError(f"{state.parent}: another process is writing into this directory; wait for it")
         yield
 

@@ -350,7 +350,10 @@ def _file_of(index: Path, shard: _Shard) -> Path:
 def _list_shard(path: Path, shard: _Shard, columns: _Columns, blocks: PackedBlocks) -> Iterator[Image]:
     if path.name == Path(shard.raw_data.basename).name:
         _check_size(path, shard.raw_data)
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as content,
+        ):
             content.madvise(mmap.MADV_RANDOM)  # reading ahead of each label would read the entire shard
             for number, (begin, size, label) in enumerate(_samples(path, content, shard, columns)):
                 yield Image(str(path), f"sample {number}", begin, size, label)

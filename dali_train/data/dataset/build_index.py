@@ -22,7 +22,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from dali_train.data.dataset.image_file import BadImageError, check_size, image_size
-from dali_train.data.dataset.index import INDEX_DTYPE, map_file
+from dali_train.data.dataset.index import INDEX_DTYPE, map_array, map_file
 from dali_train.data.dataset.manifest import (
     IMAGE_KEY,
     LABEL_KEY,
@@ -43,7 +43,7 @@ from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, w
 from dali_train.data.dataset.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, NoDatasetError, RunError
-from dali_train.files import write_atomically
+from dali_train.files import NO_SYMLINKS, write_atomically
 from dali_train.runtime.object_store import Bucket, MissingObjectError
 
 S = TypeVar("S")
@@ -313,7 +313,7 @@ def unused_classes(root: Path) -> list[int]:
     manifest = Manifest.read(root)
     used = np.zeros(manifest.num_classes, dtype=np.bool_)
     for split in manifest.splits:
-        used[np.load(index_path(root, split), mmap_mode="r")["label"]] = True
+        used[map_array(index_path(root, split))["label"]] = True
     return np.flatnonzero(~used).tolist()
 
 
@@ -463,7 +463,15 @@ def link_shards(root: Path, shards: dict[SplitName, list[Path]]) -> None:
                 raise DatasetError(f"{link} is there already and is not {path}: use an empty --out")
             # Within one directory tree the links survive a move of it.
             inside = path.absolute().is_relative_to(root.absolute())
-            link.symlink_to(os.path.relpath(path.absolute(), directory.absolute()) if inside else path.resolve())
+            try:
+                link.symlink_to(os.path.relpath(path.absolute(), directory.absolute()) if inside else path.resolve())
+            except OSError as error:
+                if error.errno not in NO_SYMLINKS:
+                    raise
+                raise DatasetError(
+                    f"{directory}: its file system has no symbolic links ({error.strerror}), which lead to shards "
+                    "elsewhere: name an --out on another file system, or move the shards there"
+                ) from error
 
 
 def _files(directory: Path, passed_over: Counter[PassedOver]) -> list[Path]:

@@ -35,7 +35,7 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.files import ForeignFileError, json_field, open_regular, read_json, read_limited
+from dali_train.files import NO_SHARED_MAP, ForeignFileError, json_field, open_regular, read_json, read_limited
 from dali_train.runtime.object_store import Bucket, ObjectStoreError, is_remote
 from dali_train.text import printable
 
@@ -228,7 +228,7 @@ class Split:
         """Map an array of that many rows, or of any."""
         try:
             open_regular(path).close()
-            rows: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+            rows = map_array(path)
         except (
             Exception
         ) as error:  # numpy parses the header as Python, with whatever errors a tokenizer and literals have
@@ -369,4 +369,19 @@ def allow_open_files(needed: int) -> str:
 def map_file(path: Path) -> mmap.mmap | bytes:
     """Return the file's content, mapped read-only; an empty file cannot be mapped and is empty bytes."""
     with open_regular(path) as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        # Nothing is written, so private pages are the shared ones, and more file systems have them.
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+
+
+def map_array(path: Path) -> NDArray[Any]:
+    """Map an array of ``numpy.save``, read-only. Raises ValueError, OSError and more: it is none, or cannot be read."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError as error:
+        if error.errno not in NO_SHARED_MAP:
+            raise
+        rows = np.lib.format.open_memmap(path, mode="c")  # private pages, which NumPy counts as writable
+        rows.flags.writeable = False
+        return rows

@@ -11,7 +11,6 @@ held shared while a version is in use, so that it is not removed. The launcher's
 work between runs, and with launchers whose local rank does not identify the host.
 """
 
-import fcntl
 import glob
 import hashlib
 import os
@@ -36,7 +35,7 @@ from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, i
 from dali_train.data.dataset.storage import storage_of
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, UserError
-from dali_train.files import NO_SPACE, open_lock, private_directory, remove_written, try_lock
+from dali_train.files import NO_SPACE, TIMES_APART_NS, open_lock, private_directory, remove_written, try_lock
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process_group import first_fault, host_group
 
@@ -103,7 +102,8 @@ def make_copy(source: Path, directory: Path, *, verbose: bool) -> DatasetRoot:
     content = [(source / "dataset.json").read_bytes(), *(repr(_size_and_time(path)).encode() for path in indexes)]
     root = directory / f"{family}-{_digest(*content)}"
     in_use = open_lock(_beside(root, "in-use"))
-    fcntl.flock(in_use, fcntl.LOCK_SH)
+    while not try_lock(in_use, shared=True):  # another process looks whether it may remove this version
+        time.sleep(0.05)
     with _alone(root, f"the copy of {source} to {root}" if verbose else None):
         for other in directory.glob(f"{glob.escape(family)}-{'[0-9a-f]' * _DIGEST_LENGTH}"):
             if other != root:
@@ -122,7 +122,7 @@ def _copy(source: Path, root: Path, manifest: Manifest) -> None:
         indexes = (index_path(source, name), checksums_path(source, name))
         checksums |= dict.fromkeys([path for path in indexes if path.exists()])
     files = [*checksums, source / "dataset.json"]
-    needed = [path for path in files if _size_and_time(path) != _size_and_time(root / path.relative_to(source))]
+    needed = [path for path in files if not _is_copy(root / path.relative_to(source), path)]
     if not needed:
         return
     for name in SPLITS:
@@ -179,6 +179,14 @@ def _size_and_time(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_size, status.st_mtime_ns
+
+
+def _is_copy(path: Path, original: Path) -> bool:
+    """Return whether a file has the size of another one, and its time as exactly as any file system keeps that."""
+    here, there = _size_and_time(path), _size_and_time(original)
+    if here is None or there is None:
+        return False
+    return here[0] == there[0] and abs(here[1] - there[1]) < TIMES_APART_NS
 
 
 def _check_space(source: Path, directory: Path, needed: int) -> None:

@@ -174,7 +174,7 @@ def train_again(
         writer.prepare(recorded.begin)
         writer.save(recorded.end, *capture_run(trainer, group))
         writer.wait()
-        state = load_checkpoint(directory / "newest").state if launch.rank == 0 else {}
+        state = load_checkpoint(checkpoint_paths(directory)[-1]).state if launch.rank == 0 else {}
     return machine(plan), Replayed(state=state, sums=sums)
 
 
