@@ -194,7 +194,7 @@ def _describe_unreadable(unreadable: Mapping[Path, str], count: int) -> str:
 
 
 def _upright(path: Path) -> bytes:
-    """Return a file as the converter stores it with --apply-orientation. Raises OSError, BadImageError."""
+    """Return a file turned as a conversion with --apply-orientation turns it. Raises OSError, BadImageError."""
     return upright(read_limited(path, MAX_ENCODED_BYTES))
 
 

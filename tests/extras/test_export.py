@@ -206,6 +206,38 @@ def test_onnxruntime_reads_what_was_exported(finished: Path) -> None:
         np.testing.assert_allclose(logits, logits_of(load_trained(finished).model, images).numpy(), atol=1e-4)
 
 
+def test_the_documents_example_is_what_predict_does(finished: Path, tmp_path: Path) -> None:
+    """On odd photographs: of odd sides, turned, grey, CMYK, with alpha; whether or not the run turns them."""
+    pytest.importorskip("onnxruntime")
+    page = (REPOSITORY / "docs" / "own-images.md").read_text()
+    example = page.partition("```python\n")[2].partition("```")[0].replace("runs/photos/export/onnx", str(tmp_path))
+    assert main(["export", str(finished), "--format", "onnx", "--output", str(tmp_path)]) == 0
+    described = json.loads((tmp_path / "preprocessing.json").read_text())
+    paths, exif = [], Image.Exif()
+    for number, (height, width) in enumerate([(41, 77), (97, 51), (39, 39), (47, 211), (57, 85), (66, 43)]):
+        exif[ExifTags.Base.Orientation] = 1 + number % 2 * 5
+        image = photograph(number, height, width).convert(("RGB", "L", "CMYK")[number % 3])
+        image.save(tmp_path / f"{number}.jpg", exif=exif)
+        paths.append(tmp_path / f"{number}.jpg")
+    photograph(9, 63, 45).convert("RGBA").save(tmp_path / "alpha.png")
+    paths.append(tmp_path / "alpha.png")
+    model: Any = dali_train.load_model(finished)
+    for applies, resize in ((True, "short-side"), (False, "squash")):
+        described |= {"apply_orientation": applies, "resize": resize}
+        (tmp_path / "preprocessing.json").write_text(json.dumps(described))
+        model.applies_orientation = applies
+        model.pretrained_cfg["crop_mode"] = "squash" if resize == "squash" else "center"
+        for decoder, bound in (("pil", 1e-4), ("dali", 0.02)):  # DALI resizes with other rounding
+            predicted = dali_train.predict(model, paths, decoder=decoder)
+            for row, path in enumerate(paths):
+                names: dict[str, Any] = {}
+                exec(example.replace("photo.jpg", str(path)), names)
+                expected = np.empty_like(names["logits"][0])
+                expected[predicted.classes[row]] = np.log(predicted.probabilities[row])
+                found = names["logits"][0]
+                assert np.abs((found - found.mean()) - (expected - expected.mean())).max() < bound, (path, decoder)
+
+
 def test_onnx_without_its_packages_says_what_to_install(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -131,20 +131,22 @@ def prepare(image: RawImage, encoding: EncodingOptions, budget: MemoryBudget) ->
 
 
 def upright(content: bytes) -> bytes:
-    """Return an encoded image as it is stored with `EncodingOptions.apply_orientation`: unchanged if it is upright.
+    """Return an encoded image turned as a conversion with `EncodingOptions.apply_orientation` does it: unchanged if it
+    is upright, else as a PNG.
 
     Raises:
         BadImageError: not an image, or damaged.
     """
     with open_image(content, _FORMATS) as image:
         is_upright = orientation_of(image) == 1
-    return (
-        content if is_upright else reencode(content, EncodingOptions(apply_orientation=True), MemoryBudget(0)).content
-    )
+    return content if is_upright else as_png(content, turn=True)
 
 
-def as_png(content: bytes) -> bytes:
+def as_png(content: bytes, *, turn: bool = False) -> bytes:
     """Return the pixels of which a conversion would make a JPEG, RGB or grey, as a PNG.
+
+    Args:
+        turn: turn them upright, as the EXIF orientation says.
 
     Raises:
         BadImageError: not an image, or damaged.
@@ -152,8 +154,11 @@ def as_png(content: bytes) -> bytes:
     with open_image(content, _FORMATS) as image:
         check_size(image.height, image.width)
         pixels = _decoded(image)
+        orientation = orientation_of(image)
+    if turn and orientation in _TURNED:
+        pixels = pixels.transpose(_TURNED[orientation])
     buffer = io.BytesIO()
-    pixels.save(buffer, "PNG", compress_level=1)
+    pixels.save(buffer, "PNG", compress_level=1, exif=b"")  # a tag that PIL kept would say that it still lies
     return buffer.getvalue()
 
 
