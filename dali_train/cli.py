@@ -257,6 +257,9 @@ def _add_plan(commands: Commands) -> None:
         help="memory of each rank's GPU: also report the largest micro-batch that fits",
     )
     plan.add_argument(
+        "--gpu", metavar="NAME", help="plan for such GPUs instead of this machine: h100, a100, ... (their data sheets)"
+    )
+    plan.add_argument(
         "--picture", type=Path, metavar="FILE", help="also draw learning rate and memory into this PNG file"
     )
 
@@ -273,6 +276,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         num_images=options.num_images,
         picture=options.picture,
         gpu_memory_gb=options.gpu_memory,
+        gpu_name=options.gpu,
     )
     return FINISHED
 

@@ -32,11 +32,11 @@ from dali_train.training.build import fit_to_ranks
 from dali_train.training.cost import (
     FASTER,
     Memory,
-    data_sheet_peak,
     estimate_memory,
     flops_per_image,
     measure_largest_product,
 )
+from dali_train.training.devices import Gpu, data_sheet_peak, find_gpu
 from dali_train.training.model import (
     build_model,
     check_sizes,
@@ -60,17 +60,22 @@ def print_plan(
     num_images: int | None,
     picture: Path | None,
     gpu_memory_gb: float | None = None,
+    gpu_name: str | None = None,
 ) -> None:
     """Print the plan for `world_size` ranks, and draw it into `picture`.
 
     Args:
         world_size: None for the smallest that the config's parallelism allows.
         gpu_memory_gb: memory of each rank's device, for advice on the micro-batch.
+        gpu_name: the GPU of each rank, instead of this machine's processor.
 
     Raises:
         ConfigError: there are more ranks than micro-batches, model or optimizer cannot be built, or the model does not
             accept images of the config's sizes.
     """
+    gpu = find_gpu(gpu_name) if gpu_name is not None else None
+    if gpu is not None and gpu_memory_gb is None:
+        gpu_memory_gb = gpu.memory_gb
     num_images, num_classes, source, image_bytes = _images(config.data, num_images)
     batch = config.batch
     launch = Launch(world_size=world_size or config.parallel.smallest_world_size, port=1, launcher="plan")
@@ -108,7 +113,7 @@ def print_plan(
     print(f"steps          {steps:,} in {config.run.epochs:g} epochs, {num_images / batch.global_batch:.2f} per epoch")
     if config.run.max_steps is not None and config.run.max_steps < steps:
         print(f"               stops after run.max_steps {config.run.max_steps:,}")
-    for name, line in describe_time(config, num_images, num_classes, layout.world_size, model):
+    for name, line in describe_time(config, num_images, num_classes, layout.world_size, model, gpu):
         print(textwrap.fill(f"{name:<15}{line}", 120, subsequent_indent=" " * 15))
     print(f"rank's memory  {describe_memory(fullest)}")
     if gpu_memory_gb is not None:
@@ -146,17 +151,32 @@ def forecast(
 
 
 def describe_time(
-    config: Config, num_images: int, num_classes: int, world_size: int, model: nn.Module
+    config: Config, num_images: int, num_classes: int, world_size: int, model: nn.Module, gpu: Gpu | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the least time that an epoch takes on devices like this machine's, and what its processor computes fastest;
-    nothing if nothing is known of them.
+    """Yield the floating-point operations, the least time that an epoch takes, and what this machine's processor
+    computes fastest; nothing of what is not known.
 
     Args:
         model: on the meta device.
+        gpu: of each rank; None: devices like this machine's.
+
+    Raises:
+        ConfigError: `gpu` does not compute in precision.dtype.
     """
     try:
-        operations = flops_per_image(config, num_classes, model) * num_images
-        if torch.cuda.is_available():
+        per_image = flops_per_image(config, num_classes, model)
+        operations = per_image * num_images
+        total = operations * config.run.epochs / 1e18
+        yield "arithmetic", f"{per_image / 1e9:.3g} GFLOP per image and its gradient, {total:.3g} EFLOP in all"
+        if gpu is not None:
+            peak = gpu.peak(config.precision.dtype, tf32=config.precision.tf32)
+            if peak is None:
+                raise ConfigError(
+                    f"precision.dtype is {config.precision.dtype}, for which {gpu.name} has no matrix units: set "
+                    "precision.dtype fp16, or name another --gpu"
+                )
+            speed, where = peak.flops_per_second * world_size, f"{world_size} x {gpu.name} at its peak ({peak.source})"
+        elif torch.cuda.is_available():
             name = torch.cuda.get_device_name()
             peak = data_sheet_peak(name, config.precision.dtype, tf32=config.precision.tf32)
             if peak is None:
@@ -166,7 +186,7 @@ def describe_time(
             product = measure_largest_product(config, model)
             speed = product.flops / product.seconds[config.precision.dtype]
             dtype = config.precision.dtype
-            where = f"this machine's CPU, at {speed / 1e9:,.0f} GFLOP/s in {dtype}"
+            where = f"this machine's CPU, at {speed / 1e9:,.0f} GFLOP/s in {dtype} (for GPUs add --gpu, such as h100)"
             emulated = product.speedup(dtype) < 1 / FASTER and dtype != "fp64"
             yield "products", f"{product.describe()}{'; set precision.dtype ' + product.fastest if emulated else ''}"
     except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have

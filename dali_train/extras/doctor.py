@@ -49,7 +49,8 @@ from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.training.build import build_loader, fit_to_ranks, prepare
-from dali_train.training.cost import FASTER, Memory, data_sheet_peak, measure_largest_product, measured_peak
+from dali_train.training.cost import FASTER, Memory, measure_largest_product, measured_peak
+from dali_train.training.devices import data_sheet_peak
 from dali_train.training.model import compare_with_timm, describe_parameters
 
 Verdict = Literal["pass", "warn", "fail"]

@@ -11,7 +11,6 @@ does not count. The peak is that of dense matrix products.
 
 import copy
 import math
-import re
 import time
 import warnings
 from collections import defaultdict
@@ -29,52 +28,13 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dali_train.config import Config, OptimizerConfig
 from dali_train.text import duration
+from dali_train.training.devices import data_sheet_peak
 from dali_train.training.loss import mixup_loss
 from dali_train.training.model import KEPT_RESULTS, build_model
 from dali_train.training.optim import make_optimizer
 from dali_train.training.precision import Precision
 
-# Dense TFLOP/s of (bf16 and fp16 with float32 accumulation, TF32, FP32) from NVIDIA's data sheets and architecture
-# papers, which print most of them with sparsity: twice as much. None: the GPU lacks the format. The first row whose
-# name occurs in the device's name is used, so a variant must precede its family.
-#   Blackwell: HGX B200 and GB200 NVL72 data sheets (2024), RTX Blackwell architecture paper
-#   Hopper: H100, H200, GH200 and H20 data sheets (2022 to 2024). H100 SXM calls itself "H100 80GB HBM3"
-#   Ada: L4, L40, L40S data sheets (2023), Ada architecture paper (RTX 4090 with float32 sums)
-#   Ampere: A100, A30, A10, A40 data sheets (2021), GA102 architecture paper
-#   Volta, Turing: V100 SXM2 and T4 data sheets (2017, 2018); their matrix format is fp16 alone
-# torch's own table (torch._inductor.analysis.device_info, 2.15) mixes sparse figures with dense ones: 1,979 for H100 in
-# bf16, 242 for L4.
-_PEAKS: list[tuple[str, tuple[float | None, float | None, float]]] = [
-    ("GB200", (2500.0, 1250.0, 80.0)),
-    ("B200", (2250.0, 1125.0, 75.0)),
-    ("RTX 5090", (209.5, 104.8, 104.8)),
-    ("GH200", (989.4, 494.7, 67.0)),
-    ("H200 NVL", (835.5, 417.5, 60.0)),
-    ("H200", (989.4, 494.7, 67.0)),
-    ("H100 PCIe", (756.5, 378.0, 51.0)),
-    ("H100 NVL", (835.5, 417.5, 60.0)),
-    ("H100", (989.4, 494.7, 67.0)),
-    ("H20", (148.0, 74.0, 44.0)),
-    ("L40S", (362.0, 183.0, 91.6)),
-    ("L40", (181.0, 90.5, 90.5)),
-    ("L4", (121.0, 60.0, 30.3)),
-    ("RTX 4090", (165.2, 82.6, 82.6)),
-    ("A100", (312.0, 156.0, 19.5)),
-    ("A40", (149.7, 74.8, 37.4)),
-    ("A30", (165.0, 82.0, 10.3)),
-    ("A10", (125.0, 62.5, 31.2)),
-    ("RTX 3090", (71.0, 35.6, 35.6)),
-    ("V100", (125.0, None, 15.7)),
-    ("T4", (65.0, None, 8.1)),
-]
-_WITHOUT_BF16 = ("V100", "T4")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-@dataclass(frozen=True)
-class Peak:
-    flops_per_second: float
-    source: str
 
 
 @dataclass(frozen=True)
@@ -147,25 +107,6 @@ def _flops_of_convolution_backward(
     transposed, output_mask = arguments[4], arguments[7]
     pixels = x if transposed else grad
     return 2 * math.prod(weight) * pixels[0] * math.prod(pixels[2:]) * sum(output_mask[:2])
-
-
-def data_sheet_peak(device_name: str, dtype: str, *, tf32: bool) -> Peak | None:
-    """Return the peak of a GPU that is in the table, for precision.dtype `dtype`; None for another GPU or format."""
-    for part, (matrix, tensor_float, single) in _PEAKS:
-        if "Laptop" in device_name or not re.search(rf"\b{part}\b", device_name):
-            continue
-        if dtype in ("bf16", "fp16"):
-            peak, kind = (None if dtype == "bf16" and part in _WITHOUT_BF16 else matrix), dtype
-        elif dtype == "fp32":
-            peak, kind = (tensor_float, "TF32") if tf32 and tensor_float is not None else (single, "FP32")
-        else:
-            return None
-        return (
-            None
-            if peak is None
-            else Peak(peak * 1e12, f"{peak:g} TFLOP/s: NVIDIA's data sheet of {part}, {kind}, dense")
-        )
-    return None
 
 
 def measured_peak(dtype: str, device: torch.device, seconds: float = 2.0) -> float:

@@ -1,6 +1,7 @@
 """Compiled models and recomputed activations: the same numbers for a micro-batch, whatever ran before."""
 
 import contextvars
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,12 @@ from dali_train.training.cost import (
     Memory,
     ModelFlops,
     Product,
-    data_sheet_peak,
     estimate_memory,
     flops_per_image,
     measure_largest_product,
     model_flops,
 )
+from dali_train.training.devices import data_sheet_peak
 from dali_train.training.model import (
     build_model,
     check_sizes,
@@ -329,6 +330,15 @@ def test_a_plan_says_what_fits(tiny_config: Path, capsys: pytest.CaptureFixture[
     )
     assert main([*config, "--gpu-memory", "1"]) == 0
     assert "not even one image fits into 1 GB" in capsys.readouterr().out
+    assert main([*config, "--gpu", "H100", "--world-size", "2", "--precision.dtype", "bf16"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "largest that fits into 80 GB" in printed and "on 2 x H100 at its peak (989.4 TFLOP/s: " in printed
+    assert re.search(r"arithmetic [\d.]+ GFLOP per image .*, [\d.e-]+ EFLOP in all", printed) and "CPU" not in printed
+    for words, message in (
+        (["--gpu", "h1000"], "--gpu h1000: no such GPU is known; did you mean h100"),
+        (["--gpu", "v100", "--precision.dtype", "bf16"], "precision.dtype is bf16, for which V100 has no"),
+    ):
+        assert main([*config, *words]) == 2 and message in capsys.readouterr().err
     assert main([*config, "--data.normalise", "127.5,127.5,127.5", "50,50,50"]) == 0
     printed = capsys.readouterr().out
     assert "vit_tiny_patch16_224 has std (127.5, 127.5, 127.5), data.normalise has (50, 50, 50)" in printed
