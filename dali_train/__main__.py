@@ -6,12 +6,32 @@ import sys
 
 def main() -> int:
     """Run the command line, for which this waits to import anything: Ctrl-C meanwhile is no error."""
+    _open_missing_streams()
+    if sys.flags.optimize > 1:
+        words = "python -OO (PYTHONOPTIMIZE=2) leaves docstrings out, without which DALI cannot be imported: unset it"
+        print(f"dali-train: {words}, or use -O", file=sys.stderr)
+        return 2
     try:
         from dali_train import cli
     except KeyboardInterrupt:
         os.write(2, b"dali-train: stopped with Ctrl-C\n")
         os._exit(130)  # Python itself would end by the signal if it came inside a dataclass's generated code
     return cli.main()
+
+
+def _open_missing_streams() -> None:
+    """Let a standard stream that is closed lead to nowhere: a run does not fail for that nobody hears it, and no file
+    that is opened later takes its descriptor, into which libraries may print."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, descriptor)
+            if nowhere != descriptor:
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dali_train.commands.boundary import run_command
 from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, load_sources
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
+from dali_train.runtime.process import num_cores
 from dali_train.text import plural, printable, shortened
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _dataset(text: str) -> Path | str:
 
 
 def _add_workers(parser: argparse._ActionsContainer) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     parser.add_argument(
         "--workers", type=_positive, default=cores, metavar="N", help=f"threads (default: one per core, {cores} here)"
     )

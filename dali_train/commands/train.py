@@ -39,7 +39,7 @@ from dali_train.files import git_commit, write_atomically
 from dali_train.hooks.hook_list import HookList, make_hooks
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord, TrainRecord
 from dali_train.runtime.launch import Launch, LaunchOptions
-from dali_train.runtime.process import device_name, processor_name
+from dali_train.runtime.process import device_name, num_cores, processor_name
 from dali_train.runtime.process_group import host_group, joined, locked
 from dali_train.runtime.status import RunStatus, newest_step, score
 from dali_train.runtime.stop import StepAgreement, StopReason, StopRequests
@@ -621,7 +621,7 @@ def describe_run(plan: RunPlan, command: Sequence[str], optimizer: Optimizer) ->
         "dali": dali.__version__,
         "device": device_name(device),
         "host": platform.node(),
-        "host_cores": len(os.sched_getaffinity(0)),
+        "host_cores": num_cores(),
         # With the versions above, these decide the last bits of a step, see `machine`.
         "processor": processor_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -6,6 +6,7 @@ Importing this does not import torch, which takes seconds.
 import atexit
 import ctypes
 import gc
+import math
 import os
 import platform
 import signal
@@ -105,11 +106,54 @@ def processor_name() -> str:
 
 
 def cores_per_process(launch: Launch) -> int:
-    """Return how many cores this process may use: its affinity mask, split among the processes that share it."""
-    cores = len(os.sched_getaffinity(0))
+    """Return how many cores this process may use: all that it has, split among the processes that share them."""
     # Slurm gives every task its own mask; torchrun's workers all have the whole node's.
-    shared = launch.launcher != "srun" or cores >= (os.cpu_count() or 1)
+    shared = launch.launcher != "srun" or len(os.sched_getaffinity(0)) >= (os.cpu_count() or 1)
+    cores = num_cores()
     return max(1, cores // launch.local_world_size) if shared else cores
+
+
+def num_cores(root: Path = Path("/")) -> int:
+    """Return how many cores this process may use: those of its affinity mask, or a container's quota if that is less.
+
+    A quota is processor time per period, in the cgroup (version 2 or 1) of this process or one above it. More threads
+    than it pays for are stopped together until the next period. A part of a core counts as one.
+
+    Args:
+        root: below which Linux's /proc and /sys are found.
+    """
+    cores = len(os.sched_getaffinity(0))
+    quotas = [quota for directory in _cgroups(root) if (quota := _quota(directory)) is not None]
+    return max(1, min([cores, *map(math.ceil, quotas)]))
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Yield the directories of the cgroups that limit this process's processor time, inner ones first."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:  # 0::/PATH for version 2, NUMBER:cpu,cpuacct:/PATH for version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = [root / "sys/fs/cgroup" / name for name in (("cpu", controllers) if controllers else ("",))]
+        # A container sees its own cgroup as the top, whatever its path is outside.
+        inner = Path(path.lstrip("/"))
+        yield from (mount / part for mount in mounts for part in (inner, *inner.parents))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Return the processors whose time a cgroup may use; None: there is no limit, or no such cgroup."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota = (cgroup / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
+    except (OSError, ValueError):  # "max"
+        return None
 
 
 def bind_to_numa_node(device: "torch.device") -> int:
@@ -125,7 +169,7 @@ def bind_to_numa_node(device: "torch.device") -> int:
     near = allowed & numa_node_cores(Path("/sys/bus/pci/devices") / address)
     if near:
         os.sched_setaffinity(0, near)
-    return len(near or allowed)
+    return min(len(near or allowed), num_cores())
 
 
 def numa_node_cores(pci_device: Path) -> set[int]:

@@ -18,6 +18,7 @@ from dali_train.config import Config, load_config
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
+from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import process_group
 from dali_train.runtime.status import METRICS, read_events
 from dali_train.runtime.torchrun import launch_locally
@@ -50,7 +51,7 @@ def count_processes(config: Config, num_processes: int | Literal["auto"]) -> int
         return num_gpus
     if config.parallel.smallest_world_size > 1 or config.parallel.shard != "none":
         return config.parallel.smallest_world_size
-    cores, num_micro_batches = _num_cores(), config.batch.num_micro_batches
+    cores, num_micro_batches = num_cores(), config.batch.num_micro_batches
     starts = [event for event in read_events(Path(config.run.dir) / METRICS) if event["event"] == "start"]
     if starts and 1 <= (before := starts[-1].get("ranks", 0)) <= min(cores, num_micro_batches):
         return int(before)
@@ -84,13 +85,9 @@ def count_processes(config: Config, num_processes: int | Literal["auto"]) -> int
     return best
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _num_threads(num_processes: int) -> int:
     """Return how many threads each of the processes will compute with, as `configure_torch` sets them."""
-    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else _num_cores() // num_processes
+    return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else num_cores() // num_processes
 
 
 def measure(config: Config, num_classes: int, counts: list[int], num_images: int) -> dict[int, float]:

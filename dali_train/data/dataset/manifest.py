@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from crc32c import crc32c
 
 from dali_train.config.check import Count, Rule, from_json, require
 from dali_train.errors import ConfigError, DatasetError, NoDatasetError
-from dali_train.files import ForeignFileError, read_json, write_atomically
+from dali_train.files import ForeignFileError, private_directory, read_json, write_atomically
 from dali_train.runtime.object_store import Bucket, MissingObjectError, ObjectStoreError, is_remote
 
 MAX_CLASSES = 1_000_000  # ImageNet-21k has 21,841; a label that is no class number must not claim memory for its names
@@ -304,8 +305,20 @@ def _fetch(bucket: Bucket, name: str, directory: Path, checksum: str) -> None:
 
 
 def cache_directory() -> Path:
-    """Return this machine's directory for files that can be fetched again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dali_train"
+    """Return this user's directory on this machine for files that can be fetched again: in XDG_CACHE_HOME, or in the
+    home directory, or, where a container has none that can be written to, in that for temporary files.
+
+    Raises:
+        ConfigError: none of them can be written to.
+    """
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "dali_train"
+    with suppress(OSError, RuntimeError):  # RuntimeError: no HOME, and a user id that is in no /etc/passwd
+        directory = Path.home() / ".cache" / "dali_train"
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK | os.X_OK):
+            return directory
+    return private_directory("XDG_CACHE_HOME is not set, and TMPDIR", Path(tempfile.gettempdir()) / "dali_train")
 
 
 def read_class_names(path: Path, option: str = "--class-names") -> list[str]:
