@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dali_train.commands.train import RunResult, run
     from dali_train.config import View, load_config
     from dali_train.data.loading.loader import EvalLoader, TrainLoader
-    from dali_train.extras.predict import predict
+    from dali_train.extras.predict.classify import predict
     from dali_train.hooks import Hook
     from dali_train.training.optim import register_optimizer
 
@@ -41,7 +41,7 @@ _PLACES = {
     "View": "config",
     "load_config": "config",
     "load_model": "checkpoint.trained_model",
-    "predict": "extras.predict",
+    "predict": "extras.predict.classify",
     "register_optimizer": "training.optim",
     "run": "commands.train",
 }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from dali_train import __version__
-from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.checkpoint.run_directory import RunDirectory, local_run
 from dali_train.commands.arguments import (
     CommandParser,
     Commands,
@@ -32,6 +32,7 @@ from dali_train.commands.arguments import (
 )
 from dali_train.commands.boundary import importing, run_command
 from dali_train.commands.data import add_data_command
+from dali_train.config.check import load_rows
 from dali_train.config.command_line import (
     SHELLS,
     answer_completion,
@@ -42,7 +43,6 @@ from dali_train.config.command_line import (
 from dali_train.config.config import find_recipe, recipe_table
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.extras.commands import COMMANDS
 from dali_train.runtime.launch import exit_if_launcher_dies, is_first_on_host
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import (
@@ -56,6 +56,17 @@ from dali_train.runtime.status import (
 )
 from dali_train.runtime.stop import StopReason, StopRequests
 from dali_train.text import aligned, printable, shortened
+
+EXTRA_COMMANDS = (
+    "dali_train.extras.doctor:add_doctor_command",
+    "dali_train.extras.export:add_export_command",
+    "dali_train.extras.predict:add_predict_command",
+    "dali_train.extras.report:add_diff_command",
+    "dali_train.extras.proof:add_prove_command",
+    "dali_train.extras.report:add_report_command",
+    "dali_train.extras.init:add_init_command",
+)
+"""Functions that add a command of dali_train/extras to the subparsers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,10 +108,9 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dali-train {__version__}")
     add_launch_options(parser, hidden=True)  # torch.distributed.launch puts --local-rank before the command
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (
-        *(_add_train, _add_evaluate, _add_status, _add_plan, _add_recipes, _add_completion, add_data_command),
-        *COMMANDS,
-    ):
+    for add in (_add_train, _add_evaluate, _add_status, _add_plan, _add_recipes, _add_completion, add_data_command):
+        add(commands)
+    for add in load_rows(EXTRA_COMMANDS):
         add(commands)
     return parser
 
@@ -177,9 +187,6 @@ def _add_evaluate(commands: Commands) -> None:
 def _evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     if not isinstance(options.directory, str):
         return _evaluate_run(options, overrides)
-    with importing(f"dali-train {options.command}"):
-        from dali_train.checkpoint.mirror import local_run
-
     url = options.directory
     with local_run(url, options.checkpoint) as options.directory:
         return _evaluate_run(options, overrides, name=url)

@@ -32,8 +32,9 @@ from dali_train.data.convert.sources import PixelSource, Sources
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import STORAGES, MappedFiles
 from dali_train.data.loading.augment import OPERATORS, Operator, none
+from dali_train.extras.trackers import Tracker
 from dali_train.hooks import Hook, RunEnd, RunStart
-from dali_train.hooks.trackers import TRACKERS, Tracker
+from dali_train.hooks.hook_list import TRACKERS
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import Parallel, parallelize
 from dali_train.training import build

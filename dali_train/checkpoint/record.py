@@ -1,4 +1,4 @@
-"""The record of a run, by which anyone can check it afterwards: see commands/prove.py and docs/exactness.md.
+"""The record of a run, by which anyone can check it afterwards: see extras/proof and docs/exactness.md.
 
 The record of the first s steps is two numbers of 128 bits, written as 64 hexadecimal digits. The first is the digest of
 dataset and recipe, plus the digests of which images were in each micro-batch of these steps; the second is the sum of
@@ -24,8 +24,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from nvidia import dali
 
+from dali_train.config import Config
 from dali_train.config.config import SETTINGS
-from dali_train.data.sampling.micro_batch import MicroBatch
+from dali_train.data.dataset.index import Split
+from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
+from dali_train.errors import ConfigError
 from dali_train.runtime.process import device_name, processor_name
 from dali_train.text import plural
 from dali_train.training.build import RunPlan
@@ -163,3 +166,19 @@ def machine(plan: RunPlan) -> str:
         *(f"{name}={os.environ[name]}" for name in _KERNELS if name in os.environ),
     ]
     return ", ".join([*parts, "deterministic"] if plan.config.run.deterministic else parts)
+
+
+def samples_of(config: Config) -> tuple[Split, MicroBatches]:
+    """Return the training split of a run, of which only the index is needed, and its micro-batches.
+
+    Raises:
+        ConfigError: its samples do not follow from its settings.
+        DatasetError: the dataset is gone, or damaged.
+    """
+    if config.data.reader == "dali":
+        raise ConfigError(
+            f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
+            "recomputed"
+        )
+    split = Split(config.data.root, "train", local=False)
+    return split, MicroBatches(split.rows, config)

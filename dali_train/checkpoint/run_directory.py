@@ -11,23 +11,47 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dali_train.config import Config
+from dali_train.config.check import load_row
 from dali_train.config.config import config_from_json
 from dali_train.errors import ConfigError
 from dali_train.files import NO_SYMLINKS, ForeignFileError, json_field, read_json, read_limited, write_atomically
+from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.status import METRICS, Event, read_events
 
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.json.sha256"
 SCORE = "evaluation.json"
+MIRRORED_RUN = "dali_train.extras.mirror:downloaded"
 _NAME = re.compile(r"step-(\d{8,18})")
 _OWN_FILES = re.compile(r"manifest\.json(\.sha256)?|evaluation\.json|[\w.-]+\.safetensors|\..*\.partial")
 _LARGEST_FILE = 10_000_000
 _COUNTS = {"host_cores", "compute_threads", "decoding_threads", "ranks_on_host", "world_size"}
+
+
+@contextmanager
+def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
+    """Yield the directory of `run`: for the URL of a mirror, a temporary copy of its small files and of one checkpoint.
+
+    Args:
+        checkpoint: as for `resolve_checkpoint`: ``best``, ``newest`` or ``step-NNNNNNNN``.
+
+    Raises:
+        ConfigError: the URL is not a run's mirror, or it has no such checkpoint.
+        CheckpointError: the checkpoint is damaged.
+        ObjectStoreError: the store refuses, or does not answer.
+    """
+    if not is_remote(str(run)):
+        yield Path(run)
+        return
+    with load_row(MIRRORED_RUN, str(run))(str(run), checkpoint) as directory:
+        yield directory
 
 
 @dataclass(frozen=True, eq=False)

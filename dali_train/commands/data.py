@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dali_train.commands.boundary import run_command
+from dali_train.config.check import load_row
 from dali_train.data.convert.datasets import CLASS_ORDER, DATASETS, load_sources
 from dali_train.errors import DatasetError
 from dali_train.runtime.object_store import is_remote
 from dali_train.runtime.process import num_cores
 from dali_train.text import plural, printable, shortened
+
+# What most datasets do without, imported where it is asked for.
+SUBSET = "dali_train.extras.subset:subset"
+SHEETS = "dali_train.extras.pictures.sheets"
 
 if TYPE_CHECKING:
     from dali_train.data.convert.datasets import InPlace
@@ -374,7 +379,6 @@ def _in_place_in_bucket(url: str) -> "InPlace | None":
 
 
 def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
-    from dali_train.data.convert import formats
     from dali_train.data.convert.conversion import class_order_of
     from dali_train.data.convert.index_in_place import IndexInPlace, index_in_place
     from dali_train.data.dataset.build_index import upload_index
@@ -394,8 +398,8 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
 
     def load(directory: Path, within: "Within") -> "Sources":
         options.source, options.train, options.validation, options.out = directory, directory, None, out
-        listing = {"webdataset": formats.webdataset, "mds": formats.mds}
-        return listing[kind](options, within) if kind in listing else DATASETS[kind].load(options)
+        arguments = (options,) if kind == "folder" else (options, within)
+        return DATASETS[kind].load(*arguments)
 
     task = IndexInPlace(
         name=kind,
@@ -469,12 +473,11 @@ def _add_subset(parser: argparse.ArgumentParser) -> None:
 def _subset(options: argparse.Namespace) -> int:
     from dali_train.data.convert.conversion import destination
     from dali_train.data.convert.image import EncodingOptions
-    from dali_train.data.convert.subset import subset
     from dali_train.data.dataset.manifest import Manifest
 
     options.out, options.upload = destination(options.out)
     _check_destination(options.out, {"DATASET": options.dataset})
-    sources = subset(
+    sources = load_row(SUBSET, "data subset")(
         options.dataset,
         classes=options.classes,
         class_list=options.class_list,
@@ -529,17 +532,18 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _show(options: argparse.Namespace) -> int:
     from dali_train.data.dataset.index import Split
     from dali_train.data.dataset.manifest import SPLITS, Manifest
-    from dali_train.data.dataset.pictures import describe, overview
 
     manifest = Manifest.read(options.dataset)
     splits = [Split(options.dataset, name) for name in SPLITS if name in manifest.splits]
-    for line in describe(manifest, splits):
+    for line in load_row(f"{SHEETS}:describe", "data show")(manifest, splits):
         print(printable(line))
     directory = options.out or (Path() if is_remote(str(options.dataset)) else options.dataset) / "contact_sheets"
     _check_writable(directory)
     directory.mkdir(parents=True, exist_ok=True)
+    overview = load_row(f"{SHEETS}:overview", "data show")
     for split in splits:
         path = directory / f"{split.name}.png"
-        overview(split, rows=options.rows, columns=options.columns, seed=options.seed).save(path)
+        sheet = overview(split, rows=options.rows, columns=options.columns, seed=options.seed)
+        sheet.save(path)
         print(path)
     return 0

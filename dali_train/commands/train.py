@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,13 @@ from nvidia import dali
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.format import RunValues, Tensors
-from dali_train.checkpoint.mirror import mirrored
 from dali_train.checkpoint.record import RunRecord, machine, result_of
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
+from dali_train.config.check import load_row
 from dali_train.data.loading.dali import describe_decoder
 from dali_train.data.loading.loader import TrainLoader, pixel_format
 from dali_train.errors import ConfigError, DatasetError, RunError
@@ -58,13 +58,16 @@ from dali_train.training.build import (
 )
 from dali_train.training.cost import ModelFlops, model_flops
 from dali_train.training.metrics import Evaluator, NonFiniteError, evaluate_all
-from dali_train.training.num_processes import count_processes
 from dali_train.training.optim import resolved_arguments
 from dali_train.training.replicas import HardwareFaultError, Replicas
 from dali_train.training.schedule import learning_rate
 from dali_train.training.trainer import StepImages, Trainer
 
 logger = logging.getLogger("dali_train")
+
+# What a run may do without, imported where it is asked for.
+MIRROR = "dali_train.extras.mirror:mirrored"
+FASTEST_NUMBER = "dali_train.extras.num_processes:fastest_number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +219,7 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
 
     Args:
         num_processes: start this many new processes and train in them; auto: one per GPU, or without GPUs as many as
-            are fastest, see `count_processes`. None: train in this process, as the rank in the launcher's environment,
+            are fastest. None: train in this process, as the rank in the launcher's environment,
             or as a single process.
 
     Raises:
@@ -230,7 +233,10 @@ def run(config: Config | Path | str, *, num_processes: int | Literal["auto"] | N
                 "hooks.user with num_processes: the new processes find hooks only in a config file; define them there, "
                 "or use torchrun"
             )
-        num_processes = count_processes(config, num_processes)
+        if num_processes == "auto":
+            num_processes = int(load_row(FASTEST_NUMBER, "num_processes auto")(config))
+        if num_processes < 1:
+            raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
         fit_to_ranks(config, Launch(world_size=num_processes, port=1))
         hooks, config = hook_names(config.hooks.user), config.replace({"hooks.user": ()})  # which may not pickle
         results = launch_locally(_run_or_mistake, config, hooks, num_processes=num_processes)
@@ -296,6 +302,14 @@ def train(
             if mirror is not None:
                 mirror.grace_s = run.stopping.grace_s
     return run.result()
+
+
+def mirrored(config: Config, launch: Launch, stop_requests: StopRequests) -> AbstractContextManager[Any]:
+    """Open run.mirror, if there is one, for the duration of the context. All ranks call this together."""
+    if config.run.mirror is None:
+        return nullcontext()
+    mirror: AbstractContextManager[Any] = load_row(MIRROR, "run.mirror")(config, launch, stop_requests)
+    return mirror
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What builds on the trainer and is not part of it. Nothing outside imports from here, except the command line."""
+"""What builds on a run or a dataset, and hangs on by rows of the core's tables. Nothing outside imports from here."""

@@ -44,7 +44,7 @@ from dali_train.config.command_line import config_with
 from dali_train.config.config import config_from_json
 from dali_train.data.convert import datasets
 from dali_train.errors import ConfigError, DatasetError, RunError, UserError
-from dali_train.extras.report import write_report
+from dali_train.extras.report.page import write_report
 from dali_train.files import sha256
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN
 

@@ -6,22 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dali_train.config import HooksConfig
+from dali_train.config.check import load_rows, lookup
 from dali_train.errors import ConfigError
 from dali_train.files import NO_SPACE
 from dali_train.hooks import Hook, HookUnavailableError
 from dali_train.hooks.console import Console, RunLogs
-from dali_train.hooks.diagnostics import Health, LambView, Profile, SystemFacts
+from dali_train.hooks.diagnostics import Health, SystemFacts
 from dali_train.hooks.jsonl import MetricsFile, SampleTrace
-from dali_train.hooks.predictions import PredictionFiles, SampleImages
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunPlan, RunStart, StepRecord, TrainRecord
-from dali_train.hooks.trackers import make_trackers
 from dali_train.parallel.layout import Layout
 from dali_train.text import plural, shortened
 
@@ -127,8 +125,19 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"measure() returns {name} = {shown}: return one number for each name") from None
 
 
-EXTRA_HOOKS = [("dali_train.extras.report.page", "Report")]
-"""Hooks of rank 0 that are not part of the core, by module and name."""
+EXTRA_HOOKS = [
+    "dali_train.extras.inspection:make_hooks",
+    "dali_train.extras.pictures.predictions:make_hooks",
+    "dali_train.extras.report.page:make_hooks",
+]
+"""Functions of (settings, layout), each of which returns hooks of this rank that are not part of the core."""
+
+TRACKERS: dict[str, Callable[[], Hook] | str] = {
+    "tensorboard": "dali_train.extras.trackers:TensorBoard",
+    "wandb": "dali_train.extras.trackers:WandB",
+    "mlflow": "dali_train.extras.trackers:MLflow",
+}
+"""By their names in hooks.trackers. A config file can add a row."""
 
 
 def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
@@ -141,20 +150,22 @@ def make_hooks(config: HooksConfig, layout: Layout) -> HookList:
     hooks: list[Hook] = [RunLogs(), Console()]
     if layout.rank == 0:
         hooks += [MetricsFile(), SystemFacts(), Health()]
-    # No rank has all layers of a split model, so all ranks compute its norms together.
-    if layout.rank == 0 or layout.splits_model:
-        hooks.append(LambView(layout))
+    for make in load_rows(EXTRA_HOOKS):
+        hooks += make(config, layout)
     if layout.rank == 0:
-        hooks.append(SampleImages())
-        if config.predictions:
-            hooks.append(PredictionFiles())
-        if config.profile is not None:
-            hooks.append(Profile(*config.profile))
-        hooks += [getattr(import_module(module), name)() for module, name in EXTRA_HOOKS]
         hooks += trackers
     if config.trace_samples:
         hooks.append(SampleTrace(writes=layout.is_first_of_coordinate))  # once per micro-batch
     return HookList([*hooks, *map(_make_user_hook, config.user)])
+
+
+def make_trackers(names: tuple[str, ...]) -> list[Hook]:
+    """Return one tracker for each of `names`, the value of hooks.trackers.
+
+    Raises:
+        ConfigError: a name that is not in TRACKERS.
+    """
+    return [lookup(TRACKERS, "hooks.trackers", name)() for name in dict.fromkeys(names)]
 
 
 def _make_user_hook(make: Callable[[], Any]) -> Hook:

@@ -136,7 +136,7 @@ class VitStage(nn.Module):
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
         for name in ("_pos_embed", "pool", "forward_head", "no_weight_decay"):
-            setattr(self, name, MethodType(getattr(type(model), name), self))
+            setattr(self, name, MethodType(getattr(model, name).__func__, self))
 
         def if_in_stage(name: str, value: Any) -> Any:
             return value if (stage.is_last if name in _HEAD else stage.is_first) else None

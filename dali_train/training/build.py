@@ -15,18 +15,18 @@ import torch
 from numpy.typing import NDArray
 
 from dali_train.config import Config, ParallelConfig
+from dali_train.config.check import load_row
 from dali_train.data.dataset.index import Split, read_labels
 from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.storage import DatasetRoot, storage_of
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.loader import TrainLoader, blank_images, decoding_threads, pixel_format
-from dali_train.data.loading.local_copy import DatasetRoot, find_dataset
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.parallelize import parallelize, warm_up
 from dali_train.parallel.stages import StageActivations, check_micro_batches
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process import bind_to_numa_node, cores_per_process, explain_bus_errors
-from dali_train.training.audit import make_audit
 from dali_train.training.invariant import RunningStatistics, choose_seeding, drops, seed_each_block
 from dali_train.training.loss import loss_of, make_objective
 from dali_train.training.metrics import Evaluator, NoiseScale, TrainingMetrics
@@ -36,10 +36,14 @@ from dali_train.training.pipelined import Pipeline, PipelineTrainer
 from dali_train.training.precision import Precision, choose_tf32, compute_in
 from dali_train.training.schedule import schedule_of
 from dali_train.training.timing import PhaseClock
-from dali_train.training.trainer import Trainer
+from dali_train.training.trainer import StepAudit, Trainer
 from dali_train.training.weight_files import Tensors
 
 logger = logging.getLogger("dali_train")
+
+# What a run may do without, imported where it is asked for.
+LOCAL_COPY = "dali_train.extras.local_copy:copied"
+AUDIT = "dali_train.extras.proof.audit:make_audit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +130,20 @@ def prepare(config: Config, launch: Launch, device: torch.device, *, trains: boo
         split=Split(dataset.path, "train" if trains else "validation"),
         node=join_node(config.data, launch, layout, config.parallel) if trains else None,
     )
+
+
+def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
+    """Return data.root, or the copy of it that data.local_copy asks for. All ranks call this together.
+
+    Raises:
+        ConfigError: data.root is a URL whose scheme is unknown.
+        DatasetError: on all ranks, if any host fails to make its copy.
+    """
+    storage_of(config.data)  # report an unknown scheme before looking for its directory
+    if config.data.local_copy is None:
+        return DatasetRoot(config.data.root, None)
+    copy: DatasetRoot = load_row(LOCAL_COPY, "data.local_copy")(config, launch)
+    return copy
 
 
 def configure_torch(config: Config, launch: Launch, device: torch.device) -> int:
@@ -265,8 +283,10 @@ def build_trainer(
     num_steps = 0 if class_counts is None else config.steps(config.run.epochs, int(class_counts.sum()))
     # A sharded gradient, and a partial one of tensor parallelism, has no norm before it is reduced.
     has_noise = batch.num_micro_batches > 1 and not layout.shards_weights
-    audit, every = None, config.run.audit_every_steps
+    audit: StepAudit | None = None
+    every = config.run.audit_every_steps
     if every is not None:
+        make_audit = load_row(AUDIT, "run.audit_every_steps")
         deterministic = config.run.deterministic
         audit, reason = make_audit(model, layout, every, batch.num_micro_batches, device, deterministic=deterministic)
         if audit is None and layout.rank == 0:

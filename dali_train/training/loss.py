@@ -1,6 +1,7 @@
 """The losses, for images that may be mixtures of two, and the training accuracy."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dali_train.config import Config, LossConfig
-from dali_train.config.check import lookup
-from dali_train.errors import ConfigError
-from dali_train.training.model import input_size
-from dali_train.training.pretrained import create_pretrained
+from dali_train.config.check import load_row, lookup
 
 Loss = Callable[[LossConfig, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Distillation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+DISTILLATION = "dali_train.extras.distillation:Distillation"
 
 
 def mixup_loss(
@@ -34,7 +35,7 @@ def mixup_loss(
 
 
 def _log_probabilities(logits: torch.Tensor, class_weights: torch.Tensor | None) -> torch.Tensor:
-    values = F.log_softmax(_at_least_float32(logits), dim=-1)
+    values = F.log_softmax(at_least_float32(logits), dim=-1)
     return values if class_weights is None else values * class_weights
 
 
@@ -55,7 +56,7 @@ def _cross_entropy(
 def _binary_cross_entropy(
     config: LossConfig, logits: torch.Tensor, targets: torch.Tensor, lambdas: torch.Tensor
 ) -> torch.Tensor:
-    logits = _at_least_float32(logits)
+    logits = at_least_float32(logits)
     classes = torch.arange(logits.shape[-1], device=logits.device)
     first, second = (classes == targets[:, 0, None], classes == targets[:, 1, None])
     weights = lambdas.to(logits.dtype)[:, None]
@@ -86,33 +87,22 @@ def loss_of(config: LossConfig) -> Loss:
     return lookup(LOSSES, "loss.name", config.name)
 
 
-def _hard_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(_at_least_float32(logits), teacher.argmax(dim=-1))
-
-
-def _soft_distillation(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    ours, theirs = (F.log_softmax(_at_least_float32(x) / config.temperature, dim=-1) for x in (logits, teacher))
-    # Per image, as in DeiT's paper and in timm. DeiT's code divides by the number of classes too.
-    return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * config.temperature**2
-
-
-DISTILLATIONS: dict[str, Callable[[LossConfig, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "hard": _hard_distillation,
-    "soft": _soft_distillation,
-}
-"""Each takes the settings, the student's and the teacher's logits, both (n, classes), and returns the mean loss of the
-batch."""
-
-
 class Objective:
-    """The loss that a config describes, with its teacher, if it has one."""
+    """The loss that a config describes.
+
+    Args:
+        distillation: adds a teacher's loss: a function of (the loss, the output of the distillation token or else the
+            logits, the images) that returns the loss to train with. None: no teacher.
+        class_weights: (classes,) factors of each class's cross-entropy; None: all 1.
+    """
 
     def __init__(
-        self, config: LossConfig, teacher: "Teacher | None" = None, class_weights: torch.Tensor | None = None
+        self, config: LossConfig, distillation: Distillation | None = None, class_weights: torch.Tensor | None = None
     ) -> None:
         self._config = config
-        self._teacher = teacher
-        self._class_weights = class_weights
+        self._distillation = distillation
+        loss = loss_of(config)
+        self._loss = loss if class_weights is None else partial(_cross_entropy, class_weights=class_weights)
 
     def __call__(
         self,
@@ -129,59 +119,10 @@ class Objective:
             targets, lambdas: see `LOSSES`.
         """
         logits, distilled = output if isinstance(output, tuple) else (output, output)
-        if self._class_weights is None:
-            loss = loss_of(self._config)(self._config, logits, targets, lambdas)
-        else:
-            loss = _cross_entropy(self._config, logits, targets, lambdas, self._class_weights)
-        if self._teacher is None:
-            return loss, logits
-        weight = self._config.distillation_weight
-        distillation_loss = DISTILLATIONS[self._config.distillation](
-            self._config, distilled, self._teacher.logits(images)
-        )
-        return (1 - weight) * loss + weight * distillation_loss, logits
-
-
-class Teacher:
-    """A trained timm model, in eval mode and frozen, applied to the student's images, normalised as it expects them."""
-
-    def __init__(self, config: Config, num_classes: int, device: torch.device) -> None:
-        """
-        Raises:
-            ConfigError: timm does not know the model, its weights cannot be loaded, or its classes differ.
-        """
-        loss, data = config.loss, config.data
-        assert loss.teacher is not None
-        model = create_pretrained(
-            loss.teacher,
-            loss.teacher_weights or "",
-            num_classes,
-            {},
-            field="loss.teacher",
-            keep_classifier=True,
-        )
-        dtype = torch.float64 if config.precision.dtype == "fp64" else torch.float32
-        self._model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
-        size = input_size(model)
-        if model.pretrained_cfg.get("fixed_input_size") and data.train_sizes != [size]:
-            raise ConfigError(
-                f"loss.teacher {loss.teacher} takes images of {size} pixels, data.train_size is "
-                f"{data.train_size}{f', data.progressive {data.progressive}' if data.progressive else ''}: "
-                "use a convolutional teacher"
-            )
-        mean, std, their_mean, their_std = (
-            torch.tensor(values, dtype=torch.float64)
-            for values in (data.mean, data.std, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
-        )
-        # From the student's normalisation (of 0 to 255) to the teacher's (of 0 to 1).
-        self._scale = (std / 255 / their_std).to(device, dtype).view(1, 3, 1, 1)
-        self._offset = ((mean / 255 - their_mean) / their_std).to(device, dtype).view(1, 3, 1, 1)
-
-    @torch.no_grad()
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits (n, classes) for the student's `images`, (n, 3, size, size)."""
-        output: torch.Tensor = self._model(images * self._scale + self._offset)
-        return output
+        loss = self._loss(self._config, logits, targets, lambdas)
+        if self._distillation is not None:
+            loss = self._distillation(loss, distilled, images)
+        return loss, logits
 
 
 def make_objective(
@@ -197,7 +138,7 @@ def make_objective(
         class_counts: (num_classes,) training images of each class, for loss.class_weights.
 
     Raises:
-        ConfigError: see `Teacher`.
+        ConfigError: the teacher cannot be used.
     """
     weights = None
     if config.loss.class_weights == "balanced":
@@ -207,7 +148,8 @@ def make_objective(
         return Objective(config.loss, class_weights=weights)
     if hasattr(model, "set_distilled_training"):
         model.set_distilled_training(True)
-    return Objective(config.loss, Teacher(config, num_classes, device), weights)
+    distillation = load_row(DISTILLATION, "loss.distillation")(config, num_classes, device)
+    return Objective(config.loss, distillation, weights)
 
 
 def balanced_weights(counts: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -222,5 +164,5 @@ def first_target_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
     return (logits.argmax(dim=-1) == targets[:, 0]).sum()
 
 
-def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()

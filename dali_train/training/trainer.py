@@ -1,9 +1,10 @@
 """One optimizer step, without making the host wait: accumulate this rank's micro-batches, all-reduce gradients, clip,
 update."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from dali_train.data.loading.loader import TrainLoader
 from dali_train.data.loading.pipelines import Batch
 from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.parallel.parallelize import Parallel, zero_loss
-from dali_train.training.audit import Audit
 from dali_train.training.invariant import DropoutSeeding, RunningStatistics, seed_micro_batch
 from dali_train.training.loss import Objective, first_target_correct
 from dali_train.training.metrics import NoiseScale, TrainingMetrics, all_finite
@@ -24,6 +24,26 @@ from dali_train.training.timing import PhaseClock
 
 StepImages = tuple[tuple[MicroBatch, ...], Batch]
 """This rank's micro-batches of a step, and the batch of the last one with its pixels."""
+
+
+Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]]
+"""From the images, targets and lambdas of a micro-batch as in `Batch`, and its dropout seed, to the gradient of each
+audited parameter."""
+
+
+class StepAudit(Protocol):
+    """What checks a step's gradients, see extras/proof/audit.py."""
+
+    parameters: list[nn.Parameter]
+
+    @property
+    def is_due(self) -> bool: ...
+
+    def begin_step(self, step: int) -> None: ...
+
+    def recording(self, number: int, batch: Batch) -> AbstractContextManager[None]: ...
+
+    def compare(self, step: int, gradients: Gradients) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +65,7 @@ class Trainer:
     keep_gradients: bool = False
     ema: Ema | None = None
     noise: NoiseScale | None = None
-    audit: Audit | None = None
+    audit: StepAudit | None = None
 
     def begin_averages(self) -> None:
         """Begin all moving averages at the model's weights and statistics, after a checkpoint has replaced them."""

@@ -11,7 +11,7 @@ import pytest
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.cli import main
 from dali_train.errors import ConfigError
-from dali_train.extras.diff import compare_losses
+from dali_train.extras.report.diff import compare_losses
 from dali_train.extras.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
 from tests.conftest import StartTraining, Train

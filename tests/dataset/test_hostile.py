@@ -22,10 +22,10 @@ from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.build_index import build_index
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.data.dataset.pictures import picture
 from dali_train.data.dataset.storage import MappedFiles
 from dali_train.data.dataset.tfrecord import TFRecordError
 from dali_train.errors import DatasetError
+from dali_train.extras.pictures.sheets import picture
 from tests.conftest import encoded, photograph, write_shard
 from tests.convert.files import EPS, convert, files_of, small_photograph, tool, write_folder
 

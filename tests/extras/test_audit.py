@@ -7,8 +7,8 @@ import pytest
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.cli import main
+from dali_train.extras.proof.audit import audited_pass
 from dali_train.runtime.status import WRONG_RESULT, read_status
-from dali_train.training.audit import audited_pass
 from tests.conftest import Train
 from tests.helpers import extended
 

@@ -13,8 +13,8 @@ import torch
 
 from dali_train.config import load_config
 from dali_train.data.dataset.build_index import build_index
-from dali_train.extras import doctor
-from dali_train.extras.doctor import Finding, table
+from dali_train.extras.doctor import examine as doctor
+from dali_train.extras.doctor.examine import Finding, table
 from dali_train.runtime.launch import LaunchOptions, discover
 from tests.conftest import Train, encoded, jpeg, photograph, run_in_pool, write_shard
 

@@ -27,8 +27,8 @@ from dali_train.cli import main
 from dali_train.commands.train import as_typed
 from dali_train.data.convert.image import upright
 from dali_train.errors import ConfigError
-from dali_train.extras.doctor import model_and_batch
-from dali_train.extras.export import commands
+from dali_train.extras.doctor.examine import model_and_batch
+from dali_train.extras.export.write import commands
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.status import read_events
 from dali_train.training.model import build_model

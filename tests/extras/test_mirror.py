@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from dali_train.checkpoint import mirror
 from dali_train.checkpoint.format import CheckpointError, load_checkpoint
-from dali_train.checkpoint.mirror import Claim, Mirror, mirrored
 from dali_train.checkpoint.run_directory import checkpoint_paths, record_top1
 from dali_train.cli import main
 from dali_train.config import load_config
 from dali_train.config.sections import RunConfig
 from dali_train.errors import ConfigError
-from dali_train.extras.doctor import run_directory
+from dali_train.extras import mirror
+from dali_train.extras.doctor.examine import run_directory
+from dali_train.extras.mirror import Claim, Mirror, mirrored
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.lock import Holder
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
@@ -39,7 +39,7 @@ URL = "s3://bucket/run"
 PAUSE_AT_8 = (
     PAUSE.replace("== 6", "== 8")
     + """
-from dali_train.checkpoint import mirror
+from dali_train.extras import mirror
 
 mirror._LOOK_S = 0.05
 """
@@ -464,7 +464,7 @@ def test_what_cannot_be_written_is_told_before_training(s3_server: S3Server, tin
 
 
 REFUSED = """
-from dali_train.checkpoint import mirror
+from dali_train.extras import mirror
 
 mirror._STALLED_S, mirror._IMPATIENT_S = 2.0, 0.5
 """

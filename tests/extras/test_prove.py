@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from dali_train.checkpoint.record import draws_digest, order_digest, parsed, weights_digest, written
 from dali_train.checkpoint.run_directory import MANIFEST, MANIFEST_DIGEST, RunDirectory, checkpoint_paths
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
-from dali_train.extras.diff import compare_records, samples_of
 from dali_train.extras.proof.prove import prove
+from dali_train.extras.report.diff import compare_records, samples_of
 from dali_train.extras.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
 from tests.conftest import StartTraining, Train, finished_run, run_in_pool

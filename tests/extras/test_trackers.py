@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dali_train.errors import ConfigError
+from dali_train.extras.trackers import load_id
 from dali_train.hooks import HookUnavailableError
-from dali_train.hooks.trackers import load_id, make_trackers
+from dali_train.hooks.hook_list import make_trackers
 from tests.conftest import StartTraining, Train
 from tests.helpers import extended
 
@@ -186,7 +187,7 @@ def test_an_id_that_no_tracker_wrote(content: bytes, tmp_path: Path) -> None:
 def test_unreachable_servers(train: Train, tiny_config: Path, tmp_path: Path) -> None:
     """Port 9 (discard) refuses. The key must stay in the environment, whatever goes wrong."""
     key, nowhere = "0123456789abcdef" * 2 + "01234567", "http://127.0.0.1:9"
-    impatient = "from dali_train.hooks import trackers\ntrackers.REACH_TIMEOUT_S = 2\n"
+    impatient = "from dali_train.extras import trackers\ntrackers.REACH_TIMEOUT_S = 2\n"
     settings = {"WANDB_BASE_URL": nowhere, "WANDB_API_KEY": key, "MLFLOW_TRACKING_URI": nowhere, "HOME": str(tmp_path)}
     words = ("--hooks.trackers", "wandb", "mlflow")
     printed = train("run", *words, config=extended(tiny_config, impatient), environment=settings)

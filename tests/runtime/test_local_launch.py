@@ -165,11 +165,11 @@ def test_hooks_come_from_the_config_file(
 def test_auto_on_a_cpu_keeps_the_number_of_a_run_that_goes_on(tiny_config: Path, plain_run: Path) -> None:
     """And of a model that is split; anything else it measures, see test_quickstart.py."""
     from dali_train.config import load_config
-    from dali_train.training.num_processes import count_processes
+    from dali_train.extras.num_processes import fastest_number
 
     config = load_config(tiny_config).replace({"run.device": "cpu"})
-    assert count_processes(config.replace({"run.dir": str(plain_run)}), "auto") == 1
-    assert count_processes(config.replace({"parallel.pipeline": 2}), "auto") == 2
+    assert fastest_number(config.replace({"run.dir": str(plain_run)})) == 1
+    assert fastest_number(config.replace({"parallel.pipeline": 2})) == 2
 
 
 def test_processes_that_do_not_fit_are_refused_before_they_start(tiny_config: Path) -> None:

@@ -16,7 +16,8 @@ from timm.task import LogitDistillationTask
 from torch import nn
 
 from dali_train.config import Config, ConfigError, DataConfig, LossConfig, ModelConfig
-from dali_train.training.loss import DISTILLATIONS, LOSSES, Objective, Teacher, balanced_weights, make_objective
+from dali_train.extras.distillation import DISTILLATIONS, Teacher
+from dali_train.training.loss import LOSSES, Objective, balanced_weights, make_objective
 from tests.config.test_config import config
 
 CLASSES = 7

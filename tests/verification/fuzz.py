@@ -51,7 +51,6 @@ from dali_train.checkpoint.format import (  # noqa: E402
     load_checkpoint,
     parse_manifest,
 )
-from dali_train.checkpoint.mirror import parse_claim  # noqa: E402
 from dali_train.checkpoint.run_directory import (  # noqa: E402
     RunDirectory,
     record_top1,
@@ -76,6 +75,7 @@ from dali_train.data.dataset.manifest import Manifest, SplitName  # noqa: E402
 from dali_train.data.dataset.storage import MappedFiles  # noqa: E402
 from dali_train.data.dataset.tfrecord import TFRecordError  # noqa: E402
 from dali_train.errors import ConfigError, UserError  # noqa: E402
+from dali_train.extras.mirror import parse_claim  # noqa: E402
 from dali_train.runtime.lock import FILE, RunLock, find_holder  # noqa: E402
 from dali_train.runtime.status import RunStatus, describe, goodput, read_events, read_status  # noqa: E402
 from dali_train.training.model import build_model, check_sizes  # noqa: E402

@@ -67,7 +67,12 @@ def prepare_server() -> None:
     FORK.set_forkserver_preload(
         [
             "__main__",
-            *("dali_train.cli", "dali_train.commands.train", "dali_train.extras.predict", "dali_train.extras.report"),
+            *(
+                "dali_train.cli",
+                "dali_train.commands.train",
+                "dali_train.extras.predict.classify",
+                "dali_train.extras.report",
+            ),
             *(
                 "torch.distributed.checkpoint.state_dict",
                 "torch.distributed.pipelining",

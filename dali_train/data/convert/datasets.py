@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dali_train.config.check import load_row
 from dali_train.data.dataset.manifest import CLASS_ORDERS, split_word
 from dali_train.errors import DatasetError, RunError
 from dali_train.files import sha256
@@ -87,7 +88,7 @@ class Converter:
     """How one published dataset is read."""
 
     help: str
-    load: Callable[[Namespace], "Sources"]
+    load: Callable[..., "Sources"]
     """From the parsed `arguments` to the splits and the class names in the order of the labels.
 
     Raises SourceError, with file and remedy: a source that is missing or is not what it should be.
@@ -135,6 +136,16 @@ def load_sources(options: Namespace) -> "Sources":
 def _in(module: str) -> Any:
     """Import a module of this package."""
     return import_module(f"{__package__}.{module}")
+
+
+def _listed_by(row: str) -> Callable[..., "Sources"]:
+    """Return a function of (options, where it lies) that is imported when it is called."""
+    return lambda *arguments: load_row(row, "data")(*arguments)
+
+
+def _small(name: str, *arguments: Any, **options: Any) -> "Sources":
+    sources: Sources = load_row(f"dali_train.extras.formats.small:{name}", name)(*arguments, **options)
+    return sources
 
 
 # SHA-256 sums of the official files as several public repositories quote them.
@@ -194,26 +205,26 @@ DATASETS: dict[str, Converter] = {
     ),
     "webdataset": Converter(
         help="WebDataset: tars of KEY.jpg (or png, webp, ...) and KEY.cls, which are read in place.",
-        load=lambda o: _in("formats").webdataset(o),
+        load=_listed_by("dali_train.extras.formats.containers:webdataset"),
         arguments={**_SHARDS, **_label_key("the field of KEY.json that has the label (default: KEY.cls has it)")},
     ),
     "parquet": Converter(
         help="Parquet files of images as on the Hugging Face hub; row groups are unpacked into TMPDIR, or DATASET, "
         "meanwhile. Needs dali-train[parquet].",
-        load=lambda o: _in("formats").parquet(o),
+        load=_listed_by("dali_train.extras.formats.containers:parquet"),
         arguments=_columns("image", "label"),
         files=r"(.*[-_.])?(train|test|val|validation)[-_.].*parquet$",
     ),
     "mds": Converter(
         help="MosaicML Streaming's MDS: directories with index.json and shards, which are read in place; compressed "
         "ones are unpacked into TMPDIR, or DATASET, meanwhile, and need dali-train[parquet].",
-        load=lambda o: _in("formats").mds(o),
+        load=_listed_by("dali_train.extras.formats.containers:mds"),
         arguments=_columns("x or image", "y or label"),
         files=r"shard\.\d+\.mds",
     ),
     "cifar10": Converter(
         help="CIFAR-10: the binary version (archive or directory), or a tree train/CLASS, test/CLASS of images.",
-        load=lambda o: _in("small").cifar10(o.source),
+        load=lambda o: _small("cifar10", o.source),
         arguments=SOURCE,
         download=Download(
             address="https://www.cs.toronto.edu/~kriz/",
@@ -223,7 +234,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "mnist": Converter(
         help="MNIST: the directory of the official idx files, gzipped or not.",
-        load=lambda o: _in("small").mnist(o.source, class_names=_in("small").DIGIT_CLASSES, title="mnist"),
+        load=lambda o: _small("mnist", o.source),
         arguments=SOURCE,
         download=Download(
             address="https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -238,7 +249,7 @@ DATASETS: dict[str, Converter] = {
     ),
     "fashion-mnist": Converter(
         help="Fashion-MNIST: the directory of the official idx files, gzipped or not; they are called as MNIST's are.",
-        load=lambda o: _in("small").mnist(o.source, class_names=_in("small").FASHION_CLASSES, title="fashion-mnist"),
+        load=lambda o: _small("fashion_mnist", o.source),
         arguments=SOURCE,
         download=Download(
             address="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -254,7 +265,7 @@ DATASETS: dict[str, Converter] = {
         help="scikit-learn's 1,797 handwritten digits, enlarged to 32 x 32 pixels. The last fifth of the file, which "
         "is ordered by writer, is the validation split: digits of writers that training never sees, a harder test than "
         "a random split.",
-        load=lambda _: _in("small").digits(),
+        load=lambda _: _small("digits"),
     ),
 }
 

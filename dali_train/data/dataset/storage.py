@@ -9,7 +9,9 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
 from crc32c import crc32c
@@ -418,6 +420,14 @@ def open_storage(split: Split, data: DataConfig, cache: Cache | None = None) -> 
         ConfigError: as `storage_of`.
     """
     return storage_of(data)(split, data, cache)
+
+
+@dataclass(frozen=True)
+class DatasetRoot:
+    """Where to read the dataset from. A copy is not removed while this object exists."""
+
+    path: Path | str  # as data.root, of a copy its directory
+    in_use: BinaryIO | None  # holds the lock of a copy
 
 
 def storage_of(data: DataConfig) -> Callable[[Split, DataConfig, Cache | None], Storage]:

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dali_train.config import BatchConfig, Config, DataConfig, MixupConfig, SampleConfig, View
-from dali_train.config.check import checked, close_value, require
+from dali_train.config.check import checked, close_value, load_row, require
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SplitName, dataset_content
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.dali import PixelFormat
-from dali_train.data.loading.dali_reader import DaliReaderPipeline
 from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, EvaluationPipeline, TrainingPipeline
 from dali_train.data.loading.segment import Segment, ordered, read, segment_at
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, view_configs
@@ -37,6 +36,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.process import choose_device, cores_per_process
 
+DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CORES_FOR_OTHERS = (
     3  # the training loop, autograd and DALI's feed need a core each, or a GPU waits for its next kernel
@@ -555,7 +555,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
         split, pixels = self._split, self._pixels
         data, size = segment.config.data, segment.config.batch.micro_batch
         if data.reader == "dali":
-            return DaliReaderPipeline(
+            pipeline: TrainingPipeline = load_row(DALI_READER, "data.reader dali")(
                 split,
                 chosen or ordered(split, segment),
                 data,
@@ -565,6 +565,7 @@ class TrainLoader(_Loader[TrainingPipeline]):
                 start_step=segment.start_step,
                 shard=(segment.dp_rank, segment.dp_size),
             )
+            return pipeline
         if data.reader == "synthetic" or not self._decodes:
             blank = blank_images(segment.config, pixels, self._place.device)
             return SyntheticPipeline(chosen or ordered(split, segment), blank.normal_() if self._decodes else blank[:0])

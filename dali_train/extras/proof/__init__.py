@@ -1,1 +1,46 @@
-"""Check what a run says of itself: `dali-train prove`, and `--replay`, which trains one step again."""
+"""Check what a run says of itself: `dali-train prove`, and `--replay`, which trains one step again; audits."""
+
+import argparse
+
+from dali_train.commands.arguments import (
+    Commands,
+    add_launch_options,
+    launch_options,
+    on_runs,
+    refuse_settings,
+)
+from dali_train.commands.boundary import importing
+from dali_train.errors import ConfigError
+from dali_train.runtime.object_store import is_remote
+from dali_train.runtime.status import FINISHED
+
+
+def add_prove_command(commands: Commands) -> None:
+    summary = "Check a run's record of samples, draws and weights against its recipe. Exits with 1 if they differ."
+    prove = on_runs(commands, "prove", summary, _prove)
+    prove.add_argument(
+        "--dataset", metavar="DIR", help="the dataset, of which only dataset.json and the index are read"
+    )
+    prove.add_argument("--all-draws", action="store_true", help="check the draws of all steps, not of a part of them")
+    prove.add_argument(
+        "--replay",
+        type=int,
+        metavar="STEP",
+        help="instead, train this step again (counted from 1) from the checkpoint before it and compare; to get the "
+        "same bits, start as many processes as the run had",
+    )
+    add_launch_options(prove)
+
+
+def _prove(options: argparse.Namespace, overrides: list[str]) -> int:
+    refuse_settings(options, overrides)
+    with importing(f"dali-train {options.command}"):
+        from dali_train.extras.proof.prove import prove
+        from dali_train.extras.proof.replay import replay
+
+    run = options.run_dir
+    if options.replay is None:
+        return FINISHED if prove(run, dataset=options.dataset, all_draws=options.all_draws) else 1
+    if is_remote(str(run)):
+        raise ConfigError(f"{run}: --replay trains from a checkpoint in a run.dir; copy the run to this machine first")
+    return FINISHED if replay(run, options.replay, dataset=options.dataset, options=launch_options(options)) else 1

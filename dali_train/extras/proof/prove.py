@@ -15,7 +15,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, load_checkpoint
-from dali_train.checkpoint.mirror import local_run
 from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe, saved_recipe
 from dali_train.checkpoint.record import (
     WeightsRecord,
@@ -24,15 +23,15 @@ from dali_train.checkpoint.record import (
     parsed,
     recipe_digest,
     result_of,
+    samples_of,
     weights_digest,
 )
-from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
+from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, local_run, step_of
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import Config
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.micro_batch import MicroBatches
 from dali_train.errors import ConfigError
-from dali_train.extras.diff import samples_of
 from dali_train.runtime.status import METRICS, RunStatus, read_status
 from dali_train.text import plural, printable
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from dali_train.config import HooksConfig
 from dali_train.extras.report.charts import ALL_FIELDS, PHASE_NAMES, STEP_FIELDS, Chart, chart_data, sections
 from dali_train.extras.report.runs import ReportedRun, by_dataset, differences, find_runs, load_run
 from dali_train.files import read_limited, write_atomically
 from dali_train.hooks import Hook
+from dali_train.parallel.layout import Layout
 from dali_train.runtime.status import best_evaluation, decisive
 from dali_train.runtime.status import goodput as goodput_of
 from dali_train.text import duration, plural, printable, shortened
@@ -470,6 +472,11 @@ def _decoding(run: ReportedRun) -> str:
     if threads * ranks < cores:
         return f"{here}; raise data.num_threads to {cores // ranks}, or {smaller}."
     return f"{here}, all in use; {smaller}, or give each rank more cores."
+
+
+def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
+    """Return the hooks of this rank."""
+    return [Report()] if layout.rank == 0 else []
 
 
 class Report(Hook):

@@ -45,7 +45,8 @@ class ConfusedPair(NamedTuple):
 
 
 class PredictionTables:
-    """The files in ``predictions/step-NNNNNNNN/``, see `dali_train.hooks.predictions`; a missing file has no rows.
+    """The files in ``predictions/step-NNNNNNNN/``, see extras/pictures/predictions.py; a missing file has
+    no rows.
 
     Raises:
         ConfigError: a table is not what a run writes; the message names file and line.

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 import torch
 
 from dali_train.checkpoint import format as checkpoint_format
-from dali_train.checkpoint import mirror, run_directory, save
+from dali_train.checkpoint import run_directory, save
 from dali_train.checkpoint.format import CheckpointError, RunValues, find_checkpoint
 from dali_train.checkpoint.run_directory import SCORE, step_of
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.config.sections import RunConfig
 from dali_train.errors import ConfigError, UserError
+from dali_train.extras import mirror
 from dali_train.files import sha256
 from dali_train.runtime import lock, object_store, process_group, stop
 from dali_train.runtime.lock import BEAT_S, FILE, STALE_S, RunLock

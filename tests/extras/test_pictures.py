@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.pictures import overview
+from dali_train.extras.pictures.sheets import overview
 from tests.convert.files import convert, tool, write_folder
 
 COLOURS = {"blue": (20, 40, 230), "green": (10, 200, 30), "red": (240, 20, 10)}

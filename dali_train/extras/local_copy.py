@@ -20,10 +20,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
 
 import torch.distributed as dist
 from crc32c import crc32c
@@ -32,7 +30,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.build_index import map_shards
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, index_path, text_index_path
-from dali_train.data.dataset.storage import storage_of
+from dali_train.data.dataset.storage import DatasetRoot
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, UserError
 from dali_train.files import NO_SPACE, TIMES_APART_NS, open_lock, private_directory, remove_written, try_lock
@@ -48,24 +46,13 @@ _COPIED = r"dataset\.json|(train|validation|index|idx_files)/[^/]*|idx_files/(tr
 _NO_LIMIT = timedelta(days=30)  # no timeout: other hosts wait however long a copy takes
 
 
-@dataclass(frozen=True)
-class DatasetRoot:
-    """Where to read the dataset from. A copy is not removed while this object exists."""
-
-    path: Path | str  # as data.root, of a copy its directory
-    in_use: BinaryIO | None
-
-
-def find_dataset(config: Config, launch: Launch) -> DatasetRoot:
-    """Return data.root, or the copy of it that data.local_copy asks for. All ranks call this together.
+def copied(config: Config, launch: Launch) -> DatasetRoot:
+    """Return the copy of data.root that data.local_copy asks for. All ranks call this together.
 
     Raises:
-        ConfigError: data.root is a URL whose scheme is unknown.
         DatasetError: on all ranks, if any host fails to make its copy.
     """
-    storage_of(config.data)  # report an unknown scheme before looking for its directory
-    if config.data.local_copy is None:
-        return DatasetRoot(config.data.root, None)
+    assert config.data.local_copy is not None
     group = host_group(launch, config.parallel, timeout=_NO_LIMIT)
     copy, failure = None, ""
     try:

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dali_train.checkpoint.record import parsed
+from dali_train.checkpoint.record import parsed, samples_of
 from dali_train.config import Config
-from dali_train.data.dataset.index import Split
-from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
-from dali_train.errors import ConfigError
+from dali_train.data.sampling.micro_batch import MicroBatch
 from dali_train.extras.report.runs import ReportedRun, differences
 from dali_train.text import printable
 
@@ -67,22 +65,6 @@ def compare_samples(first: Config, second: Config, *, steps: int) -> str:
         if num_per_step[0] != num_per_step[1]:
             return f"first difference: step {step} has {num_per_step[0]} | {num_per_step[1]} micro-batches"
     return ""
-
-
-def samples_of(config: Config) -> tuple[Split, MicroBatches]:
-    """Return the training split of a run, of which only the index is needed, and its micro-batches.
-
-    Raises:
-        ConfigError: its samples do not follow from its settings.
-        DatasetError: the dataset is gone, or damaged.
-    """
-    if config.data.reader == "dali":
-        raise ConfigError(
-            f"{config.run.dir} used data.reader dali: its samples depend on the number of ranks and cannot be "
-            "recomputed"
-        )
-    split = Split(config.data.root, "train", local=False)
-    return split, MicroBatches(split.rows, config)
 
 
 def compare_records(first: ReportedRun, second: ReportedRun) -> str:

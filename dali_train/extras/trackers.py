@@ -1,4 +1,5 @@
-"""Trackers, which send a run's scalars to a service: one class and one row in TRACKERS for each."""
+"""Trackers, which send a run's scalars to a service: one class for each, and one row in TRACKERS
+(hooks/hook_list.py)."""
 
 import importlib
 import json
@@ -13,10 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dali_train.config.check import lookup
-from dali_train.files import ForeignFileError, json_field, read_json, write_atomically
-from dali_train.hooks import Hook, HookUnavailableError
-from dali_train.hooks.predictions import (
+from dali_train.extras.pictures.predictions import (
     NUM_SAMPLES,
     class_names,
     prediction_table,
@@ -24,6 +22,8 @@ from dali_train.hooks.predictions import (
     sheet,
     thumbnail_path,
 )
+from dali_train.files import ForeignFileError, json_field, read_json, write_atomically
+from dali_train.hooks import Hook, HookUnavailableError
 from dali_train.hooks.records import EvaluationRecord, RunEnd, RunStart, StepRecord
 from dali_train.text import redacted
 from dali_train.training.metrics import ClassTables
@@ -306,16 +306,3 @@ class WandB(Tracker):
                 record.directory,
             )
             return begin("offline")
-
-
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
-"""By their names in hooks.trackers. A config file can add a row."""
-
-
-def make_trackers(names: tuple[str, ...]) -> list[Tracker]:
-    """Return one tracker for each of `names`, the value of hooks.trackers.
-
-    Raises:
-        ConfigError: a name that is not in TRACKERS.
-    """
-    return [lookup(TRACKERS, "hooks.trackers", name)() for name in dict.fromkeys(names)]

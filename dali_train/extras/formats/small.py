@@ -84,7 +84,17 @@ def _cifar10_records(content: bytes, location: str) -> NDArray[np.uint8]:
     return records
 
 
-def mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources:
+def mnist(directory: Path) -> Sources:
+    """MNIST: see `_read_mnist`."""
+    return _read_mnist(directory, class_names=DIGIT_CLASSES, title="mnist")
+
+
+def fashion_mnist(directory: Path) -> Sources:
+    """Fashion-MNIST: see `_read_mnist`."""
+    return _read_mnist(directory, class_names=FASHION_CLASSES, title="fashion-mnist")
+
+
+def _read_mnist(directory: Path, *, class_names: Sequence[str], title: str) -> Sources:
     """MNIST, or what has its format: the four idx files, gzipped or not; the two of one split are enough.
 
     The format is described at the end of http://yann.lecun.com/exdb/mnist/.

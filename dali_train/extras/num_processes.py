@@ -9,14 +9,12 @@ and the machine, so it is measured. Samples do not depend on it, and weights onl
 import os
 import time
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.manifest import Manifest
-from dali_train.errors import ConfigError
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import process_group
@@ -33,20 +31,16 @@ _PASS_FLOPS = 2e10  # of a pass that is measured, at most: 0.2 s at 100 GFLOP/s
 _FEWEST_ROUNDS, _SECONDS = 3, 1.0  # of measuring, with each number of processes
 
 
-def count_processes(config: Config, num_processes: int | Literal["auto"]) -> int:
-    """Return how many processes to start on this host; auto prints what has been measured, if anything has.
+def fastest_number(config: Config) -> int:
+    """Return how many processes to start on this host, and print what has been measured, if anything has.
 
     A run that goes on has as many as before, so that it ends with the same bits, if there are as many cores.
 
     Raises:
-        ConfigError: `num_processes` is less than 1, or the model cannot be built.
+        ConfigError: the model cannot be built.
         DatasetError: data.root does not exist, or is damaged.
         RunError: a process that measured failed.
     """
-    if num_processes != "auto":
-        if num_processes < 1:
-            raise ConfigError(f"num_processes is {num_processes}: use at least 1, or auto")
-        return num_processes
     if config.run.device != "cpu" and (num_gpus := torch.cuda.device_count()):
         return num_gpus
     if config.parallel.smallest_world_size > 1 or config.parallel.shard != "none":

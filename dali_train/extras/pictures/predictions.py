@@ -18,16 +18,24 @@ from numpy.typing import NDArray
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from dali_train.config import DataConfig
+from dali_train.config import DataConfig, HooksConfig
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.pictures import contact_sheet, picture
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.pipelines import Batch
+from dali_train.extras.pictures.sheets import contact_sheet, picture
 from dali_train.files import write_atomically
 from dali_train.hooks import Hook
 from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
+from dali_train.parallel.layout import Layout
 from dali_train.text import printable
 from dali_train.training.metrics import MAX_SCORES, ClassTables, EvaluationDetails
+
+
+def make_hooks(config: HooksConfig, layout: Layout) -> list[Hook]:
+    """Return the hooks of this rank."""
+    if layout.rank != 0:
+        return []
+    return [SampleImages(), PredictionFiles()] if config.predictions else [SampleImages()]
 
 
 def class_names(record: RunStart) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchvision.transforms import functional
 
-from dali_train.checkpoint.mirror import local_run
+from dali_train.checkpoint.run_directory import local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.config import DataConfig
 from dali_train.data.convert.image import MAX_ENCODED_BYTES, as_png, upright
@@ -28,14 +28,14 @@ from dali_train.data.dataset.image_file import (
     image_size,
 )
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.pictures import contact_sheet
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
+from dali_train.extras.pictures.predictions import write_table
+from dali_train.extras.pictures.sheets import contact_sheet
 from dali_train.files import read_limited
-from dali_train.hooks.predictions import write_table
 from dali_train.text import plural, printable
 from dali_train.training.metrics import VIEWS, ClassTables, views_of, weighted_mean
 from dali_train.training.pretrained import image_settings

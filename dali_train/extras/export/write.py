@@ -18,9 +18,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors import SafetensorError
 from timm.models import save_for_hf
 
-from dali_train.checkpoint.mirror import local_run
 from dali_train.checkpoint.recipe import saved_recipe
-from dali_train.checkpoint.run_directory import RunDirectory
+from dali_train.checkpoint.run_directory import RunDirectory, local_run
 from dali_train.checkpoint.trained_model import TrainedModel, Weights, load_trained
 from dali_train.commands.plan import changed_settings
 from dali_train.errors import ConfigError, RunError

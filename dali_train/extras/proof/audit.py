@@ -11,7 +11,7 @@ Audited are the forward and backward pass. The images are sent as decoded: decod
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,11 +23,10 @@ from dali_train.data.loading.pipelines import Batch
 from dali_train.errors import ConfigError
 from dali_train.parallel.layout import Layout
 from dali_train.training.replicas import HardwareFaultError, describe_rank, device_kind, digest
+from dali_train.training.trainer import Gradients
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Images, targets and lambdas of a micro-batch as in `Batch`, and its dropout seed, (1,) int64."""
-Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Sequence[torch.Tensor]]
-"""From these, with the seed as a number, to the gradient of each audited parameter."""
 
 
 def audited_pass(audit: int, num_passes: int, data_size: int) -> tuple[int, int]:

@@ -63,7 +63,6 @@ from dali_train.runtime.object_store import (
     MissingObjectError,
     ObjectStoreError,
     Version,
-    is_remote,
 )
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.runtime.status import METRICS
@@ -445,8 +444,8 @@ def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
 
 
 @contextmanager
-def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
-    """Yield the directory of `run`: for the URL of a mirror, a temporary copy of its small files and of one checkpoint.
+def downloaded(url: str, checkpoint: str | None = None) -> Iterator[Path]:
+    """Yield a temporary copy of the small files and of one checkpoint of the run whose mirror is at `url`.
 
     Args:
         checkpoint: as for `resolve_checkpoint`: ``best``, ``newest`` or ``step-NNNNNNNN``.
@@ -456,10 +455,7 @@ def local_run(run: Path | str, checkpoint: str | None = None) -> Iterator[Path]:
         CheckpointError: the checkpoint is damaged.
         ObjectStoreError: the store refuses, or does not answer.
     """
-    if not is_remote(str(run)):
-        yield Path(run)
-        return
-    bucket = Bucket(str(run))
+    bucket = Bucket(url)
     scores = complete_checkpoints(bucket)
     best = next(iter(_best(scores, 1)), None)
     newest = max(scores, key=_step, default=None)
@@ -516,9 +512,6 @@ def mirrored(config: Config, launch: Launch, stop: StopRequests | None = None) -
         CheckpointError: on all ranks, if all its checkpoints are damaged.
         RunError: on all ranks, if a finished run's last upload failed.
     """
-    if config.run.mirror is None:
-        yield None
-        return
     group, mirrors = host_group(launch, config.parallel, timeout=_NO_LIMIT), list[Mirror]()
 
     def begin() -> None:

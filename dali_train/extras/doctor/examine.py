@@ -4,7 +4,7 @@ Each check reports its finding and, on a failure, a remedy. Run the checks under
 or srun), so that they see the same hosts, devices and network. Those of a config are a dry run of the pieces that
 `train` uses. One runs in a process of its own, because some decoders crash it:
 
-    python -m dali_train.extras.doctor < (config, device), pickled
+    python -m dali_train.extras.doctor.examine < (config, device), pickled
 """
 
 import errno
@@ -435,7 +435,7 @@ def decoding_a_batch(config: Config, launch: Launch, device: torch.device) -> It
     check = "decode a batch"
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "dali_train.extras.doctor"],
+            [sys.executable, "-m", "dali_train.extras.doctor.examine"],
             input=pickle.dumps((small, device)),
             capture_output=True,
             env=environment,

@@ -1,0 +1,1 @@
+"""More datasets that can be converted: WebDataset, Parquet, MDS, and small published sets."""

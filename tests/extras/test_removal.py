@@ -1,0 +1,103 @@
+"""Each part of extras can be deleted: everything else is imported, and its commands are listed."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+EXTRAS = REPOSITORY / "dali_train" / "extras"
+PARTS = sorted(path.name for path in EXTRAS.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists())
+PARTS.remove("__init__.py")
+
+# Imports the core without extras, and then, in a process that is forked for each copy of extras, all that is in it.
+IMPORT_ALL = """
+import importlib, json, os, pkgutil, sys, traceback
+
+import dali_train
+from dali_train import cli, extras
+
+def import_all(package):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith((".__main__", ".workflow", ".ray")):  # the latter need Flyte and Ray
+            importlib.import_module(module.name)
+
+import_all(dali_train)
+assert not [module for module in sys.modules if module.startswith("dali_train.extras.")], "the core needs no extras"
+cli.command_parser().format_help()
+
+for copy in sys.argv[1:]:
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            extras.__path__ = [copy]
+            import_all(extras)
+            answer = {"help": cli.command_parser().format_help()}
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        os.write(writing, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        print(file.read().decode())
+    os.wait()
+"""
+
+
+def builds_on(part: str, gone: set[str]) -> bool:
+    """Return whether a file of `part` imports a module of `gone`."""
+    path = EXTRAS / part
+    for file in [path] if path.suffix else path.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dali_train.extras."):
+                module = str(node.module).split(".")[2]
+                if module in gone or f"{module}.py" in gone:
+                    return True
+    return False
+
+
+def removed_with(part: str) -> set[str]:
+    """Return `part` and all that builds on it, by the names of files and folders."""
+    gone = {part}
+    while more := {other for other in PARTS if other not in gone and builds_on(other, gone)}:
+        gone |= more
+    return gone
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """By part: the help of the command line without it, or the error."""
+    core = tmp_path_factory.mktemp("core")
+    without = shutil.ignore_patterns("extras", "recipes")
+    shutil.copytree(REPOSITORY / "dali_train", core / "dali_train", ignore=without)
+    (core / "dali_train" / "extras").mkdir()
+    (core / "dali_train" / "extras" / "__init__.py").touch()
+    copies = {part: tmp_path_factory.mktemp("copy") for part in PARTS}
+    for part, copy in copies.items():
+        shutil.copytree(EXTRAS, copy, ignore=shutil.ignore_patterns(*removed_with(part)), dirs_exist_ok=True)
+    command = [sys.executable, "-c", IMPORT_ALL, *map(str, copies.values())]
+    environment = {**os.environ, "PYTHONPATH": str(core)}
+    done = subprocess.run(command, cwd=core, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(copies, lines, strict=True))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_rest_works_without(part: str, answers: dict[str, dict[str, str]]) -> None:
+    answer = answers[part]
+    assert "error" not in answer, answer["error"]
+    gone = removed_with(part)
+    for command in ("doctor", "export", "init", "predict", "report"):
+        assert (f"    {command} " in answer["help"]) == (command not in gone), command
+    assert "    train " in answer["help"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_says_what_it_is_for(part: str) -> None:
+    path = EXTRAS / part if part.endswith(".py") else EXTRAS / part / "__init__.py"
+    assert ast.get_docstring(ast.parse(path.read_text()))
