@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Literal
 
 import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, is_fast_norm, resample_abs_pos_embed, set_fast_norm
-from timm.models import deit, eva, vision_transformer
 from timm.models.vision_transformer import LayerScale
 from torch import nn
 from torch.nn.attention import SDPBackend
@@ -41,6 +41,7 @@ from dali_train.training.weight_files import Tensors
 
 logger = logging.getLogger("dali_train")
 
+_RESAMPLE = resample_abs_pos_embed.__name__
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -116,6 +117,7 @@ def build_model(
         dtype=torch.float64 if config.precision.dtype == "fp64" else torch.float32,
         memory_format=torch.channels_last if config.model.channels_last else torch.preserve_format,
     )
+    _resample_by_products(model)
     if fast_norm:
         _keep_stream_in_half_precision(model)
     freeze(model, config.model.freeze)
@@ -343,8 +345,20 @@ def resample_position_embedding(
     return torch.cat([embedding[:, :num_prefix_tokens], resampled.to(embedding.dtype)], dim=1)
 
 
-for _timm_module in (vision_transformer, deit, eva):
-    _timm_module.resample_abs_pos_embed = resample_position_embedding
+def _resample_by_products(model: nn.Module) -> None:
+    """Let `model`, and no other one, resample its position embeddings by `resample_position_embedding`.
+
+    timm's ``_pos_embed`` calls the function of its own module. The model gets a copy of that method with other globals,
+    without ``__name__``, by which the compiler would look the function up in timm's module again.
+    """
+    for module in model.modules():
+        method = getattr(type(module), "_pos_embed", None)
+        if not isinstance(method, FunctionType) or method.__globals__.get(_RESAMPLE) is not resample_abs_pos_embed:
+            continue
+        names = {name: value for name, value in method.__globals__.items() if name != "__name__"}
+        names[_RESAMPLE] = resample_position_embedding
+        copy = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+        module._pos_embed = MethodType(copy, module)
 
 
 def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evaluates: bool = True) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import airbench94
 import numpy as np
@@ -16,8 +17,10 @@ from PIL import Image
 
 from dali_train.checkpoint.format import load_newest
 from dali_train.cli import main
-from dali_train.training.invariant import RunningStatistics
-from dali_train.training.optim import Ema, make_optimizer
+from dali_train.data.loading.pipelines import Batch
+from dali_train.parallel.layout import Layout
+from dali_train.runtime.launch import Launch
+from dali_train.training.build import build_trainer
 from dali_train.training.schedule import learning_rate
 
 SIZE, STEPS, IMAGES = 16, 12, 50_000
@@ -28,36 +31,44 @@ def waves(*shape: int, scale: float) -> torch.Tensor:
     return scale * torch.arange(math.prod(shape), dtype=torch.float64).mul(1.7).sin().view(shape)
 
 
+class Waves:
+    """A loader of one micro-batch a step."""
+
+    def __init__(self, step: int) -> None:
+        self._images = waves(SIZE, 3, 32, 32, scale=1 + step / 10)
+
+    def next(self) -> Batch:
+        classes = torch.arange(SIZE) % 10
+        plain = SimpleNamespace(dropout_seed=0, k=0)  # all that a step reads of the draws
+        return Batch(self._images, torch.stack([classes, classes], 1), torch.ones(SIZE), plain)
+
+
 def test_weights_after_steps_are_those_of_the_published_program() -> None:
     """Rates by group, momentum, weight decay, the frozen bias and Lookahead, in float64; the numbers were computed by
     the classes and the loop of legacy/airbench94.py for the same weights, images, size of batch and number of steps."""
     lr = airbench94.LR * SIZE / 1024
     config = airbench94.config.replace(
         batch=dict(global_batch=SIZE, micro_batch=SIZE),
+        model=dict(kwargs=dict(widths=(8, 16, 16)), weights=None),
         optimizer=dict(lr=lr, kwargs=dict(momentum=0.85, bias_steps=6)),
         schedule=dict(warmup_epochs=2 * SIZE / IMAGES, warmup_lr=0.2 * lr, min_lr=0.07 * lr),
+        precision=dict(dtype="fp64"),
         run=dict(epochs=STEPS * SIZE / IMAGES),
     )
-    model = airbench94.Airbench94(widths=(8, 16, 16)).double()
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.ndim > 1:
-            parameter.data = waves(*parameter.shape, scale=0.2)
-    model.whiten.weight.data = waves(24, 3, 2, 2, scale=1.0)
-    statistics = RunningStatistics(model)
-    optimizer, average = make_optimizer(model, config.optimizer), Ema(model, config.ema, STEPS)
+    layout = Layout.from_config(Launch(world_size=1, port=1), config.parallel)
+    counts = np.full(10, IMAGES // 10)
+    trainer = build_trainer(config, layout, 10, torch.device("cpu"), counts)
+    model = trainer.model.train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.ndim > 1:
+                parameter.copy_(waves(*parameter.shape, scale=0.2))
+        model.whiten.weight.copy_(waves(24, 3, 2, 2, scale=1.0))
+    trainer.begin_averages()
     for step in range(STEPS):
-        images = waves(SIZE, 3, 32, 32, scale=1 + step / 10)
-        loss = F.cross_entropy(model(images), torch.arange(SIZE) % 10, label_smoothing=0.2)
-        loss.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step, IMAGES) * group["lr_scale"]
-        optimizer.step()
-        optimizer.zero_grad()
-        statistics.add_micro_batch()
-        statistics.finish_step(1)
-        if average.update(step):
-            statistics.begin()
-    reached = average.state()
+        trainer.step(step, learning_rate(config, step, IMAGES), Waves(step))
+    assert trainer.ema is not None
+    reached = trainer.ema.state()
     for name, norm in PUBLISHED_NORMS.items():
         # The program keeps the schedule of Lookahead's decay in float32.
         assert reached[name].norm().item() == pytest.approx(norm, rel=1e-6), name

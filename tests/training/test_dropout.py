@@ -22,6 +22,21 @@ FIRST, SECOND = (torch_seed(1, Purpose.DROPOUT, step=3, k=k) for k in (0, 1))  #
 DROPS = {"drop_rate": 0.2, "pos_drop_rate": 0.2, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.2}
 
 
+@pytest.mark.parametrize(
+    ("seed", "number", "expected"),
+    [
+        (0, 1, 0x85EBCA77),
+        (1 << 32, 1, 0x124234428),
+        (1 << 32, 2, 0x1AA0F0E9F),
+        (0x0123_4567_89AB_CDEF, 12, 0x1234567375F28CB),
+        (0x7FFF_FFFF_FFFF_FFFF, 1000, 0x7FFFFFFF02D76727),
+    ],
+)
+def test_seeds_of_blocks_stay_what_they_are(seed: int, number: int, expected: int) -> None:
+    """Or all runs would draw other masks, and a resumed one would go on with others than it began with."""
+    assert block_seed(seed, number) == expected
+
+
 def vit(**kwargs: Any) -> Any:
     torch.manual_seed(0)
     return timm.create_model(

@@ -10,6 +10,8 @@ import torch
 
 from dali_train.config import PrecisionConfig, load_config
 from dali_train.files import git_commit
+from dali_train.runtime.launch import Launch
+from dali_train.training.build import build_loader, build_trainer, prepare
 from dali_train.training.metrics import NonFiniteError, TrainingMetrics
 from tests.conftest import REPOSITORY, Train, final_weights
 from tests.helpers import events, losses, words
@@ -119,3 +121,15 @@ def test_a_run_needs_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert git_commit(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_commit(REPOSITORY) is None
+
+
+def test_a_step_applies_the_factors_of_the_groups(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_config(tiny_config).replace(
+        {"run.dir": str(tmp_path / "run"), "optimizer.groups": (("*.bias", 0.0, 1.0),)}
+    )
+    plan = prepare(config, Launch(world_size=1, port=1), CPU)
+    trainer = build_trainer(config, plan.layout, plan.num_classes, CPU, plan.class_counts)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    trainer.step(0, 0.1, build_loader(plan))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.endswith(".bias"), name
