@@ -60,7 +60,7 @@ def test_every_row_in_a_run(stripes: Path, tmp_path: Path) -> None:
     assert tracked["train/loss"] == losses(one), "the tracker"
     newest, _ = load_newest(one / "checkpoints")
     assert newest is not None and newest.values.optimizer.kind == "Descent"
-    assert set(newest.values["optimizer"]["numbers"].values()) == {3}, "the optimizer's own count of its steps"
+    assert set(newest.values.optimizer.numbers.values()) == {3}, "the optimizer's own count of its steps"
     assert {"train", "validation"} >= set((stripes / "counted.txt").read_text().split()) >= {"train"}, "the storage"
     assert json.loads((one / "config.json").read_text())["data"]["root"] == f"counted://{stripes}"
     assert "gradients are averaged by hand" in run.log.read_text(), "the kind of parallelism, which keeps the invariant"
