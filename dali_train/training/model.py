@@ -358,7 +358,7 @@ def _resample_by_products(model: nn.Module) -> None:
         names = {name: value for name, value in method.__globals__.items() if name != "__name__"}
         names[_RESAMPLE] = resample_position_embedding
         copy = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-        module._pos_embed = MethodType(copy, module)
+        module._pos_embed = MethodType(copy, module)  # type: ignore[assignment]
 
 
 def check_sizes(model: nn.Module, config: Config, *, trains: bool = True, evaluates: bool = True) -> None:
