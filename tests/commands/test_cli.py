@@ -93,7 +93,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         (["eval", "--help"], "Evaluate a run's checkpoint"),
         (["doctor", "--help"], "usage: dali-train doctor"),
         (["--version"], "dali-train 0."),
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "there is no 'trian'"),
     ):
         with pytest.raises(SystemExit) as exit_:
             main(arguments)
