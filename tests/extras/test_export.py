@@ -354,6 +354,7 @@ def test_predict_goes_on_past_files_that_are_none(
         printed = capsys.readouterr()
         assert [line.split()[0] for line in printed.out.splitlines()[1:]] == [str(path) for path in sorted(photographs)]
         assert "4 of 7 images cannot be classified" in printed.err and "and 1 more" in printed.err
+        assert "indexing" not in printed.err, "the images are no dataset of the user's"
     predictions = dali_train.predict(finished, [text, *photographs, tmp_path / "more"])
     assert predictions.images == tuple(photographs) and predictions.class_names[1] == "class 1"
     assert predictions.names == [f"class {number}" for number in predictions.classes[:, 0]]

@@ -189,6 +189,7 @@ def build_index(
     check_crc: bool = True,
     workers: int = 1,
     fetch: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
+    shows_progress: bool = True,
 ) -> Manifest:
     """Index every split found below `root`: the columnar index, DALI's text index and ``dataset.json``.
 
@@ -203,6 +204,7 @@ def build_index(
         check_crc: check every record's CRC, which reads all bytes. Without it only the framing is checked.
         workers: threads; each indexes one shard at a time.
         fetch: called with each shard's path; the file is read within.
+        shows_progress: on stderr.
 
     Raises:
         DatasetError, TFRecordError: the first fault found, with file and location.
@@ -218,7 +220,9 @@ def build_index(
         with fetch(path):
             return index_shard(path, check_crc=check_crc, features=features)
 
-    indexed = _index_all(shards, index, workers=workers)
+    total = sum(path.stat().st_size for paths in shards.values() for path in paths)
+    with Progress("indexing", total=total, unit="B") if shows_progress else nullcontext() as progress:
+        indexed = _index_all(shards, index, progress, workers=workers)
     if num_classes is None:
         num_classes = _count_classes(shards, indexed, label_base)
     for split, parts in indexed.items():
@@ -327,14 +331,17 @@ def _common_encoding(root: Path, indexed: dict[SplitName, list[IndexedShard]]) -
 
 
 def _index_all(
-    shards: dict[SplitName, list[Path]], index: Callable[[Path], IndexedShard], *, workers: int
+    shards: dict[SplitName, list[Path]],
+    index: Callable[[Path], IndexedShard],
+    progress: Progress | None,
+    *,
+    workers: int,
 ) -> dict[SplitName, list[IndexedShard]]:
-    total = sum(path.stat().st_size for paths in shards.values() for path in paths)
     indexed: dict[SplitName, list[IndexedShard]] = {split: [] for split in shards}
-    with Progress("indexing", total=total, unit="B") as progress:
-        for split, paths in shards.items():
-            for part in map_shards(paths, index, workers=workers):
-                indexed[split].append(part)
+    for split, paths in shards.items():
+        for part in map_shards(paths, index, workers=workers):
+            indexed[split].append(part)
+            if progress is not None:
                 progress.update(part.shard.num_bytes)
     return indexed
 

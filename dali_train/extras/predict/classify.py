@@ -334,7 +334,7 @@ def _as_split(images: Mapping[Path, bytes], directory: Path) -> Split:
         (content, {"image/class/label": 1, "image/filename": str(path)}) for path, content in images.items()
     ]
     write_records(directory / "validation" / "validation-00000-of-00001", records)
-    build_index(directory)
+    build_index(directory, shows_progress=False)
     return Split(directory, "validation")
 
 
