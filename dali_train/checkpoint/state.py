@@ -8,7 +8,7 @@ not: torch's function first takes a step with zero gradients, which is counted, 
 casts all of it to the parameter's dtype.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
 from pathlib import Path
@@ -32,14 +32,14 @@ from dali_train.checkpoint.format import (
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
 from dali_train.checkpoint.record import WeightsRecord, recipe_digest, written
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
-from dali_train.config import Config, ModelConfig
+from dali_train.config import Config, LossConfig, ModelConfig
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
 from dali_train.runtime.process_group import on_rank_0
 from dali_train.training.precision import Precision
-from dali_train.training.pretrained import is_path
+from dali_train.training.pretrained import class_names_beside, is_path, match_classes, read_weights_of
 from dali_train.training.trainer import Trainer
 
 
@@ -88,12 +88,13 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
             checkpoint.
         CheckpointError: the checkpoint is damaged.
     """
+    check_teacher(config.loss, split.manifest.class_names)
     directory = Path(config.run.dir) / "checkpoints"
     current = recipe(config, split.manifest)
     checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
     if checkpoint is None:
         record = written(recipe_digest(current), 0) if config.data.reader != "dali" else ""
-        weights = first_weights(config.model)
+        weights = first_weights(config.model, split.manifest.class_names)
         return Start(recipe=current, checkpoint=None, warnings=warnings, weights=weights, record=record)
     warnings += check_recipe(
         saved_recipe(checkpoint.values, checkpoint.path),
@@ -131,18 +132,54 @@ def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict
     return state, dataclass_replace(values, dropout=trainer.dropout)
 
 
-def first_weights(model: ModelConfig) -> Tensors | None:
-    """Return the weights, or their moving average, if model.weights is a run or a checkpoint; None for anything else,
-    which `create_pretrained` reads.
+_LOCAL = "local-dir:"  # timm's prefix for a directory with config.json and model.safetensors
+
+
+def first_weights(model: ModelConfig, class_names: Sequence[str], *, evaluates: bool = False) -> Tensors | None:
+    """Return the weights, or their moving average, if model.weights is a run or a checkpoint, or a file that knows its
+    class names; None for anything else, which `create_pretrained` reads.
+
+    Args:
+        class_names: of the dataset, see `match_classes`.
+        evaluates: see there.
 
     Raises:
-        ConfigError, CheckpointError: model.weights is another kind of directory, or is damaged.
+        ConfigError, CheckpointError: model.weights is another kind of directory, is damaged, or has other classes.
     """
     weights = model.weights
-    if weights is None or not is_path(weights) or not Path(weights).is_dir():
+    if weights is not None and weights.startswith(_LOCAL):
+        file = str(Path(weights.removeprefix(_LOCAL)) / "model.safetensors")
+        theirs: Sequence[str] = class_names_beside(file)
+        if sorted(theirs) == sorted(class_names) and [*theirs] != [*class_names]:
+            raise ConfigError(
+                f"model.weights {weights}: its classes have another order than the dataset's: use {file}, whose "
+                "classes are matched by name"
+            )
+    if weights is None or not is_path(weights):
         return None
-    state = load_checkpoint(named_checkpoint(Path(weights), "model.weights")).state
-    return state.get("ema") or state["model"]
+    if Path(weights).is_dir():
+        checkpoint = load_checkpoint(named_checkpoint(Path(weights), "model.weights"))
+        tensors = checkpoint.state.get("ema") or checkpoint.state["model"]
+        theirs = checkpoint.values.class_names
+    else:
+        theirs = class_names_beside(weights)
+        if not theirs:
+            return None
+        tensors = read_weights_of(model.name, weights, len(theirs), model.kwargs, "model.weights")
+    return match_classes(tensors, model.name, theirs, class_names, f"model.weights {weights}", evaluates=evaluates)
+
+
+def check_teacher(loss: LossConfig, class_names: Sequence[str]) -> None:
+    """Raises ConfigError: the file loss.teacher_weights knows its classes, and they are not those of the dataset, in
+    their order."""
+    weights = loss.teacher_weights
+    theirs = class_names_beside(weights) if weights is not None else []
+    if {*theirs} & {*class_names} and theirs != [*class_names]:
+        raise ConfigError(
+            f"loss.teacher_weights {weights}: its classes, from {theirs[0]!r} to {theirs[-1]!r}, are not those of the "
+            f"dataset in their order, from {class_names[0]!r} to {class_names[-1]!r}: index the dataset with the names "
+            "in its config.json (--class-names FILE)"
+        )
 
 
 def capture(

@@ -154,7 +154,12 @@ def check_weights(model: ModelConfig, num_classes: int) -> None:
     """
     if model.weights is not None:
         weights_that_fit(
-            model.name, model.weights, num_classes, model.kwargs, field="model.weights", tensors=first_weights(model)
+            model.name,
+            model.weights,
+            num_classes,
+            model.kwargs,
+            field="model.weights",
+            tensors=first_weights(model, ()),  # the number of classes is known here, not their names
         )
 
 

@@ -94,7 +94,7 @@ def evaluate_weights(config: Config, chosen: Collection[str], options: LaunchOpt
     with joined_and_watched(options, config, Path(config.run.dir)) as (launch, device):
         require_equal_ranks(config, device, host_group(launch, config.parallel))
         plan = prepare(config, launch, device, trains=False)
-        tensors = first_weights(config.model)
+        tensors = first_weights(config.model, plan.class_names, evaluates=True)
         model = build_model(config, plan.num_classes, device, with_weights=True, tensors=tensors, keep_classifier=True)
         if from_timm:
             settings = image_settings(

@@ -4,7 +4,7 @@ import fnmatch
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dali_train.config.check import close_names
 from dali_train.errors import ConfigError
+from dali_train.files import ForeignFileError, read_json
 from dali_train.training.model_arguments import build_on_meta, check_name
 from dali_train.training.weight_files import SUFFIXES, Tensors, is_timms_hub_name, read_weights
 
+_MAX_DESCRIPTION_BYTES = 1 << 28  # of a config.json, which may have a million class names
 ALL_BUT_HEAD = "all-but-head"
 """In model.freeze: all weights except the classifier's, or the classifiers', if there are several."""
 
@@ -64,7 +66,7 @@ def create_pretrained(
     tensors = weights_that_fit(name, weights, num_classes, kwargs, field=field, tensors=tensors)
     source = weights or name
     if tensors is not None:
-        num_trained = _num_classes(name, tensors)
+        num_trained = num_classes_of(name, tensors)
         if keep_classifier and num_trained is None and _classifiers_of(name):
             raise ConfigError(f"{field}: {source} has no classifier: use weights trained on the dataset's classes")
     else:
@@ -112,9 +114,7 @@ def weights_that_fit(
         ConfigError: the weights are missing, or do not fit.
     """
     if tensors is None and is_path(weights):
-        check_name(name, field)
-        own = build_on_meta(name, num_classes, kwargs).state_dict()
-        tensors = read_weights(weights, field, own.keys(), _classifiers_of(name))
+        tensors = read_weights_of(name, weights, num_classes, kwargs, field)
     if tensors is None:
         if ":" not in (weights or name):
             check_name(weights or name, field)
@@ -125,15 +125,22 @@ def weights_that_fit(
         return None
     check_name(name, field)
     shapes = {key: tensor.to("meta") for key, tensor in tensors.items()}
-    if _num_classes(name, tensors) is None:
+    if num_classes_of(name, tensors) is None:
         own = build_on_meta(name, num_classes, kwargs).state_dict()
         heads = tuple(f"{classifier}." for classifier in _classifiers_of(name))
         shapes |= {key: tensor for key, tensor in own.items() if key.startswith(heads)}
     try:
-        _check_all_fit(lambda: _create_with(shapes, name, _num_classes(name, tensors) or num_classes, kwargs))
+        _check_all_fit(lambda: _create_with(shapes, name, num_classes_of(name, tensors) or num_classes, kwargs))
     except RuntimeError as error:
         raise _misfit(error, weights, name, kwargs, field) from error
     return tensors
+
+
+def read_weights_of(name: str, weights: str, num_classes: int, kwargs: dict[str, Any], field: str) -> Tensors:
+    """Return the tensors of the model `name` in a file, see `read_weights`."""
+    check_name(name, field)
+    own = build_on_meta(name, num_classes, kwargs).state_dict()
+    return read_weights(weights, field, own.keys(), _classifiers_of(name))
 
 
 def _check_all_fit(create: Callable[[], Any]) -> None:
@@ -167,6 +174,55 @@ def _misfit(error: Exception, weights: str, name: str, kwargs: dict[str, Any], f
     )
 
 
+def class_names_beside(weights: str) -> list[str]:
+    """Return the class names of a file of weights: those of timm's config.json beside it, as `export` and timm's
+    save_for_hf write it; none if there is no such file, or it names none."""
+    try:
+        description = read_json(Path(weights).parent / "config.json", _MAX_DESCRIPTION_BYTES)
+    except (OSError, ForeignFileError):
+        return []
+    names = description.get("label_names")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def match_classes(
+    tensors: Tensors, name: str, theirs: Sequence[str], ours: Sequence[str], source: str, *, evaluates: bool = False
+) -> Tensors:
+    """Return weights of the model `name` with the classes in our order, matched by their names.
+
+    Args:
+        theirs, ours: class names in the order of the labels, of the weights and of the dataset. Without names, and
+            with none in common, nothing is known, and nothing is changed.
+        source: the setting and its value, for messages.
+        evaluates: the classifier is not trained any more, so all of its classes must be ours.
+
+    Raises:
+        ConfigError: the order differs and timm does not know the classifier, or `evaluates` and other classes.
+    """
+    known = {*theirs}
+    common = known.intersection(ours)
+    if [*theirs] == [*ours] or not common:
+        return tensors
+    if len(common) < max(len(theirs), len(ours)):
+        if evaluates and len(theirs) == len(ours):
+            unknown = next(one for one in ours if one not in known)
+            raise ConfigError(
+                f"{source}: its {len(theirs)} classes are not those of the dataset, {unknown!r} is not among them: use "
+                "the dataset that it was trained on, or one with its class names"
+            )
+        return tensors
+    heads = _classifiers_of(name)
+    rows = [f"{head}.{kind}" for head in heads for kind in ("weight", "bias") if f"{head}.{kind}" in tensors]
+    if not rows:
+        raise ConfigError(
+            f"{source}: its classes have another order than the dataset's, and the classifier of {name} is unknown: "
+            "index the dataset in that order, with --class-names FILE"
+        )
+    place = {one: number for number, one in enumerate(theirs)}
+    order = torch.tensor([place[one] for one in ours])
+    return {key: tensor[order] if key in rows else tensor for key, tensor in tensors.items()}
+
+
 def image_settings(model: nn.Module, *, eval_size: int | None = None, for_tests: bool = False) -> dict[str, Any]:
     """Return the data settings for the preprocessing in the model's ``pretrained_cfg``.
 
@@ -195,7 +251,7 @@ def _create_with(tensors: Tensors, name: str, num_classes: int, kwargs: dict[str
         model = timm.create_model(name, num_classes=num_classes, **kwargs)
         model.load_state_dict(tensors)
         return model
-    num_trained = _num_classes(name, tensors)
+    num_trained = num_classes_of(name, tensors)
     if num_trained is None:  # 0 classes are others than the model's, so that timm leaves its classifier as it is
         num_trained = 0 if _classifiers_of(name) else num_classes
     # A copy, since timm removes the classifier from it.
@@ -268,7 +324,7 @@ def is_frozen(layer: nn.Module) -> bool:
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
-def _num_classes(name: str, tensors: Tensors) -> int | None:
+def num_classes_of(name: str, tensors: Tensors) -> int | None:
     """Return the number of classes of the classifier in `tensors`; None if there is no classifier, or none is known."""
     weights = [tensors.get(f"{classifier}.weight") for classifier in _classifiers_of(name)]
     return len(weights[0]) if weights and weights[0] is not None else None

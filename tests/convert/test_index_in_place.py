@@ -311,7 +311,7 @@ def test_a_file_that_cannot_be_opened_hides_no_other_fault(
     flip(damaged, keep_time=True)(tmp_path)
     data("verify", tmp_path / "folder.index", status=1)
     printed = capsys.readouterr().out
-    assert f"fault: {closed}: cannot be read (Too many levels of symbolic links)" in printed
+    assert f"fault: {closed} cannot be read (Too many levels of symbolic links)" in printed
     assert f"fault: {tmp_path}/{damaged} has CRC32C" in printed
 
 

@@ -33,6 +33,7 @@ from dali_train.extras.timm.from_timm import _REASONS, SAME, Translation, config
 from dali_train.extras.timm.timm_arguments import DEFAULTS, EARLIER, read_arguments
 from dali_train.training.optim import make_optimizer
 from dali_train.training.schedule import learning_rate
+from tests.convert.files import write_folder
 from tests.sampling.test_sampling import rows_of
 
 # The arguments of train.py in the repository at aa4b5850; timm's package does not hold the script.
@@ -503,3 +504,28 @@ def test_init_writes_where_every_setting_comes_from(
     nowhere = tmp_path / "nowhere"
     assert main(["init", str(nowhere), "--output", str(tmp_path / "no.py"), *words[4:]]) == 2
     assert f"{nowhere}: this directory does not exist" in capsys.readouterr().err and not (tmp_path / "no.py").exists()
+
+
+def test_the_order_of_the_classes_is_compared_with_timms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path / "photos", {"1": 2, "2": 2, "10": 2})
+    torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), tmp_path / "three.pth")
+    torch.save(timm.create_model("test_resnet", num_classes=4).state_dict(), tmp_path / "four.pth")
+
+    def init(dataset: str, words: str) -> tuple[int, str]:
+        (tmp_path / "c.py").unlink(missing_ok=True)
+        line = f"--model test_resnet -b 8 {words}"
+        status = main(["init", str(tmp_path / dataset), "--output", str(tmp_path / "c.py"), "--from-timm", line])
+        return status, "".join(capsys.readouterr())
+
+    for order in ("name", "natural"):
+        words = ("--out", str(tmp_path / order), "--class-order", order)
+        assert main(["data", "index", str(tmp_path / "photos"), *words]) == 0
+    status, printed = init("name", "")
+    assert status == 0 and "order of the classes: train.py numbers class folders in natural order" in printed
+    status, printed = init("name", f"--initial-checkpoint {tmp_path}/three.pth")
+    assert status == 2 and "from '10' on" in printed and "--class-order natural" in printed
+    status, printed = init("name", f"--initial-checkpoint {tmp_path}/four.pth")
+    assert status == 0 and "order of the classes" in printed
+    for words in ("", f"--initial-checkpoint {tmp_path}/three.pth"):
+        status, printed = init("natural", words)
+        assert status == 0 and "order of the classes" not in printed

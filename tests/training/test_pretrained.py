@@ -1,5 +1,6 @@
 """Trained weights to begin with, frozen weights, and the project's own small model."""
 
+import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from dali_train.checkpoint.state import check_teacher, first_weights
 from dali_train.cli import main
-from dali_train.config import Config, ConfigError, load_config
+from dali_train.config import Config, ConfigError, LossConfig, load_config
 from dali_train.training.invariant import RunningStatistics
 from dali_train.training.model import build_model
+from dali_train.training.pretrained import match_classes
 from tests.config.test_config import PLAIN
 from tests.conftest import Train, final_weights
 from tests.helpers import CONVOLUTIONAL, extended
@@ -49,6 +52,39 @@ def test_other_classes_get_a_new_classifier(weights: tuple[str, dict[str, torch.
     assert first["head.weight"].shape == (3, 32)
     assert torch.equal(first["head.weight"], second["head.weight"])
     assert torch.equal(first["blocks.0.attn.qkv.weight"], expected["blocks.0.attn.qkv.weight"])
+
+
+def test_classes_are_matched_by_name(weights: tuple[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    """A file beside timm's config.json knows its classes; the same ones in another order are reordered, or refused."""
+    _, expected = weights
+    file = tmp_path / "model.safetensors"
+    save_file(expected, file)
+    theirs, ours = ["1", "2", "10", "cat", "Owl"], ["1", "10", "2", "Owl", "cat"]
+    model = config(weights=str(file)).model
+    assert first_weights(model, ours) is None  # it does not know its classes
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": theirs}))
+    for names in (theirs, ours):
+        tensors = first_weights(model, names, evaluates=True)
+        assert tensors is not None
+        rows = [theirs.index(name) for name in names]
+        assert torch.equal(tensors["head.weight"], expected["head.weight"][rows])
+        assert torch.equal(tensors["head.bias"], expected["head.bias"][rows])
+        assert torch.equal(tensors["pos_embed"], expected["pos_embed"])
+    # Of other classes a head may be fine-tuned, and not be evaluated. Without common names nothing is known.
+    others = [*ours[:4], "dog"]
+    assert torch.equal(first_weights(model, others)["head.weight"], expected["head.weight"])
+    with pytest.raises(ConfigError, match="its 5 classes are not those of the dataset, 'dog' is not among them"):
+        first_weights(model, others, evaluates=True)
+    assert first_weights(model, ["a", "b", "c", "d", "e"], evaluates=True) is not None
+    with pytest.raises(ConfigError, match="have another order than the dataset's: use "):
+        first_weights(config(weights=f"local-dir:{tmp_path}").model, ours)
+    with pytest.raises(ConfigError, match="its classes have another order than the dataset's, and the classifier of"):
+        match_classes(expected, "a_model_of_ones_own", theirs, ours, "model.weights")
+    check_teacher(LossConfig(distillation="hard", teacher="test_vit", teacher_weights=str(file)), theirs)
+    with pytest.raises(
+        ConfigError, match=r"loss\.teacher_weights .*: its classes, from '1' to 'Owl', are not those of"
+    ):
+        check_teacher(LossConfig(distillation="hard", teacher="test_vit", teacher_weights=str(file)), ours)
 
 
 def test_position_embeddings_are_fitted_to_another_resolution(weights: tuple[str, dict[str, torch.Tensor]]) -> None:

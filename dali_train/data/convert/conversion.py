@@ -33,7 +33,7 @@ from dali_train.data.convert.shards import LABEL_BASE, SPOILT_NOTE, BadImage, Sh
 from dali_train.data.convert.sources import Images
 from dali_train.data.dataset.build_index import map_shards, write_index
 from dali_train.data.dataset.index import map_file
-from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName, cache_directory
+from dali_train.data.dataset.manifest import CLASS_NAMES, SPLITS, Manifest, SplitName, cache_directory
 from dali_train.data.dataset.verify import verify
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.rng import shuffled
@@ -50,7 +50,6 @@ from dali_train.files import (
 from dali_train.runtime.object_store import Bucket, MissingObjectError
 from dali_train.text import plural
 
-_CLASS_NAMES = "class-names"  # as the order of class folders: a list
 DOWNLOAD_DIRECTORY = "downloads"  # the one directory that may be in a new dataset's
 OnBad = Literal["fail", "skip"]
 DEFAULT_SHARDS: dict[SplitName, int] = {"train": 1024, "validation": 128}
@@ -83,7 +82,7 @@ def class_order_of(options: Namespace, dataset: str) -> str | None:
     by name, or there are no class folders."""
     if dataset != "folder":
         return None
-    order: str = _CLASS_NAMES if options.class_names is not None else options.class_order
+    order: str = CLASS_NAMES if options.class_names is not None else options.class_order
     return None if order == "name" else order
 
 

@@ -5,7 +5,9 @@ A folder of images has as many files as images, so they are rows of an array, ``
 to it, removed from it or renamed in it, so that a thousand of them tell this of a million files.
 """
 
+import errno
 import os
+import stat
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -106,11 +108,21 @@ class SourceFiles:
             os.close(descriptor)
 
     def open(self, number: int) -> int:
-        """Return a descriptor. Raises DatasetError: there is no such file."""
+        """Return a descriptor. Raises DatasetError: there is no such file, or it cannot be read. OSError: too many
+        files are open."""
         try:
-            return os.open(self.path(number), os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = os.open(self.path(number), os.O_RDONLY | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             raise self._fault(self.path(number), _MISSING) from None
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            fault = f"cannot be read ({error.strerror}): allow it, or restore it"
+            raise self._fault(self.path(number), fault) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise self._fault(self.path(number), "is a FIFO, a device or a directory now: restore it")
+        return descriptor
 
     def read_open(self, descriptor: int, number: int, begin: int, end: int) -> bytes:
         content = os.pread(descriptor, end - begin, begin)
@@ -143,6 +155,10 @@ class SourceFiles:
                 status = Path(path).stat()
             except (FileNotFoundError, NotADirectoryError):
                 raise self._fault(path, _MISSING) from None
+            except OSError as error:  # links that refer to each other, a directory that is closed to the user
+                raise self._fault(path, f"cannot be read ({error.strerror}): restore it") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise self._fault(path, "is a FIFO, a device or a directory now: restore it")
             if status.st_size != self.num_bytes[number]:
                 found = f"has {status.st_size} bytes, the index was made for {self.num_bytes[number]}"
                 raise self._fault(path, f"{found}: restore it")

@@ -7,7 +7,6 @@ pixels. With it a slice of a memory map is the JPEG, and training parses nothing
 import mmap
 import os
 import re
-import resource
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -354,16 +353,6 @@ def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
 def sizes_of(rows: NDArray[np.void]) -> NDArray[np.int32]:
     """Return the height and width of each image by its row of an index, (n, 2)."""
     return np.stack([rows["height"], rows["width"]], axis=-1).astype(np.int32)
-
-
-def allow_open_files(needed: int) -> str:
-    """Raise this process's limit of open files to `needed`. Return the reason if that fails, else an empty string."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        return f"{needed} files would be open, `ulimit -Hn` allows {hard}"
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    return ""
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:

@@ -36,6 +36,7 @@ _SPLIT_WORD = re.compile(
     re.IGNORECASE,
 )
 ClassOrder = Literal["name", "natural"]
+CLASS_NAMES = "class-names"  # recorded instead of such an order: a list of the user's
 CLASS_ORDERS: tuple[ClassOrder, ...] = get_args(ClassOrder)
 # What an index row points at: an image file (JPEG, PNG, ...), or height * width * 3 bytes of RGB pixels, HWC.
 Encoding = Literal["image", "raw"]

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 
 from dali_train.config import DataConfig
 from dali_train.data.dataset.files_in_place import SourceFiles
-from dali_train.data.dataset.index import Split, allow_open_files, map_file, sizes_of
+from dali_train.data.dataset.index import Split, map_file, sizes_of
 from dali_train.data.dataset.manifest import dataset_errors
+from dali_train.data.dataset.open_files import OPEN_FILES
 from dali_train.errors import ConfigError, DatasetError
 from dali_train.runtime.object_store import SCHEMES, Bucket, ChangedObjectError, MissingObjectError
 
@@ -29,7 +31,6 @@ T = TypeVar("T")
 RUN_BYTES = 1 << 20  # neighbours are fetched, or read ahead, by one request of up to this
 GAP_BYTES = 1 << 16  # so much between two of them is fetched along: framing, and images that nobody asked for
 _ATTEMPTS = 3  # at an image from a store whose checksum is wrong
-_MOST_OPEN = 4096  # files of an index in place that stay open; of more, each is opened for each image
 
 
 class Cache(Protocol):
@@ -81,17 +82,16 @@ class MappedFiles:
     keeps_windows = True  # in the page cache
 
     def __init__(self, split: Split) -> None:
-        shortage = allow_open_files(len(split.paths) + 256)  # a mapped shard holds a descriptor
+        shortage = OPEN_FILES.reserve(len(split.paths))  # a mapped shard holds a descriptor
         if shortage:
             raise DatasetError(
                 f"{split.root} cannot be mapped: {shortage}; raise that limit, or convert to fewer shards"
             )
         self._rows, self._paths = split.rows, split.paths
         self._maps: list[NDArray[np.uint8] | None] = [None] * len(split.paths)
-        self._files: dict[int, int] = {}  # shard -> descriptor
-        self._opening = threading.Lock()
         self._buffers = threading.local()
-        weakref.finalize(self, _close_all, self._files)
+        self._owner = OPEN_FILES.new_owner()
+        weakref.finalize(self, OPEN_FILES.forget, self._owner, len(split.paths))
 
     def read(self, images: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Return the stored bytes of each of `images` as a read-only view, (size,): encoded images or raw pixels."""
@@ -122,31 +122,22 @@ class MappedFiles:
         for run in adjacent(self._rows, images):
             first, last = self._rows[run[0]], self._rows[run[-1]]
             shard, offset = int(first["shard"]), int(first["offset"])
-            size, descriptor = int(last["offset"]) + int(last["size"]) - offset, self._file(shard)
-            while size > 0:
-                num_read = os.preadv(descriptor, [buffer[:size]], offset)
-                if num_read == 0:
-                    # The decoder would touch a page of the map that has no file behind it and the process would die of
-                    # SIGBUS.
-                    length = os.fstat(descriptor).st_size
-                    raise DatasetError(
-                        f"{self._paths[shard]} was truncated while in use: it ends at byte {length}, but the index has "
-                        f"an image at byte {offset}. Restore the shard, and start again"
-                    )
-                offset, size = offset + num_read, size - num_read
+            size = int(last["offset"]) + int(last["size"]) - offset
+            with OPEN_FILES.opened(self._owner, shard, partial(os.open, self._paths[shard], os.O_RDONLY)) as descriptor:
+                self._touch(shard, descriptor, buffer, offset, size)
 
-    def _file(self, shard: int) -> int:
-        with self._opening:
-            if not self._files and (shortage := allow_open_files(2 * len(self._paths) + 256)):
-                raise OSError(shortage)
-            if shard not in self._files:
-                self._files[shard] = os.open(self._paths[shard], os.O_RDONLY)
-            return self._files[shard]
-
-
-def _close_all(files: dict[int, int]) -> None:
-    for descriptor in files.values():
-        os.close(descriptor)
+    def _touch(self, shard: int, descriptor: int, buffer: memoryview, offset: int, size: int) -> None:
+        while size > 0:
+            num_read = os.preadv(descriptor, [buffer[:size]], offset)
+            if num_read == 0:
+                # The decoder would touch a page of the map that has no file behind it and the process would die of
+                # SIGBUS.
+                length = os.fstat(descriptor).st_size
+                raise DatasetError(
+                    f"{self._paths[shard]} was truncated while in use: it ends at byte {length}, but the index has "
+                    f"an image at byte {offset}. Restore the shard, and start again"
+                )
+            offset, size = offset + num_read, size - num_read
 
 
 def adjacent(rows: NDArray[np.void], images: NDArray[np.int64]) -> list[list[int]]:
@@ -180,25 +171,20 @@ class Ranges(Protocol):
 
 
 class FileRanges:
-    """Files on a disk. They may be as many as there are images, too many to be mapped or open at the same time."""
+    """Files on a disk. They may be as many as there are images, too many to be mapped or open at the same time: see
+    `OpenFiles`."""
 
     portion_bytes, num_attempts = RUN_BYTES, 1
     remedy = "restore the file, or index the dataset again"
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
-        self._stay_open = len(files) <= _MOST_OPEN and not allow_open_files(len(files) + 256)
-        self._descriptors: dict[int, int] = {}
-        self._opening = threading.Lock()
-        weakref.finalize(self, _close_all, self._descriptors)
+        self._owner = OPEN_FILES.new_owner()
+        weakref.finalize(self, OPEN_FILES.forget, self._owner)
 
     def content(self, file: int, begin: int, end: int) -> memoryview:
-        if not self._stay_open:
-            return memoryview(self._files.read(file, begin, end))
-        with self._opening:
-            if file not in self._descriptors:
-                self._descriptors[file] = self._files.open(file)
-        return memoryview(self._files.read_open(self._descriptors[file], file, begin, end))
+        with OPEN_FILES.opened(self._owner, file, partial(self._files.open, file)) as descriptor:
+            return memoryview(self._files.read_open(descriptor, file, begin, end))
 
     def map(self, function: Callable[[list[int]], T], runs: list[list[int]]) -> Iterator[T]:
         return map(function, runs)

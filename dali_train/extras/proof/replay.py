@@ -152,7 +152,7 @@ def train_again(
     """Return the class of this machine, and the result of training the recorded steps again on all ranks."""
     plan = prepare(config, launch, device)
     if recorded.source is None:
-        start = Start(recipe={}, checkpoint=None, warnings=[], weights=first_weights(config.model))
+        start = Start(recipe={}, checkpoint=None, warnings=[], weights=first_weights(config.model, plan.class_names))
     else:
         start = Start(recipe={}, checkpoint=load_checkpoint(recorded.source), warnings=[], step=recorded.begin)
     trainer = restored_trainer(plan, start, evaluates=False)

@@ -23,12 +23,13 @@ from dali_train.config import Config
 from dali_train.config.augment_spec import parse_augment
 from dali_train.config.config import SETTINGS
 from dali_train.config.sections import NORMALISATIONS
-from dali_train.data.dataset.manifest import Manifest
+from dali_train.data.dataset.manifest import CLASS_NAMES, Manifest, order_classes
 from dali_train.errors import ConfigError
 from dali_train.extras.init.write import checked_output
 from dali_train.extras.timm.timm_arguments import DEFAULTS, read_arguments
 from dali_train.text import plural, printable
 from dali_train.training.model_arguments import check_name
+from dali_train.training.pretrained import num_classes_of, read_weights_of
 
 SAME = {
     "seed": "data.seed",
@@ -65,7 +66,9 @@ SAME = {
 _DATASET = "not needed: the DATASET of init has its splits, classes and labels (dali-train data index, data convert)"
 _AHEAD = "not needed: images are read and decoded ahead, in as many threads as there are cores"
 WITHOUT = {
-    "dataset train_split val_split dataset_download class_map input_key target_key": _DATASET,
+    "dataset train_split val_split dataset_download input_key target_key": _DATASET,
+    "class_map": "the order of the classes is that of the DATASET of init: index it with --class-names FILE, the "
+    "names of the map in the order of their numbers",
     "dataset_trust_remote_code train_num_samples val_num_samples": _DATASET,
     "input_img_mode": "images are decoded to RGB, also grey ones",
     "num_classes": "the dataset decides it",
@@ -414,7 +417,7 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
         num_ranks: GPUs; None: as many as the launcher on the command line starts, or 1.
 
     Raises:
-        ConfigError: see `checked_output`, `read_arguments` and `Translation.translate`.
+        ConfigError: see `checked_output`, `read_arguments`, `Translation.translate` and `compare_class_orders`.
         DatasetError: the dataset does not exist, or is damaged.
     """
     output = checked_output(root, output)
@@ -422,7 +425,7 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
     translation = Translation(arguments, launched or 1, lost=unknown)
     translation.translate()
     text = config_text(translation, root, output)
-    Manifest.read(root)
+    note = compare_class_orders(Manifest.read(root), translation)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     steps, batch = max(1, arguments["grad_accum_steps"]), translation.settings["batch.global_batch"][0]
@@ -430,10 +433,44 @@ def write_translation(source: str, root: str, output: Path | None, num_ranks: in
         f"{output}: {len(translation.settings)} settings; {batch:,} images per step are {arguments['batch_size']} x "
         f"{plural(translation.num_ranks, 'GPU')} (--ranks) x {steps} accumulated"
     )
+    if note:
+        print(note)
     if translation.lost:
         print("not translated:")
     for said, reason in translation.lost.items():
         print(f"  {printable(said)}: {printable(reason)}")
+
+
+def compare_class_orders(manifest: Manifest, translation: Translation) -> str:
+    """Return a sentence if timm would number the classes of the dataset otherwise, and "" if it would not.
+
+    Raises:
+        ConfigError: and the classifier of the weights to start from has as many classes.
+    """
+    options = manifest.conversion.get("options")
+    names = [*manifest.class_names]
+    if translation.class_map or not isinstance(options, dict) or options.get("dataset") != "folder":
+        return ""
+    if options.get("class_order") == CLASS_NAMES:
+        return ""
+    if names == order_classes(names, "natural"):
+        return ""
+    first = next(one for one, other in zip(names, order_classes(names, "natural"), strict=True) if one != other)
+    remedy = "index or convert it with --class-order natural"
+    name = "initial_checkpoint" if translation.initial_checkpoint else "pretrained_path"
+    weights = translation.arguments[name]
+    if weights and Path(weights).is_file():
+        tensors = read_weights_of(translation.model, weights, manifest.num_classes, {}, translation.written(name))
+        trained = num_classes_of(translation.model, tensors)
+        if trained in (manifest.num_classes, None):
+            raise ConfigError(
+                f"{translation.written(name)}: train.py numbers class folders in natural order, this dataset by name, "
+                f"from {first!r} on: the weights would be of other classes; {remedy}"
+            )
+    return (
+        f"order of the classes: train.py numbers class folders in natural order, this dataset by name, from {first!r} "
+        f"on. Before weights that train.py has trained on these classes are used, {remedy}"
+    )
 
 
 def config_text(translation: Translation, root: str, output: Path) -> str:
