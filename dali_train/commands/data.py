@@ -223,6 +223,8 @@ def _convert(options: argparse.Namespace) -> int:
 def _check_destination(out: Path, sources: Mapping[str, Any]) -> None:
     """Raises DatasetError: `out` cannot be written to, or lies in one of the directories `sources`, by the options that
     name them."""
+    if not os.access(out / "dataset.json", os.F_OK):  # nothing is written to a complete one
+        _check_writable(out)  # first: the path of links that refer to each other cannot be resolved
     for option, source in sources.items():
         if (
             isinstance(source, Path)
@@ -231,8 +233,6 @@ def _check_destination(out: Path, sources: Mapping[str, Any]) -> None:
             and out.resolve().is_relative_to(source.resolve())
         ):
             raise DatasetError(f"--out {out}: lies in {option} {source}: name a directory outside of it")
-    if not os.access(out / "dataset.json", os.F_OK):  # nothing is written to a complete one
-        _check_writable(out)
 
 
 def _check_writable(out: Path) -> None:
@@ -395,6 +395,8 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
     if isinstance(source, Path):
         _check_destination(out, {"DATASET": source})
         source = source.resolve()
+    else:
+        _check_writable(out)
 
     def load(directory: Path, within: "Within") -> "Sources":
         options.source, options.train, options.validation, options.out = directory, directory, None, out

@@ -5,6 +5,7 @@ The caller restores a checkpoint into the trainer; this package knows nothing of
 
 import logging
 import os
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -215,6 +216,13 @@ def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
             continue
         splits = Manifest.read(root).splits
         split = Split(root, "validation" if "validation" in splits else "train")
+        for its_root, names in ((plan.config.data.root, plan.class_names), (root, split.manifest.class_names)):
+            twice = [class_name for class_name, count in Counter(names).items() if count > 1]
+            if twice:
+                raise ConfigError(
+                    f"data.eval_sets {name}: classes are matched by name, and {len(twice)} of {its_root} are called "
+                    f"alike, {twice[0]!r} the first: give each another name, with --class-names"
+                )
         unknown = [class_name for class_name in split.manifest.class_names if class_name not in known]
         if unknown or not split.manifest.class_names:
             what = f"class {unknown[0]!r} of {root}" if unknown else f"{root}, whose classes have no names,"

@@ -1,5 +1,6 @@
 """Nothing vanishes without a word: each file is an image, counted by its reason, or an error that names it."""
 
+import os
 import tarfile
 from argparse import Namespace
 from pathlib import Path
@@ -12,8 +13,10 @@ from dali_train.data.convert.datasets import DATASETS, in_place
 from dali_train.data.convert.sources import SourceError, Sources
 from dali_train.data.convert.trees import folders
 from dali_train.data.dataset.build_index import find_splits
+from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import Manifest, order_classes, split_folders_among, split_word
 from dali_train.data.dataset.passed_over import missing_numbers
+from dali_train.data.dataset.storage import open_shards
 from dali_train.data.dataset.tfrecord import write_records
 from dali_train.errors import DatasetError
 from tests.convert.files import small_photograph, write_folder, write_tar
@@ -226,3 +229,37 @@ def test_what_mds_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ".md": 1,
     }
     assert "2 files passed over" in caplog.text
+
+
+def test_a_failed_index_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And an OUT that cannot be is said at once."""
+
+    def error(out: str) -> str:
+        assert main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / out)]) == 2
+        return capsys.readouterr().err
+
+    write_folder(tmp_path / "photos", {"ant": 1, "bee": 1})
+    (tmp_path / "file").touch()
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    for out in ("file", "file/out", "file/out/deeper"):
+        assert f"{tmp_path}/file is a file: name a new directory" in error(out)
+    assert f"--out {tmp_path}/one: Too many levels of symbolic links" in error("one")
+    (tmp_path / "photos" / "bee" / "one.jpg").symlink_to(tmp_path / "one")
+    assert f"{tmp_path}/photos/bee/one.jpg: cannot be read (Too many levels of symbolic links)" in error("out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "photos" / "bee" / "one.jpg").unlink()
+    os.mkfifo(tmp_path / "photos" / "bee" / "pipe.jpg")
+    assert "pipe.jpg: a device, FIFO or socket" in error("out") and not (tmp_path / "out").exists()
+
+
+def test_a_file_that_becomes_a_fifo(tmp_path: Path) -> None:
+    write_folder(tmp_path / "photos", {"ant": 1, "bee": 1})
+    assert main(["data", "index", str(tmp_path / "photos"), "--out", str(tmp_path / "out")]) == 0
+    images = open_shards(Split(tmp_path / "out", "train"))
+    for path in [*(tmp_path / "photos").rglob("*.jpg")]:
+        path.unlink()
+        os.mkfifo(path)
+    for number in (0, 1):
+        with pytest.raises(DatasetError, match=r"000\.jpg is a FIFO, a device or a directory now: restore it"):
+            images.image(number)

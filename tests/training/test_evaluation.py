@@ -113,7 +113,7 @@ LABELS = [[4], [0], [], [1, 2, 3], [0, 4], [], [2], [3, 0], [0, 1, 2, 3, 4], [1]
 def test_a_prediction_among_several_labels_is_right(named: Path, tiny_config: Path, tmp_path: Path) -> None:
     config = load_config(tiny_config).replace({"data.root": str(named)})
     path, split = tmp_path / "real.json", Split(named, "validation")
-    path.write_text(json.dumps(LABELS))
+    path.write_text(json.dumps([one * 3 for one in LABELS]))  # a class that is given three times counts once
     labels = read_labels(path, split)
     assert [[one for one in row if one >= 0] for row in labels.tolist()] == LABELS[:0:-1]
     images, _ = EvaluationPipeline(split, [np.arange(13)], config.data, pixel_format(config, CPU, 1)).run()
@@ -137,6 +137,8 @@ def test_labels_of_other_images_are_refused(named: Path, dataset: Path, tmp_path
         (json.dumps(LABELS[:9]), "has labels of ILSVRC2012_val_00000001 to 00000009, and the file of image 0 of"),
         (json.dumps([[5]] * 14), "has [5], which are not among 5 classes"),
         (json.dumps([[]] * 14), "has no label of an image of"),
+        (json.dumps([[True]] * 14), "has [True], which are not among 5 classes"),
+        (json.dumps([[1.0]] * 14), "has [1.0], which are not among 5 classes"),
         ("[[0], 1]", "has 1, which are not among 5 classes"),
         ('{"a": 1}', "labels is an object instead of an array"),
         ("[", "is not valid JSON"),
@@ -176,6 +178,9 @@ def test_several_sets_are_evaluated_in_a_run_and_by_eval(
     manifest = tmp_path / "two" / "dataset.json"
     manifest.write_text(manifest.read_text().replace('"class ', '"other '))
     assert "class 'other " in train("bad", *sets, "--run.max_steps", "1", status=2)
+    names = json.loads(manifest.read_text())["class_names"]
+    manifest.write_text(manifest.read_text().replace(json.dumps(names[1]), json.dumps(names[0])))
+    assert f"are called alike, {names[0]!r} the first" in train("bad", *sets, "--run.max_steps", "1", status=2)
 
 
 def test_scores_that_are_not_numbers_are_wrong(tiny_config: Path) -> None:

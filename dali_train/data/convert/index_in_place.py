@@ -175,15 +175,24 @@ def index_in_place(task: IndexInPlace) -> list[str]:
     """
     check_name(str(task.source))
     _check_out(task.out)
-    state = task.out / ".indexing"
+    state, is_new = task.out / ".indexing", not task.out.exists()
     task.out.mkdir(parents=True, exist_ok=True)
     with locked(state, shared=False), explain_full_disk(task.out):
-        lines = _index_files(task, state, task.source) if isinstance(task.source, Path) else _index_bucket(task, state)
-        shutil.rmtree(state)
+        try:
+            index = _index_files if isinstance(task.source, Path) else _index_bucket
+            lines = index(task, state)
+        finally:
+            if not any(state.glob("*.npz")):  # nothing with which a later start would go on
+                shutil.rmtree(state)
+                if is_new and not any(task.out.iterdir()):
+                    task.out.rmdir()
+        shutil.rmtree(state, ignore_errors=True)
     return lines
 
 
-def _index_files(task: IndexInPlace, state: Path, source: Path) -> list[str]:
+def _index_files(task: IndexInPlace, state: Path) -> list[str]:
+    source = task.source
+    assert isinstance(source, Path)
     root = str(source if source.is_dir() else source.parent)
     splits, class_names = task.load(source, where_it_lies)
     return _index(task, state, _Listing(root=root, source=root, splits=splits, class_names=class_names))

@@ -330,9 +330,10 @@ def read_labels(path: Path, split: Split) -> NDArray[np.int64]:
     try:
         content = b'{"labels": ' + read_limited(path, _LARGEST_LABELS) + b"}"
         lists = json_field(read_json(content, 2 * _LARGEST_LABELS, name=path), "labels", list)
-        valid = {*range(split.num_classes)}
-        if wrong := [one for one in lists if not isinstance(one, list) or not valid.issuperset(one)]:
-            raise ForeignFileError(f"{path} has {wrong[0]!r:.100}, which are not among {split.num_classes} classes")
+        for one in lists:
+            if not isinstance(one, list) or any(type(x) is not int or not 0 <= x < split.num_classes for x in one):
+                raise ForeignFileError(f"{path} has {one!r:.100}, which are not among {split.num_classes} classes")
+        lists = [[*dict.fromkeys(one)] for one in lists]  # a class that is given twice counts once
     except (OSError, ForeignFileError, TypeError) as error:
         raise ConfigError(f"data.eval_sets: {error}: use a list of lists of labels such as ReaL's real.json") from None
     labels = np.full((len(split), max(map(len, lists), default=0)), -1)
