@@ -29,7 +29,8 @@ NO_SYMLINKS = (*_NOT_SUPPORTED, errno.EPERM)  # exFAT and FAT, Google Drive in C
 NO_DIRECTORY_FSYNC = _NOT_SUPPORTED  # SMB, 9p
 NO_FLOCK = (*_NOT_SUPPORTED, errno.ENOLCK)  # Lustre mounted without flock, NFS without lockd
 NO_SHARED_MAP = (*_NOT_SUPPORTED, errno.ENODEV)  # FUSE with direct_io, 9p without a cache
-TIMES_APART_NS = 2_000_000_000  # FAT and exFAT keep the time of a change in steps of 2 s
+# How exactly the time of a change is kept: ext4 and XFS, NTFS and SMB, some FUSE, exFAT, ext3, FAT.
+TIME_STEPS_NS = (1, 100, 1_000, 10_000_000, 1_000_000_000, 2_000_000_000)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

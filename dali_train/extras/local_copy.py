@@ -33,7 +33,7 @@ from dali_train.data.dataset.manifest import SPLITS, Manifest, checksums_path, i
 from dali_train.data.dataset.storage import DatasetRoot
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, UserError
-from dali_train.files import NO_SPACE, TIMES_APART_NS, open_lock, private_directory, remove_written, try_lock
+from dali_train.files import NO_SPACE, TIME_STEPS_NS, open_lock, private_directory, remove_written, try_lock
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.process_group import first_fault, host_group
 
@@ -169,11 +169,11 @@ def _size_and_time(path: Path) -> tuple[int, int] | None:
 
 
 def _is_copy(path: Path, original: Path) -> bool:
-    """Return whether a file has the size of another one, and its time as exactly as any file system keeps that."""
+    """Return whether a file has the size of another one, and its time as a file system keeps it, rounded down."""
     here, there = _size_and_time(path), _size_and_time(original)
     if here is None or there is None:
         return False
-    return here[0] == there[0] and abs(here[1] - there[1]) < TIMES_APART_NS
+    return here[0] == there[0] and any(here[1] == there[1] // step * step for step in TIME_STEPS_NS)
 
 
 def _check_space(source: Path, directory: Path, needed: int) -> None:
