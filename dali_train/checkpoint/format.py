@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dali_train.checkpoint.record import WeightsRecord
+from dali_train.checkpoint.record import EvaluationsRecord, WeightsRecord
 from dali_train.checkpoint.run_directory import (
     MANIFEST,
     MANIFEST_DIGEST,
@@ -98,6 +98,7 @@ class RunValues:
     epoch_accuracies: tuple[float, ...] = ()  # top-1 of the evaluations before this step, fractions
     record: Annotated[str, Rule("a record", pattern="(?:[0-9a-f]{64})?")] = ""  # see record.py
     weights: WeightsRecord = field(default_factory=dict)
+    evaluations: EvaluationsRecord = field(default_factory=dict)  # before this step
     dropout: Literal["block", "micro-batch"] | None = None  # see invariant.py
     optimizer: OptimizerValues | None = None
     scaler: dict[str, float] = field(default_factory=dict)  # of the loss, torch's
@@ -180,16 +181,31 @@ def parse_manifest(content: bytes, name: str) -> CheckpointManifest:
             run_values = from_json(RunValues, values)
         except ConfigError as error:
             raise ForeignFileError(f"values: {error}") from None
+        _check_digests(run_values)
         if not 0 < len(files) < 10**6:
             raise ForeignFileError(f"files has {len(files)} names")
         for file in files:
             if re.fullmatch(r"[\w-][\w.-]*", file) is None:
                 raise ForeignFileError(f"files: {shortened(repr(file), 100)} is not a plain file name")
-            if re.fullmatch("[0-9a-f]{64}", json_field(files, file, str)) is None:
+            if not _is_sha256(json_field(files, file, str)):
                 raise ForeignFileError(f"files.{file} is not a SHA-256")
     except ForeignFileError as error:
         raise CheckpointError(f"{name} cannot be read as the manifest of a checkpoint: {error}") from None
     return CheckpointManifest(step=step, values=run_values, files=files)
+
+
+def _check_digests(values: RunValues) -> None:
+    """Raises ForeignFileError: the digest of weights or of an evaluation is missing, or is none."""
+    for step, digests in values.weights.items():
+        if not step.isdecimal() or "model" not in digests or not all(map(_is_sha256, digests.values())):
+            raise ForeignFileError(f"values.weights has no digest of the weights of step {shortened(step, 100)}")
+    for step, digest in values.evaluations.items():
+        if not step.isdecimal() or not _is_sha256(digest):
+            raise ForeignFileError(f"values.evaluations has no digest of step {shortened(step, 100)}")
+
+
+def _is_sha256(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 @contextmanager

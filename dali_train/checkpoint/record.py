@@ -7,13 +7,13 @@ interruptions, nor on how often the record is written, and the difference of two
 them. A run adds up what its loader delivered; `prove` computes the same from the index alone (the invariant).
 
 The weights have a digest for each checkpoint. It covers names, types, shapes and complete tensors, so it does not
-depend on which ranks wrote which part.
+depend on which ranks wrote which part. An evaluation has a digest of all its numbers.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -36,11 +36,15 @@ from dali_train.training.build import RunPlan
 WeightsRecord = dict[str, dict[str, str]]
 """Step (in decimal, as JSON has it) -> section of the checkpoint, "model" or "ema" -> `weights_digest`."""
 
+EvaluationsRecord = dict[str, str]
+"""Step -> `evaluation_digest`."""
+
 _BITS, _LIMB = 128, 32
 # Erased boxes' noise is as large as the image and follows from the seed; no run has views; the others are part of the
 # order.
 _NOT_DRAWN = {"step", "k", "positions", "images", "noise", "views"}
 _DRAWN = sorted(one.name for one in fields(MicroBatch) if one.name not in _NOT_DRAWN)
+_NOT_MEASURED = {"event", "epoch", "time", "seconds"}  # in the line of an evaluation
 # Levels and lambdas are functions of logarithms and cosines, whose last bit depends on the machine. In units of 1/4096
 # one of about 2**40 numbers is another integer for that reason.
 _UNITS = 4096
@@ -102,6 +106,18 @@ def weights_digest(tensors: dict[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def evaluation_digest(event: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the step and all numbers of an evaluation's line in metrics.jsonl, without its times."""
+    numbers = {name: event[name] if name == "step" else float(event[name]) for name in event.keys() - _NOT_MEASURED}
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
+
+
+def evaluations_digest(evaluations: EvaluationsRecord) -> str:
+    """Return the SHA-256 of the digests of several evaluations; empty if there are none."""
+    lines = "".join(f"{step} {evaluations[step]}\n" for step in sorted(evaluations, key=int))
+    return hashlib.sha256(lines.encode()).hexdigest() if lines else ""
 
 
 def result_of(digests: dict[str, str]) -> str:

@@ -30,7 +30,7 @@ from dali_train.checkpoint.format import (
     load_checkpoint,
 )
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
-from dali_train.checkpoint.record import WeightsRecord, recipe_digest, written
+from dali_train.checkpoint.record import EvaluationsRecord, WeightsRecord, evaluation_digest, recipe_digest, written
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
 from dali_train.config import Config, LossConfig, ModelConfig
 from dali_train.data.dataset.index import Split
@@ -38,6 +38,7 @@ from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
 from dali_train.runtime.process_group import on_rank_0
+from dali_train.runtime.status import METRICS, read_events
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import class_names_beside, is_path, match_classes, read_weights_of
 from dali_train.training.trainer import Trainer
@@ -56,6 +57,7 @@ class Start:
     evaluated: bool = True  # False: the checkpoint has no accuracy yet, and may be due for evaluation
     record: str = ""  # of the steps done, see record.py; empty: none is kept
     weights_record: WeightsRecord = field(default_factory=dict)  # of the checkpoints of these steps
+    evaluations: EvaluationsRecord = field(default_factory=dict)  # of this run, up to the checkpoint
 
     @property
     def seeding(self) -> str | None:
@@ -113,14 +115,19 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
     )
     path = checkpoint.path
 
-    def own_top1() -> tuple[bool, float | None]:
+    def own_evaluation() -> tuple[bool, float | None, EvaluationsRecord]:
         is_own = path.resolve().parent == directory.resolve()  # however run.resume spells it
-        return is_own, saved_top1(path) if is_own else None
+        top1 = saved_top1(path) if is_own else None
+        events = read_events(Path(config.run.dir) / METRICS) if top1 is not None else []
+        lines = (event for event in events if event["event"] == "eval" and event["step"] == start.step)
+        return is_own, top1, {str(line["step"]): evaluation_digest(line) for line in lines}
 
-    is_own, top1 = on_rank_0(own_top1, group)  # other hosts may not see the checkpoint, and evaluate if it has none
+    # Other hosts may not see the checkpoint, and evaluate if it has no accuracy.
+    is_own, top1, own = on_rank_0(own_evaluation, group)
     if is_own:
         start.history = [*checkpoint.values.epoch_accuracies, *([top1] if top1 is not None else [])]
         start.evaluated = top1 is not None
+        start.evaluations = checkpoint.values.evaluations | own
     return start
 
 

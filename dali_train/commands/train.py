@@ -5,6 +5,7 @@
 
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -25,7 +26,14 @@ from nvidia import dali
 from torch.optim import Optimizer
 
 from dali_train.checkpoint.format import RunValues, Tensors
-from dali_train.checkpoint.record import RunRecord, machine, result_of
+from dali_train.checkpoint.record import (
+    EvaluationsRecord,
+    RunRecord,
+    evaluation_digest,
+    evaluations_digest,
+    machine,
+    result_of,
+)
 from dali_train.checkpoint.save import CheckpointWriter
 from dali_train.checkpoint.state import Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
@@ -85,8 +93,8 @@ class RunResult:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop uses, and when to evaluate and save. Only the accuracies and the last five
-    fields change."""
+    """Everything that the training loop uses, and when to evaluate and save. Only what is known of evaluations and the
+    last five fields change."""
 
     plan: RunPlan
     group: dist.ProcessGroup | None  # of all ranks, in host memory
@@ -102,6 +110,7 @@ class Run:
     replicas: Replicas
     record: RunRecord
     accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
+    evaluations: EvaluationsRecord
     evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
     step: int  # optimizer steps done
     saved_step: int  # of the newest checkpoint
@@ -129,8 +138,14 @@ class Run:
         config, history = self.plan.config, self.accuracies
         if config.hooks.stop_early is None or config.run.eval_every_epochs is None or not history:
             return False
-        since_best = len(history) - 1 - history.index(max(history))
-        return since_best * config.run.eval_every_epochs >= config.hooks.stop_early
+        best = history.index(max(history))
+        steps = sorted(map(int, self.evaluations))
+        if len(steps) < len(history):  # an earlier version evaluated first, and recorded no steps
+            return (len(history) - 1 - best) * config.run.eval_every_epochs >= config.hooks.stop_early
+        # Steps, not evaluations: there is one more where run.max_steps ended a part of the run. The steps between two
+        # evaluations are rounded up or down.
+        patience = math.floor(config.hooks.stop_early * self.plan.num_images / config.batch.global_batch + 1e-9)
+        return steps[-1] > steps[best] and steps[-1] - steps[best] >= patience
 
     @property
     def is_finished(self) -> bool:
@@ -175,6 +190,7 @@ class Run:
                 lock_holder=self.lock_holder,
                 record=self.record.text if self.record.step == self.step else "",
                 weights=result_of(self.saver.weights.get(str(self.step), {})),
+                evaluations=evaluations_digest(self.evaluations),
             ).write(self.plan.directory)
 
     def write_model(self) -> None:
@@ -187,19 +203,24 @@ class Run:
         if self.plan.launch.rank == 0:
             self.hooks.closed(self.plan.directory)
 
+    def why_unsaved(self) -> str:
+        if self.trainer.metrics.num_skipped() == self.step:
+            return "all steps overflowed, so the weights are still the initial ones"
+        return "weights or the last loss are not finite"
+
     def good_checkpoint(self) -> str:
         """Say which checkpoint to go back to; the last save must be complete."""
         newest = newest_step(self.plan.directory)
         return f"the newest checkpoint, of step {newest}, is good" if newest is not None else "there is no checkpoint"
 
     def unsaved_error(self) -> NonFiniteError:
-        """Return the error for a run that ends unsaved, because weights or loss are not finite."""
+        """Return the error for a run that ends unsaved, because weights or loss are not finite, or nothing was
+        trained."""
         saved = self.good_checkpoint()
         when = "ended" if self.is_finished else f"stopped on request ({self.stopping.describe()})"
         return NonFiniteError(
-            f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: weights or the last "
-            f"loss are not finite, and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or "
-            "precision.dtype bf16"
+            f"the run {when} at step {self.step} of {self.plan.total_steps}, but was not saved: {self.why_unsaved()}, "
+            f"and {saved}. Resume with a lower optimizer.lr, a longer schedule.warmup_epochs, or precision.dtype bf16"
         )
 
     def result(self) -> RunResult:
@@ -374,6 +395,7 @@ def build(
         replicas=Replicas(layout=plan.layout, device=device, group=group, deterministic=config.run.deterministic),
         record=RunRecord(text=start.record, step=start.step, counts=plan.layout.is_first_of_coordinate),
         accuracies=start.history,
+        evaluations=start.evaluations,
         evaluation_is_pending=not start.evaluated,
         step=start.step,
         saved_step=start.step,
@@ -512,24 +534,31 @@ def evaluate(run: Run) -> None:
     assert run.evaluator is not None
     trainer = run.trainer
     trainer.clock.enter("evaluation")
-    model, autocast = trainer.forward_model(), trainer.precision.autocast
-    result, details, average = run.evaluator.run(model, autocast()), run.evaluator.details, None
-    if trainer.ema is None:
-        sets = evaluate_all(run.set_evaluators, model, autocast)
-    else:
-        with trainer.ema.weights_in(trainer.model):
-            average = run.evaluator.run(model, autocast())
-            sets = evaluate_all(run.set_evaluators, model, autocast)
-    run.hooks.evaluation(
-        EvaluationRecord(step=run.step, epoch=run.epoch, result=result, details=details, ema=average, sets=sets)
-    )
-    decisive = average or result
+    record = measured(trainer, run.evaluator, run.set_evaluators, step=run.step, epoch=run.epoch)
+    run.hooks.evaluation(record)
+    run.evaluations[str(run.step)] = evaluation_digest({"step": run.step, **record.scalars()})
+    decisive = record.ema or record.result
     top1 = decisive.top1
     run.accuracies.append(top1)
     trainer.clock.enter("checkpoint")
     run.saver.record_top1(run.step, top1, score(vars(decisive), run.plan.config.run.best_by))
     run.write_status("running")
     run.write_accuracies()
+
+
+def measured(
+    trainer: Trainer, evaluator: Evaluator, set_evaluators: Mapping[str, Evaluator], *, step: int, epoch: float
+) -> EvaluationRecord:
+    """Evaluate the weights of `trainer` and their moving average, if there is one. All ranks call this together."""
+    model, autocast = trainer.forward_model(), trainer.precision.autocast
+    result, details, average = evaluator.run(model, autocast()), evaluator.details, None
+    if trainer.ema is None:
+        sets = evaluate_all(set_evaluators, model, autocast)
+    else:
+        with trainer.ema.weights_in(trainer.model):
+            average = evaluator.run(model, autocast())
+            sets = evaluate_all(set_evaluators, model, autocast)
+    return EvaluationRecord(step=step, epoch=epoch, result=result, details=details, ema=average, sets=sets)
 
 
 def save(run: Run) -> None:
@@ -540,12 +569,14 @@ def save(run: Run) -> None:
     """
     run.trainer.clock.enter("checkpoint")
     run.saved_at = time.monotonic()  # before the check, which waits for the device, so that it is not made at each step
-    if not run.trainer.is_finite(run.group):
+    # A stop on request saves the loss scale, with which the run goes on.
+    untrained = not run.stopping and run.trainer.metrics.num_skipped() == run.step
+    if not run.trainer.is_finite(run.group) or untrained:
         if run.is_last_step or run.stopping:
             run.saver.wait()
             raise run.unsaved_error()
         if run.plan.launch.rank == 0:
-            logger.warning("step %d is not saved: weights or the last loss are not finite", run.step)
+            logger.warning("step %d is not saved: %s", run.step, run.why_unsaved())
         return
     state, values = capture_run(run.trainer, run.group)
     require_equal_replicas(run, state, values)
@@ -556,6 +587,7 @@ def save(run: Run) -> None:
         class_names=run.plan.class_names,
         applies_orientation=run.plan.split.manifest.applies_orientation,
         epoch_accuracies=tuple(run.accuracies),
+        evaluations=dict(run.evaluations),
     )
     run.write_status("running")
     run.saver.save(run.step, state, values)

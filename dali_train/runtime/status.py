@@ -34,6 +34,7 @@ OUTSIDE_PHASES = {"evaluation": "evaluation_s", "checkpoint": "checkpoint_s"}
 """Phases between steps."""
 
 METRICS = "metrics.jsonl"
+_TRAIN, _HEAD = b'"train"', 30  # in the first bytes of a step's line
 _LONGEST_LINE = 1_000_000  # bytes; a run's have about a thousand
 Event = dict[str, Any]
 
@@ -118,16 +119,22 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return read_json(line, _LONGEST_LINE, name="the line", non_finite=True)
 
 
-def read_events(path: Path, foreign: list[str] | None = None) -> list[Event]:
+def read_events(path: Path, foreign: list[str] | None = None, every: int = 1) -> list[Event]:
     """Return the events of a ``metrics.jsonl``; empty if there is no file. All other lines are skipped, so the fields
     of an event have the right types.
 
     Args:
+        every: parse only each `every`-th line of a step; all other lines are parsed.
         foreign: receives a sentence on each line that neither a run nor an unfinished write explains. Objects without a
             known ``"event"``, which other programs may add, are not mentioned.
     """
     events = []
+    num_steps = 0
     for number, line in json_lines(path):
+        if every > 1 and _TRAIN in line[:_HEAD]:
+            num_steps += 1
+            if num_steps % every:
+                continue
         try:
             event = parse_line(line)
         except ForeignFileError as error:
@@ -167,7 +174,8 @@ def _kind(line: dict[str, Any]) -> str:
 
 def _is_event(line: dict[str, Any]) -> bool:
     kind = _kind(line)
-    if not kind or not isinstance(line.get("step"), int):
+    step = line.get("step")
+    if not kind or not isinstance(step, int) or step < 0:
         return False
     if not all(_is_number(line.get(name)) for name in ("step", "epoch", *_NEEDED[kind])):
         return False
@@ -219,6 +227,7 @@ class RunStatus:
     lock_holder: str = ""  # which process trained: `Holder.describe`
     record: str = ""  # of these steps, see checkpoint/record.py; empty where it is not known
     weights: str = ""  # digest of the resulting weights after these steps, once they are saved
+    evaluations: str = ""  # digest of all evaluations, see checkpoint/record.py; empty where none has one
 
     def write(self, run_directory: Path) -> None:
         write_atomically(run_directory / _FILE, (json.dumps(asdict(self), indent=1) + "\n").encode())

@@ -120,6 +120,10 @@ class TrainingMetrics:
             skipped_steps=int(skipped),
         )
 
+    def num_skipped(self) -> int:
+        """Wait for the device, and return the steps with an overflow since the run began or resumed."""
+        return int(self._skipped.item())
+
     def last_step_was_finite(self) -> bool:
         """Wait for the device, and return whether loss and gradients of the last step were finite on this rank."""
         return self._streak.item() == 0

@@ -12,32 +12,45 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dali_train.checkpoint.record import draws_digest, order_digest, parsed, weights_digest, written
+from dali_train.checkpoint.record import (
+    draws_digest,
+    evaluation_digest,
+    evaluations_digest,
+    order_digest,
+    parsed,
+    weights_digest,
+    written,
+)
 from dali_train.checkpoint.run_directory import MANIFEST, MANIFEST_DIGEST, RunDirectory, checkpoint_paths
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches
 from dali_train.extras.proof.prove import prove
 from dali_train.extras.report.diff import compare_records, samples_of
 from dali_train.extras.report.runs import ReportedRun
 from dali_train.runtime.status import read_status
-from tests.conftest import StartTraining, Train, finished_run, run_in_pool
+from tests.conftest import REPOSITORY, StartTraining, Train, finished_run, run_in_pool
 from tests.helpers import events, kill_after_step_4
 
 CHECKPOINTS = ("--run.checkpoint_every_steps", "2", "--run.eval_every_epochs", "None")
+SUBJECTS = {"recipe", "order", "draws", "rates", "weights", "accuracy"}
 
 
 @pytest.fixture(scope="module")
 def proven_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """7 steps with a line each, checkpoints of steps 2, 4, 6 and 7 and a moving average. It is only read."""
-    return finished_run(tmp_path_factory.mktemp("proven"), dataset, *CHECKPOINTS, "--ema.decay", "0.9")
+    """7 steps with a line each, checkpoints of steps 2, 4, 6 and 7, evaluated at 4 and 7, and a moving average. It is
+    only read."""
+    options = (*CHECKPOINTS, "--run.eval_every_epochs", "2.5", "--ema.decay", "0.9")
+    return finished_run(tmp_path_factory.mktemp("proven"), dataset, *options)
 
 
 def verdict(run: Path, capsys: pytest.CaptureFixture[str], dataset: Path | None = None) -> dict[str, str]:
     """What `prove` says of each subject that differs."""
     capsys.readouterr()
     agrees = prove(run, dataset=str(dataset) if dataset else None, all_draws=True)
-    lines = [line.partition(" ") for line in capsys.readouterr().out.splitlines()]
+    *printed, limits = capsys.readouterr().out.splitlines()
+    assert "does not prove" in limits
+    lines = [line.partition(" ") for line in printed]
     differing = {subject: text for subject, _, text in reversed(lines) if "DIFFERS" in text}
-    assert agrees == (not differing) and {subject for subject, _, _ in lines} == {"recipe", "order", "draws", "weights"}
+    assert agrees == (not differing) and {subject for subject, _, _ in lines} == SUBJECTS
     return differing
 
 
@@ -149,12 +162,24 @@ def train_with_another_seed(run: Path) -> None:
             add_from(run, step + 1, order=sign * sum(one for one, _ in sums), draws=sign * sum(two for _, two in sums))
 
 
+def append_line(run: Path, **fields: Any) -> None:
+    """Write the last line of a step again with other `fields`."""
+    line = events(run, "train")[-1]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**line, **fields}) + "\n")
+
+
 def cut(run: Path) -> None:
     for path in checkpoint_paths(run / "checkpoints")[2:]:
         shutil.rmtree(path)
     (run / "model.safetensors").unlink()
     keep_lines(run, lambda line: line["step"] <= 4 or line["event"] == "end")
     edit_json(run / "status.json", ("record", ""), ("weights", ""))
+    (run / "epoch_accuracies.json").write_text(json.dumps(json.loads((run / "epoch_accuracies.json").read_text())[:1]))
+    edit_json(run / "status.json", ("best_top1", events(run, "eval")[0]["ema_top1"]))
+    edit_json(
+        run / "status.json", ("evaluations", evaluations_digest({"4": evaluation_digest(events(run, "eval")[0])}))
+    )
 
 
 def keep_lines(run: Path, keeps: Callable[[dict[str, Any]], bool]) -> None:
@@ -162,11 +187,11 @@ def keep_lines(run: Path, keeps: Callable[[dict[str, Any]], bool]) -> None:
     (run / "metrics.jsonl").write_text("".join(line for line in lines if keeps(json.loads(line))))
 
 
-def edit_weights(checkpoint: Path, *, hides: str = "") -> None:
+def edit_weights(checkpoint: Path, *, hides: str = "", tensor: str = "model.head.bias", factor: float = 1.5) -> None:
     """Change a weight; `hides`: in the file's checksum, and in the digests of the weights."""
-    file = next(path for path in checkpoint.glob("*.safetensors") if "model.head.bias" in load_file(path))
+    file = next(path for path in checkpoint.glob("*.safetensors") if tensor in load_file(path))
     tensors = load_file(file)
-    tensors["model.head.bias"][0] += 1e-3
+    tensors[tensor] *= factor
     save_file(tensors, file, {"format": "pt"})  # DCP's own metadata is not needed to read complete tensors
 
     def change(manifest: dict[str, Any]) -> None:
@@ -185,6 +210,81 @@ def of_checkpoint(step: int, change: Callable[..., None], **options: Any) -> Cal
 
 def forget_the_history(checkpoint: Path) -> None:
     edit_manifest(checkpoint, lambda manifest: manifest["values"]["weights"]["2"].update(model="0" * 64))
+
+
+def edit_lines(run: Path, event: str, step: int, change: Callable[[dict[str, Any]], None]) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["event"] == event and line["step"] == step:
+            change(line)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def of_line(event: str, step: int, **fields: Any) -> Callable[[Path], None]:
+    return lambda run: edit_lines(run, event, step, lambda line: line.update(fields))
+
+
+def without_field(event: str, step: int, name: str) -> Callable[[Path], None]:
+    return lambda run: edit_lines(run, event, step, lambda line: line.pop(name))
+
+
+def raise_the_accuracy(run: Path, *, digests: bool = False) -> None:
+    """The last one, wherever it is; with `digests` also in status.json's digest of all evaluations."""
+    for name in ("top1", "ema_top1"):
+        edit_lines(run, "eval", 7, lambda line, name=name: line.update({name: 1.0}))
+    accuracies = json.loads((run / "epoch_accuracies.json").read_text())
+    (run / "epoch_accuracies.json").write_text(json.dumps([*accuracies[:-1], 1.0]))
+    edit_json(run / "status.json", ("best_top1", 1.0))
+    (run / "checkpoints" / "step-00000007" / "evaluation.json").write_text('{"top1": 1.0}')
+    if digests:
+        lines = {str(line["step"]): evaluation_digest(line) for line in events(run, "eval")}
+        edit_json(run / "status.json", ("evaluations", evaluations_digest(lines)))
+
+
+def raise_the_first_accuracy(run: Path) -> None:
+    """Everywhere but in the digests of later checkpoints."""
+    edit_lines(run, "eval", 4, lambda line: line.update(ema_top1=1.0))
+    accuracies = [1.0, *json.loads((run / "epoch_accuracies.json").read_text())[1:]]
+    (run / "epoch_accuracies.json").write_text(json.dumps(accuracies))
+    (run / "checkpoints" / "step-00000004" / "evaluation.json").write_text('{"top1": 1.0}')
+    edit_json(run / "status.json", ("best_top1", 1.0))
+    for step in (6, 7):
+        edit_manifest(
+            run / "checkpoints" / f"step-{step:08d}", lambda manifest: manifest["values"].update(epoch_accuracies=[1.0])
+        )
+    lines = {str(line["step"]): evaluation_digest(line) for line in events(run, "eval")}
+    edit_json(run / "status.json", ("evaluations", evaluations_digest(lines)))
+
+
+def leave_out(*path: str) -> Callable[[Path], None]:
+    """Remove an entry of the newest checkpoint's values."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        section = manifest["values"]
+        for name in path[:-1]:
+            section = section[name]
+        del section[path[-1]]
+
+    return lambda run: edit_manifest(run / "checkpoints" / "step-00000007", change)
+
+
+def empty_the_digest(run: Path) -> None:
+    edit_manifest(
+        run / "checkpoints" / "step-00000007", lambda manifest: manifest["values"]["weights"]["7"].update(model="")
+    )
+
+
+def offer_initial_weights(run: Path) -> None:
+    """The weights of step 2 as a checkpoint of step 0."""
+    offered = run / "checkpoints" / "step-00000000"
+    shutil.copytree(run / "checkpoints" / "step-00000002", offered)
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["step"] = 0
+        manifest["values"]["weights"] = {"0": manifest["values"]["weights"]["2"]}
+        manifest["values"]["record"] = events(run, "start")[0]["record"]
+
+    edit_manifest(offered, change)
 
 
 def replace_the_model(run: Path) -> None:
@@ -208,7 +308,7 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], dict[str, str]]] = {
     "trained with another seed": (train_with_another_seed, {"order": "step 1 ", "draws": "step 1 "}),
     "another learning rate": (
         lambda run: edit_json(run / "config.json", ("optimizer.lr", 0.02)),
-        {"recipe": "optimizer.lr 0.01 -> 0.02"},
+        {"recipe": "optimizer.lr 0.01 -> 0.02", "rates": "lr of step 1 "},
     ),
     "one line": (change_one_line, {"order": "step 5 ", "draws": "step 5 "}),
     "the record of a checkpoint": (change_a_checkpoints_record, {"order": "step-00000004 .*step 4 "}),
@@ -224,11 +324,53 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], dict[str, str]]] = {
     "weights, checksum, digest": (of_checkpoint(4, edit_weights, hides="checksum digest"), {"weights": "step 4 "}),
     "the digests of older weights": (of_checkpoint(6, forget_the_history), {"weights": "step-00000006 .*step 2 "}),
     "the final model": (replace_the_model, {"weights": "model.safetensors .*step 7"}),
+    "a digest left out": (leave_out("weights", "7"), {"weights": "step-00000007 .*step 7"}),
+    "a section's digest left out": (leave_out("weights", "7", "ema"), {"weights": "step-00000007: .* ema"}),
+    "an empty digest": (empty_the_digest, {"weights": "step-00000007"}),
+    "other initial weights": (offer_initial_weights, {"weights": "step 0"}),
+    "a learning rate": (of_line("train", 7, lr=0.5), {"rates": "lr of step 7 is 0.5"}),
+    "an epoch": (of_line("train", 3, epoch=3.0), {"rates": "epoch of step 3 is 3.0"}),
+    "a step beyond the end": (
+        lambda run: append_line(run, step=10**14, epoch=1e13),
+        {"recipe": "metrics.jsonl has a step", "order": "no record of steps 8 to "},
+    ),
+    "an accuracy in its line": (of_line("eval", 4, ema_top1=1.0), {"accuracy": "epoch_accuracies.json .*number 1 "}),
+    "another number in its line": (of_line("eval", 7, top5=0.5), {"accuracy": "status.json has the digest"}),
+    "an accuracy in epoch_accuracies.json": (
+        lambda run: (run / "epoch_accuracies.json").write_text("[0.5, 1.0]"),
+        {"accuracy": "epoch_accuracies.json .*number 1 "},
+    ),
+    "the accuracy in status.json": (
+        lambda run: edit_json(run / "status.json", ("best_top1", 0.99)),
+        {"accuracy": "status.json: best_top1 is 0.99"},
+    ),
+    "the accuracy beside a checkpoint": (
+        lambda run: (run / "checkpoints" / "step-00000004" / "evaluation.json").write_text('{"top1": 0.99}'),
+        {"accuracy": "step-00000004: top1 in evaluation.json is 0.99"},
+    ),
+    "the last accuracy, everywhere": (raise_the_accuracy, {"accuracy": "status.json has the digest"}),
+    "an earlier accuracy, everywhere": (
+        raise_the_first_accuracy,
+        {"accuracy": "the evaluation of step 4 is not .* step-00000006"},
+    ),
+    "a digest of an evaluation left out": (
+        leave_out("evaluations", "4"),
+        {"accuracy": "step-00000007 has no digest of the evaluation of step 4"},
+    ),
+    "losses": (of_line("train", 4, loss=1.0, grad_norm=0.1, top1=1.0), {}),
+    "times": (of_line("train", 4, step_s=1.0, images_per_second=1e6), {}),
     "the digest in status.json": (
         lambda run: edit_json(run / "status.json", ("weights", "0" * 64)),
         {"weights": "status.json .*step 7 "},
     ),
 }
+
+
+def test_each_row_of_the_documented_table_has_its_tampering() -> None:
+    document = (REPOSITORY / "docs" / "exactness.md").read_text().partition("| of a run |")[2].partition("\n\n")[0]
+    rows = set(re.findall(r"^\| (\w+) \|", document, re.MULTILINE))
+    named = {subject for _, expected in TAMPERING.values() for subject in expected}
+    assert named == SUBJECTS and rows == named | {"losses", "times"}  # of which `prove` sees nothing
 
 
 @pytest.mark.parametrize("name", TAMPERING)
@@ -270,12 +412,12 @@ def test_an_honest_run_agrees_however_it_was_interrupted(
     assert verdict(proven_run, capsys) == {}
 
 
-def replayed(run: Path, step: int, *, ranks: int = 1, status: int = 0) -> set[str]:
+def replayed(run: Path, step: int | str, *, ranks: int = 1, status: int = 0) -> set[str]:
     """What ``prove --replay`` compares, or with status 1, what of it differs."""
     log = run.with_name("replay.log")
     log.unlink(missing_ok=True)
     printed = run_in_pool(["prove", str(run), "--replay", str(step)], log, ranks=ranks, status=status)
-    lines = printed.partition("replayed ")[2].splitlines()[1:]
+    lines = printed.partition("replayed ")[2].splitlines()[1:] if step != "eval" else printed.splitlines()
     print(printed)
     return {line.split()[0] for line in lines if status == 0 or "DIFFERS" in line}
 
@@ -298,6 +440,53 @@ def test_a_step_is_trained_again(proven_run: Path, tmp_path: Path, capsys: pytes
     on_another_processor(run)
     assert replayed(run, 7, status=1) == {"tensors"}
     assert replayed(run, 6) == {"there", "here", "loss", "gradient", "tensors"}
+    # What only a replay sees.
+    of_line("train", 5, loss=1.0)(run)
+    without_field("train", 5, "grad_norm")(run)
+    assert replayed(run, 5, status=1) == {"loss", "gradient"}
+
+
+def test_how_small_a_change_a_replay_sees_is_said(train: Train, tmp_path: Path) -> None:
+    """In bf16 on another processor: a matrix changed by twice as much is named, one changed by a quarter is not."""
+    run = tmp_path / "run"
+    train("run", *CHECKPOINTS, "--run.max_steps", "2", "--precision.dtype", "bf16")
+    on_another_processor(run)
+    printed = run_in_pool(["prove", str(run), "--replay", "2"], tmp_path / "log")
+    said = re.search(r"^tensors .*not seen are changes below (\S+) of model\.(\S+), and", printed, re.MULTILINE)
+    assert said is not None, printed
+    checkpoint = run / "checkpoints" / "step-00000002"
+    for factor, status in ((1 + float(said[1]) / 4, 0), (1 + 2.5 * float(said[1]), 1)):
+        edit_weights(checkpoint, hides="checksum digest", tensor=f"model.{said[2]}", factor=factor)
+        assert "tensors" in replayed(run, 2, status=status)
+
+
+def test_checkpoints_are_evaluated_again(proven_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An accuracy that was changed wherever it is, digests included, is not that of the weights."""
+    run = tmp_path / "run"
+    shutil.copytree(proven_run, run, symlinks=True)
+    assert replayed(run, "eval") == {"accuracy"}
+    on_another_processor(run)
+    assert replayed(run, "eval") == {"there", "here", "accuracy"}
+    shutil.rmtree(run)
+    shutil.copytree(proven_run, run, symlinks=True)
+    raise_the_accuracy(run, digests=True)
+    assert verdict(run, capsys) == {}
+    assert replayed(run, "eval", status=1) == {"accuracy"}
+    of_line("eval", 7, loss=1.0)(run)
+    on_another_processor(run)
+    assert replayed(run, "eval", status=1) == {"accuracy"}
+
+
+def test_a_change_of_the_recipe_is_named(train: Train, tmp_path: Path) -> None:
+    train("run", *CHECKPOINTS, "--run.max_seconds", "0.001", status=75)
+    train(
+        "run", *CHECKPOINTS, *("--run.max_steps", "2", "--run.accept_changed_recipe", "true", "--optimizer.lr", "0.02")
+    )
+    log = tmp_path / "replay.log"
+    for step in ("1", "2"):
+        log.unlink(missing_ok=True)
+        printed = run_in_pool(["prove", str(tmp_path / "run"), "--replay", step], log, status=2)
+        assert "optimizer.lr 0.01 -> 0.02" in printed
 
 
 def test_a_run_that_went_on_between_two_lines(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

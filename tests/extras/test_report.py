@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.cli import main
+from dali_train.extras.report import runs as report_runs
 from dali_train.extras.report.charts import sections
 from dali_train.extras.report.page import what_bounds
 from dali_train.extras.report.runs import ReportedRun, differences, load_run
@@ -339,6 +341,46 @@ def test_many_points_and_runs_of_one_name(tmp_path: Path) -> None:
     assert [run["name"] for run in data] == ["a/run-1", "b/run-1"]
     assert 1000 < len(data[0]["train"]["y"]["loss"]) <= 2000 and data[1]["train"]["y"]["loss"] == [1.0, 1.0, 1.0, "nan"]
     assert data[1]["train"]["y"]["lr"] == [0.1, 0.1, 0.1, None]
+
+
+def test_links_out_of_a_run_directory_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A report of a run that someone else made may be passed on."""
+    (tmp_path / "secret.json").write_text('{"password": "hunter2"}')
+    Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
+    for name, target in (("environment.json", "secret.json"), ("samples.png", "secret.png"), ("predictions", "..")):
+        run = write_run(tmp_path / name.partition(".")[0], 3)
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(tmp_path / target)
+        assert main(["report", str(run)]) == 2
+        assert f"{run / name} is a link to {tmp_path / target}, outside" in capsys.readouterr().err
+        (run / name).unlink()
+        (run / "own").write_text("{}")
+        (run / name).symlink_to("own")
+        assert main(["report", str(run)]) == 0, "a link within is the run's own"
+
+
+def test_many_lines_are_thinned_out_and_a_sparse_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 2500)
+    size = (run / "metrics.jsonl").stat().st_size
+    monkeypatch.setattr(report_runs, "_METRICS_READ", size // 10)
+    assert 200 <= len(load_run(run).train) <= 250 and len(RunDirectory(run).events) >= 2500
+    with (run / "metrics.jsonl").open("r+b") as file:
+        file.truncate(3 << 30)
+    assert main(["report", str(run)]) == 2
+    assert "no run writes as many" in capsys.readouterr().err
+
+
+def test_losses_of_two_kinds_have_their_names(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 3)
+    (chart,) = (chart for chart in sections([load_run(run)])["Accuracy and loss"] if chart.title == "Loss")
+    assert chart.fields["train/loss"] == "training"
+    settings = json.loads((run / "config.json").read_text())
+    settings["loss"] = {**settings.get("loss", {}), "name": "binary-cross-entropy"}
+    (run / "config.json").write_text(json.dumps(settings))
+    (chart,) = (chart for chart in sections([load_run(run)])["Accuracy and loss"] if chart.title == "Loss")
+    assert chart.fields["train/loss"] == "training (binary-cross-entropy)"
 
 
 @pytest.mark.parametrize(

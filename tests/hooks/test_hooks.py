@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from dali_train.checkpoint.run_directory import checkpoint_paths
 from dali_train.cli import main
 from dali_train.config import Config, DataConfig, OptimizerConfig, load_config
 from dali_train.data.dataset.build_index import build_index
@@ -346,6 +347,20 @@ def test_predictions_are_those_of_the_evaluation(users: Shared) -> None:
             assert sum(scores) == pytest.approx(1, abs=1e-4) and names[scores.index(max(scores))] == row["prediction"]
             assert row["truth"] == names[int(row["image"]) % 5]
             assert (users.directory / "predictions" / "images" / f"{row['image']}.png").exists()
+
+
+def test_tables_last_as_long_as_their_checkpoints(train: Train, tmp_path: Path) -> None:
+    """And what a kill left beside a checkpoint is removed at the next start."""
+    one = ("--run.keep_checkpoints", "1", "--run.epochs", "8", "--hooks.predictions", "3")
+    train("run", *one)
+    run = tmp_path / "run"
+    kept = {path.name for path in checkpoint_paths(run / "checkpoints")}
+    tables = {path.name for path in (run / "predictions").glob("step-*")}
+    assert kept <= tables and len(tables) <= 3 < len(events(run, "eval"))
+    partial = run / "checkpoints" / max(kept) / ".evaluation.json.123.partial"
+    partial.write_text("{")
+    train("run", *one)
+    assert not partial.exists()
 
 
 def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:

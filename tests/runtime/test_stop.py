@@ -205,6 +205,13 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, under_torchrun: bool) -> 
     assert (b"is gone, so this rank ends" in log.read_bytes()) == under_torchrun
 
 
+def test_the_end_of_a_part_does_not_use_up_patience(train: Train, tmp_path: Path) -> None:
+    """run.max_steps ends with an evaluation between two of the run's own: here after steps 2, 3, 4, 5, 7, ..."""
+    stuck = words("--optimizer.lr 1e-12 --run.epochs 9 --hooks.predictions 0 --hooks.stop_early 2")
+    train("run", *stuck, "--run.max_steps", "3")
+    assert "finished at step 5/15" in train("run", *stuck)
+
+
 def test_a_run_that_gets_no_better_ends(train: Train, tmp_path: Path) -> None:
     """Finished, with its weights, when hooks.stop_early says so; a second start has nothing to do, and more patience
     goes on."""

@@ -37,6 +37,13 @@ def test_a_run_that_stalls_with_nan_is_a_failure(train: Train) -> None:
     assert re.search(r"dali-train train: the run ended at step 4 of 7, but was not saved: .* no checkpoint", output)
 
 
+def test_a_run_whose_steps_all_overflow_is_a_failure(train: Train, tmp_path: Path) -> None:
+    overflowing = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e30", "--run.max_steps", "3")
+    output = train("run", *overflowing, status=1)
+    assert re.search(r"the run ended at step 3 of 3, but was not saved: all steps overflowed.* no checkpoint", output)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
 STOPPING = """
 import os, signal
 

@@ -23,7 +23,7 @@ from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.pipelines import Batch
 from dali_train.extras.pictures.sheets import contact_sheet, picture
-from dali_train.files import write_atomically
+from dali_train.files import remove_written, write_atomically
 from dali_train.hooks import Hook
 from dali_train.hooks.records import EvaluationRecord, RunStart, StepRecord
 from dali_train.parallel.layout import Layout
@@ -167,6 +167,14 @@ class PredictionFiles(Hook):
                 for truth, predicted, images in tables.most_confused()
             )
             write_table(directory / "confused_pairs.csv", ["truth", "prediction", "images"], pairs)
+
+        self._retire(directory)
+
+    def _retire(self, newest: Path) -> None:
+        """Remove the tables of evaluations whose checkpoints are gone: 300 epochs would leave 900 files."""
+        for path in self._directory.glob("step-*"):
+            if path != newest and not (self._start.directory / "checkpoints" / path.name).is_dir():
+                remove_written(path, r"(predictions|classes|confusion|confused_pairs)\.csv")
 
     def _save_images(self, shown: NDArray[np.int64]) -> None:
         directory = self._directory / "images"

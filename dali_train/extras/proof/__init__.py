@@ -24,12 +24,16 @@ def add_prove_command(commands: Commands) -> None:
     prove.add_argument("--all-draws", action="store_true", help="check the draws of all steps, not of a part of them")
     prove.add_argument(
         "--replay",
-        type=int,
-        metavar="STEP",
-        help="instead, train this step again (counted from 1) from the checkpoint before it and compare; to get the "
-        "same bits, start as many processes as the run had",
+        type=_step_or_eval,
+        metavar="STEP|eval",
+        help="instead, train this step again (counted from 1) from the checkpoint before it and compare, or evaluate "
+        "the best and the last checkpoint again; to get the same bits, start as many processes as the run had",
     )
     add_launch_options(prove)
+
+
+def _step_or_eval(text: str) -> int | str:
+    return text if text == "eval" else int(text)
 
 
 def _prove(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -37,10 +41,13 @@ def _prove(options: argparse.Namespace, overrides: list[str]) -> int:
     with importing(f"dali-train {options.command}"):
         from dali_train.extras.proof.prove import prove
         from dali_train.extras.proof.replay import replay
+        from dali_train.extras.proof.replay_evaluation import replay_evaluation
 
     run = options.run_dir
     if options.replay is None:
         return FINISHED if prove(run, dataset=options.dataset, all_draws=options.all_draws) else 1
     if is_remote(str(run)):
-        raise ConfigError(f"{run}: --replay trains from a checkpoint in a run.dir; copy the run to this machine first")
+        raise ConfigError(f"{run}: --replay starts from a checkpoint in a run.dir; copy the run to this machine first")
+    if options.replay == "eval":
+        return FINISHED if replay_evaluation(run, dataset=options.dataset, options=launch_options(options)) else 1
     return FINISHED if replay(run, options.replay, dataset=options.dataset, options=launch_options(options)) else 1

@@ -1,88 +1,49 @@
-"""``dali-train prove``: whether a run had the samples, draws and weights that its recipe demands.
+"""``dali-train prove``: whether a run had the samples, draws, rates and weights that its recipe demands.
 
 The record that a run keeps (checkpoint/record.py) is recomputed from the index, without images, on any machine,
-whatever ranks trained. Weights are compared with their recorded digests; replay.py trains a step again.
-docs/exactness.md says what this proves, and what it does not.
+whatever ranks trained. Weights and accuracies are compared with their recorded digests; replay.py trains a step, or
+evaluates, again. A table in docs/exactness.md says what this proves, and what it does not.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dali_train.checkpoint.format import CheckpointError, CheckpointManifest, load_checkpoint
-from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe, saved_recipe
+from dali_train.checkpoint.format import CheckpointError, load_checkpoint
+from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe
 from dali_train.checkpoint.record import (
     WeightsRecord,
     draws_digest,
     order_digest,
-    parsed,
     recipe_digest,
     result_of,
     samples_of,
     weights_digest,
 )
-from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, local_run, step_of
+from dali_train.checkpoint.run_directory import RunDirectory, local_run, step_of
 from dali_train.checkpoint.trained_model import MODEL_FILE
 from dali_train.config import Config
 from dali_train.data.progress import Progress
 from dali_train.data.sampling.micro_batch import MicroBatches
-from dali_train.errors import ConfigError
-from dali_train.runtime.status import METRICS, RunStatus, read_status
+from dali_train.extras.proof.accuracies import check_accuracies
+from dali_train.extras.proof.evidence import Evidence, Point
+from dali_train.runtime.status import METRICS
 from dali_train.text import plural, printable
+from dali_train.training.schedule import learning_rate
 
 MOST_DRAWS = 20_000
 """Micro-batches whose draws are recomputed if not all are asked for: a minute, at 2 to 4 ms each."""
-
-
-class Point(NamedTuple):
-    """A place in the run directory that has the record of `step` steps."""
-
-    step: int
-    order: int  # what the order's sum of digests is compared with, the recipe's included
-    draws: int
-    source: str
-
-
-@dataclass(kw_only=True)
-class Evidence:
-    """What a run directory says of itself, without the tensors."""
-
-    run: RunDirectory
-    status: RunStatus | None
-    points: list[Point] = field(default_factory=list)  # by step
-    weights: dict[Path, WeightsRecord] = field(default_factory=dict)  # by checkpoint, oldest first
-    recipe: dict[str, Any] = field(default_factory=dict)  # of the newest checkpoint
-    damage: list[str] = field(default_factory=list)  # checkpoints that cannot be read
-
-    @classmethod
-    def of(cls, run: RunDirectory) -> "Evidence":
-        """Read it. Raises ConfigError: the run has no record."""
-        found = cls(run=run, status=read_status(run.directory))
-        records = [(event["step"], event["record"], METRICS) for event in run.events if "record" in event]
-        for path in checkpoint_paths(run.directory / "checkpoints"):
-            try:
-                manifest = CheckpointManifest.read(path)
-                found.recipe = saved_recipe(manifest.values, path)
-            except CheckpointError as error:
-                found.damage.append(str(error))
-                continue
-            records.append((manifest.step, manifest.values.record, path.name))
-            found.weights[path] = manifest.values.weights
-        if found.status is not None:
-            records.append((found.status.step, found.status.record, "status.json"))
-        points = (Point(step, *parsed(record), source) for step, record, source in records if record)
-        found.points = sorted(points, key=lambda point: point.step)
-        if not found.points:
-            raise ConfigError(
-                f"{run.directory} has no record of its samples, as runs of earlier versions: only runs that a version "
-                "with `prove` began have one"
-            )
-        return found
+LIMITS = (
+    "This compares what the run wrote with what its recipe demands, and its files with each other. It does not prove "
+    "that losses, gradient norms and weights were computed (--replay STEP trains a step again), that the accuracies "
+    "are those of the weights (--replay eval evaluates again), the pixels (data verify), or the times; and nothing is "
+    "signed. docs/exactness.md has the table."
+)
 
 
 def prove(run: Path | str, *, dataset: str | None, all_draws: bool) -> bool:
@@ -106,14 +67,17 @@ def prove(run: Path | str, *, dataset: str | None, all_draws: bool) -> bool:
 
 def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
     split, micro_batches = samples_of(with_dataset(run.config, dataset))
-    evidence, current = Evidence.of(run), recipe(run.config, split.manifest)
+    evidence = Evidence.of(run, run.config.steps(run.config.run.epochs, len(split)))
+    current = recipe(run.config, split.manifest)
     keep_digests_of_lost_files(evidence.recipe, current)
     points, last = evidence.points, evidence.points[-1].step
     sums = order_sums(micro_batches, {point.step for point in points})
     # What a record has beyond the recomputed order is the same number at every step: the recipe's digest.
     beyond = [(point.order - sums[point.step]) % (1 << 128) for point in points]
     num_steps, draws = check_draws(points, micro_batches, all_draws=all_draws)
+    num_rates, rates = check_rates(evidence, len(split))
     num_weights, weights = check_weights(evidence)
+    num_accuracies, accuracies = check_accuracies(evidence)
     subjects = {
         "recipe": (
             check_recipe(evidence, current, beyond[0]),
@@ -124,11 +88,17 @@ def _prove(run: RunDirectory, *, dataset: str | None, all_draws: bool) -> bool:
             f"the images of {plural(last, 'step')} are those that the recipe demands",
         ),
         "draws": (draws, f"so is everything drawn for them, in {num_steps} of {plural(last, 'step')}"),
+        "rates": (rates, f"and the learning rates in {plural(num_rates, 'line')}"),
         "weights": (weights, f"{plural(num_weights, 'set')} of weights with the recorded digest"),
+        "accuracy": (
+            accuracies,
+            f"{plural(num_accuracies, 'evaluation')} as in their lines, in all files that have the accuracy",
+        ),
     }
     for subject, (faults, agreement) in subjects.items():
         for line in [f"DIFFERS: {fault}" for fault in faults] or [agreement]:
             print(f"{subject:8} {printable(line)}")
+    print(LIMITS)
     return not any(faults for faults, _ in subjects.values())
 
 
@@ -166,7 +136,9 @@ def check_recipe(evidence: Evidence, current: dict[str, Any], root: int) -> list
         steps = _steps(0, evidence.points[0].step)
         also = f", or other images in {steps}" if evidence.points[0].step else ""
         faults.append(f"the record began with another recipe or dataset{also}")
-    return faults if changes else faults[1:]
+    beyond = evidence.beyond_the_end
+    also_wrong = [f"{source} has a step that the config's {evidence.end} do not reach" for source in beyond[:1]]
+    return (faults if changes else faults[1:]) + also_wrong
 
 
 def check_order(points: Sequence[Point], beyond: Sequence[int]) -> list[str]:
@@ -235,6 +207,27 @@ def _steps(before: int, last: int) -> str:
     return f"step {last}" if last - before == 1 else f"steps {before + 1} to {last}"
 
 
+def check_rates(evidence: Evidence, num_images: int) -> tuple[int, list[str]]:
+    """Compare the learning rate and the epoch in each line of a step with those that the config gives it.
+
+    Returns:
+        The number of lines, and what differs.
+    """
+    config = evidence.run.config
+    lines = [event for event in evidence.run.events if event["event"] == "train" and 0 < event["step"] <= evidence.end]
+    faults = []
+    for line in lines:
+        step = line["step"]
+        right = {
+            "lr": learning_rate(config, step - 1, num_images),
+            "epoch": step * config.batch.global_batch / num_images,
+        }
+        # The last bit of a power or a cosine depends on the machine's library.
+        wrong = [name for name in right if not math.isclose(line.get(name, math.nan), right[name], rel_tol=1e-12)]
+        faults += [f"{METRICS}: {name} of step {step} is {line.get(name)}, not {right[name]}" for name in wrong]
+    return len(lines), faults[:3]
+
+
 def check_weights(evidence: Evidence) -> tuple[int, list[str]]:
     """Compare the weights in all checkpoints and in model.safetensors with the digests in all manifests.
 
@@ -247,15 +240,24 @@ def check_weights(evidence: Evidence) -> tuple[int, list[str]]:
         for step, digests in history.items():
             if recorded.setdefault(step, digests) != digests:
                 faults.append(f"{path.name} has another digest of the weights of step {step} than an older checkpoint")
+        unknown = [older for older in evidence.weights if step_of(older) <= step_of(path)]
+        faults += [
+            f"{path.name} has no digest of the weights of step {step_of(older)}, which a run writes there"
+            for older in unknown
+            if str(step_of(older)) not in history
+        ]
+        if step_of(path) == 0:
+            faults.append(f"{path.name}: no run writes a checkpoint of step 0")
     for path in evidence.weights:
         try:
             state = load_checkpoint(path).state
         except CheckpointError as error:
             faults.append(str(error))
             continue
-        for section, digest in recorded.get(str(step_of(path)), {}).items():
+        digests = recorded.get(str(step_of(path)), {})
+        for section in _RESULTS & state.keys():
             number += 1
-            if weights_digest(state.get(section, {})) != digest:
+            if weights_digest(state[section]) != digests.get(section):
                 faults.append(f"{path.name}: the weights of section {section} are not those that were saved")
     results, status = {step: result_of(digests) for step, digests in recorded.items()}, evidence.status
     if status is not None and status.weights and results.setdefault(str(status.step), status.weights) != status.weights:
@@ -263,6 +265,9 @@ def check_weights(evidence: Evidence) -> tuple[int, list[str]]:
     if (model := evidence.run.directory / MODEL_FILE).exists():
         faults += _check_model(model, results)
     return number + model.exists(), faults
+
+
+_RESULTS = {"model", "ema"}  # the sections of a checkpoint that have a digest
 
 
 def _check_model(path: Path, results: dict[str, str]) -> Iterator[str]:

@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dali_train.checkpoint.format import Checkpoint, CheckpointManifest, Tensors, load_checkpoint
+from dali_train.checkpoint.recipe import changes_between, keep_digests_of_lost_files, recipe, saved_recipe
 from dali_train.checkpoint.record import WeightsRecord, machine, weights_digest
 from dali_train.checkpoint.run_directory import RunDirectory, checkpoint_paths, step_of
 from dali_train.checkpoint.save import CheckpointWriter
@@ -25,6 +27,7 @@ from dali_train.commands.equal_ranks import require_equal_ranks
 from dali_train.commands.evaluate import joined_and_watched
 from dali_train.commands.train import restored_trainer
 from dali_train.config import Config
+from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import with_dataset
 from dali_train.runtime.launch import Launch, LaunchOptions
@@ -51,8 +54,10 @@ class Recorded:
     lines: dict[int, dict[str, Any]]  # the train events of these steps
     means_since: dict[int, int]  # the step after which the means in a line begin
     machines: set[str]  # which computed them
-    weights: dict[str, str]  # section -> digest, after `end` steps; empty: not recorded
+    weights: dict[str, str]  # section -> digest, after `end` steps; empty: there was no checkpoint
     checkpoint: Path | None  # of `end` steps, if it is still there
+    recipe: dict[str, Any]  # of the first checkpoint that has these steps; empty: there is none
+    recipe_before: dict[str, Any]  # of the source
 
     @classmethod
     def of(cls, run: RunDirectory, step: int) -> "Recorded":
@@ -65,9 +70,13 @@ class Recorded:
             elif event["event"] == "train":
                 at = event["step"]
                 lines[at], machines[at], since[at], before = event, now, before, at
-        paths = checkpoint_paths(run.directory / "checkpoints")
+        # No run writes a checkpoint of step 0: its initial weights follow from the recipe.
+        paths = [path for path in checkpoint_paths(run.directory / "checkpoints") if step_of(path) > 0]
+        recipes = {}
         for path in paths:
-            weights |= CheckpointManifest.read(path).values.weights
+            values = CheckpointManifest.read(path).values
+            weights |= values.weights
+            recipes[step_of(path)] = saved_recipe(values, path)
         ends = sorted(at for at in {*lines, *map(int, weights)} if at >= step)
         if step < 1 or not ends:
             last = max({*lines, *map(int, weights)}, default=0)
@@ -85,6 +94,8 @@ class Recorded:
             machines={machines[at] for at in between} or {now},
             weights=weights.get(str(end), {}),
             checkpoint=next((path for path in paths if step_of(path) == end), None),
+            recipe=next((recipes[at] for at in sorted(recipes) if at >= end), {}),
+            recipe_before=recipes.get(begin, {}),
         )
 
     def scalars(self, replayed: "Replayed") -> dict[str, list[tuple[int, float, float]]]:
@@ -93,7 +104,8 @@ class Recorded:
         for at, line in self.lines.items():
             for subject, name in (("loss", "loss"), ("gradient", "grad_norm")):
                 if name == "grad_norm" or self.means_since[at] >= self.begin:
-                    values.setdefault(subject, []).append((at, line[name], getattr(replayed.sums[at], name)))
+                    was = line.get(name, math.nan)  # which no line of a run lacks
+                    values.setdefault(subject, []).append((at, was, getattr(replayed.sums[at], name)))
         return values
 
 
@@ -119,6 +131,7 @@ def replay(run_dir: Path, step: int, *, dataset: str | None, options: LaunchOpti
     with joined_and_watched(options, config, run_dir) as (launch, device):
         group = host_group(launch, config.parallel)
         require_equal_ranks(config, device, group, recorded.source)
+        check_same_recipe(recorded, config, step)
         here, replayed = train_again(config, recorded, launch, device, group)
         same_class = recorded.machines == {here}
         exact = None
@@ -140,7 +153,7 @@ def replay(run_dir: Path, step: int, *, dataset: str | None, options: LaunchOpti
     print(f"replayed {plural(recorded.end - recorded.begin, 'step')} from {begin} to step {recorded.end}")
     if not same_class:
         print(f"there    {printable(' and '.join(sorted(recorded.machines)))}\nhere     {here}")
-    lines = list(compared)
+    lines = list(compared) or [("nothing", False, "there is neither a line nor a digest to compare with")]
     for subject, agrees, text in lines:
         print(f"{subject:8} {'' if agrees else 'DIFFERS: '}{text}")
     return all(agrees for _, agrees, _ in lines)
@@ -176,6 +189,19 @@ def train_again(
         writer.wait()
         state = load_checkpoint(checkpoint_paths(directory)[-1]).state if launch.rank == 0 else {}
     return machine(plan), Replayed(state=state, sums=sums)
+
+
+def check_same_recipe(recorded: Recorded, config: Config, step: int) -> None:
+    """Raises ConfigError: the steps were not trained with the settings and the dataset that config.json names now."""
+    current = recipe(config, Manifest.read(config.data.root))
+    for saved, whose in ((recorded.recipe, "these steps had"), (recorded.recipe_before, "the checkpoint before has")):
+        keep_digests_of_lost_files(saved, current)
+        if saved and (changes := changes_between(saved, current)):
+            raise ConfigError(
+                f"--replay {step}: the recipe was changed during the run (run.accept_changed_recipe), and {whose} "
+                f"another one than config.json and the dataset: {printable('; '.join(changes))}. Name a step that was "
+                "trained from a checkpoint with the present recipe"
+            )
 
 
 def check_comparable(recorded: set[str], here: str, device: torch.device) -> None:
@@ -216,45 +242,65 @@ def distances(
     """Compare how far what was recorded and what was trained `here` in `precision` are from the `exact` result."""
     rights = recorded.scalars(exact)
     for subject, values in recorded.scalars(here).items():
-        ratios = []
+        found = []
         for (at, *two), (_, _, right) in zip(values, rights[subject], strict=True):
             was, now, exactly = torch.tensor([*two, right], dtype=torch.float64)
-            overflows = not any(map(math.isfinite, two))  # in both, as float64 does not
-            ratios.append((0.0 if overflows else _ratio(was, now, exactly, _SCALARS[precision]), f"step {at}"))
-        yield _farthest(subject, ratios)
+            if not any(map(math.isfinite, two)):  # both overflow, as float64 does not
+                was = now = exactly
+            found.append(distance(f"step {at}", was, now, exactly, SCALARS[precision]))
+        yield _farthest(subject, found)
     if saved is not None:
-        ratios = [
-            (_ratio(was, here.state[section][name], exact.state[section][name], _rounding(was)), name)
+        found = [
+            distance(f"{section}.{name}", was, here.state[section][name], exact.state[section][name], _rounding(was))
             for section, name, was in _tensors(saved)
         ]
-        yield _farthest("tensors", ratios)
+        yield _farthest("tensors", found)
 
 
 # The unit roundoff of a loss and a gradient norm that are computed in each precision.dtype. Without a more exact result
 # than the run's own, as in float64, it stands for the order of summation.
-_SCALARS = {"fp64": 2.0**-44, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+SCALARS = {"fp64": 2.0**-44, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
 def _rounding(tensor: torch.Tensor) -> float:
     if not tensor.is_floating_point():
         return 0.0
-    return _SCALARS["fp64"] if tensor.dtype == torch.float64 else torch.finfo(tensor.dtype).eps / 2
+    return SCALARS["fp64"] if tensor.dtype == torch.float64 else torch.finfo(tensor.dtype).eps / 2
 
 
-def _ratio(was: torch.Tensor, now: torch.Tensor, right: torch.Tensor, rounding: float) -> float:
-    """Return |was - right| / |now - right| in the 2-norm, the latter at least `rounding` of |right|."""
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far what was recorded is from the exact result."""
+
+    name: str
+    ratio: float  # in multiples of this machine's own distance
+    unseen: float  # a change by less than this part of the exact result would not be seen
+
+
+def distance(name: str, was: torch.Tensor, now: torch.Tensor, right: torch.Tensor, rounding: float) -> Distance:
+    """Compare |was - right| with |now - right|, which counts as `rounding` of |right| at least, in the 2-norm."""
     was, now, right = was.double(), now.double(), right.double()
-    distance, own = (was - right).norm().item(), (now - right).norm().item()
-    if distance == 0:
-        return 0.0
-    smallest = max(own, rounding * right.norm().item())
-    return distance / smallest if smallest > 0 and math.isfinite(distance) else math.inf
+    far, own, size = (was - right).norm().item(), (now - right).norm().item(), right.norm().item()
+    smallest = max(own, rounding * size)
+    ratio = 0.0
+    if far != 0:
+        ratio = far / smallest if smallest > 0 and math.isfinite(far) else math.inf
+    return Distance(name=name, ratio=ratio, unseen=LIMIT * smallest / size if size else 0.0)
 
 
-def _farthest(subject: str, ratios: list[tuple[float, str]]) -> Comparison:
-    ratio, name = max(ratios)
-    far = f"{ratio:.2g} times this machine's distance from float64 at most, limit {LIMIT:g}"
-    return subject, ratio <= LIMIT, f"{name}: {far} ({len(ratios)} compared)"
+def _farthest(subject: str, found: list[Distance]) -> Comparison:
+    """Name the farthest, and how large a change is too small to be seen."""
+    farthest = max(found, key=lambda one: one.ratio)
+    weights = [one for one in found if one.name.startswith("model.")] or found  # what a result is made of
+    blindest = max(weights, key=lambda one: one.unseen)
+    far = f"{farthest.ratio:.2g} times this machine's distance from float64 at most, limit {LIMIT:g}"
+    half = median(one.unseen for one in weights)
+    unseen = f"below {blindest.unseen:.1g} of {blindest.name}, and in half of them below {half:.1g}"
+    return (
+        subject,
+        farthest.ratio <= LIMIT,
+        f"{farthest.name}: {far} ({len(found)} compared); not seen are changes {unseen}",
+    )
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -13,6 +13,7 @@ PHASE_NAMES = {field: phase for phase, field in (STEP_PHASES | OUTSIDE_PHASES).i
 STEP_FIELDS, ALL_FIELDS = tuple(STEP_PHASES.values()), tuple(PHASE_NAMES)
 _MOST_POINTS = 2000  # of a curve: more than a screen has pixels
 _MOST_MEASURED = 48
+_EVALUATED_WITH = "cross-entropy"  # whatever loss.name is
 _NAME = 60  # characters of a name in a legend
 
 
@@ -134,13 +135,24 @@ def sections(runs: list[ReportedRun]) -> dict[str, list[Chart]]:
     charts["Accuracy and loss"] += tuple(of_sets)
     shown = {}
     for heading, candidates in charts.items():
-        present = [chart for chart in (_present(chart, runs) for chart in candidates) if chart.fields]
+        named = (_with_losses(chart, runs) for chart in candidates)
+        present = [chart for chart in (_present(chart, runs) for chart in named) if chart.fields]
         if heading == "Accuracy and loss" and len(published) == 1 and present:
             (mark,) = published
             present[0] = replace(present[0], title=f"{present[0].title} (published {mark:.2%})", mark=mark)
         if present:
             shown[heading] = present
     return shown
+
+
+def _with_losses(chart: Chart, runs: list[ReportedRun]) -> Chart:
+    """Return `chart` with the names of the losses in its legend, if a run trains with another than the evaluation's."""
+    trained_with = {run.config.loss.name for run in runs}
+    if "train/loss" not in chart.fields or trained_with == {_EVALUATED_WITH}:
+        return chart
+    losses = {"train/loss": printable(" or ".join(sorted(trained_with)))}
+    fields = {key: f"{name} ({losses.get(key, _EVALUATED_WITH)})" for key, name in chart.fields.items()}
+    return replace(chart, fields=fields)
 
 
 def _measured(field: str) -> Chart:

@@ -272,7 +272,7 @@ def _optimizer(run: ReportedRun) -> str:
     """Describe the optimizer with every argument that timm and its own defaults add; old runs recorded none."""
     arguments = run.environment.get("optimizer")
     shown = arguments.items() if isinstance(arguments, dict) else ()
-    parts = [f"{name} {value}" for name, value in shown if value is not None and name != "lr"]
+    parts = [f"{name} {_plain(value)}" for name, value in shown if value is not None and name != "lr"]
     return f"{run.config.optimizer.name}{': ' if parts else ''}{', '.join(parts)}"
 
 

@@ -18,10 +18,20 @@ from numpy.typing import NDArray
 from dali_train.checkpoint.run_directory import RunDirectory
 from dali_train.errors import ConfigError
 from dali_train.files import read_limited
-from dali_train.runtime.status import METRICS, OUTSIDE_PHASES, STEP_PHASES, Event, best_evaluation, decisive
+from dali_train.runtime.status import (
+    METRICS,
+    OUTSIDE_PHASES,
+    STEP_PHASES,
+    Event,
+    best_evaluation,
+    decisive,
+    read_events,
+)
 from dali_train.text import printable
 
 Row = TypeVar("Row")
+_READ = ("config.json", "environment.json", METRICS, "samples.png", "predictions")
+_LARGEST_METRICS, _METRICS_READ = 1 << 30, 20 << 20  # bytes; a line of a step has about a thousand
 _LARGEST_TABLE = 50_000_000  # bytes; that of 21,841 classes has 2 MB
 
 
@@ -114,6 +124,33 @@ class ReportedRun(RunDirectory):
     def name(self) -> str:
         return printable(self.label or self.directory.resolve().name)
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError: it is no run, or has a link to something else, which a report would show to others."""
+        super().__post_init__()
+        root = self.directory.resolve()
+        for path in (*(self.directory / name for name in _READ), *(self.directory / "predictions").rglob("*")):
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise ConfigError(
+                    f"{path} is a link to {path.readlink()}, outside of the run directory: a report, which may be "
+                    "passed on, does not show that; put the file itself there, or remove the link"
+                )
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The events of metrics.jsonl; of very many steps only some, evenly spread, as many as charts can show.
+
+        Raises:
+            ConfigError: the file cannot be read, or is larger than that of any run.
+        """
+        path = self.directory / METRICS
+        try:
+            size = path.stat().st_size if path.exists() else 0
+            if size > _LARGEST_METRICS:
+                raise ConfigError(f"{path} has {size:,} bytes, more than {_LARGEST_METRICS:,}: no run writes as many")
+            return tuple(read_events(path, self.foreign_lines, every=1 + size // _METRICS_READ))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
     @cached_property
     def train(self) -> list[Event]:
         return [event for event in self.events if event["event"] == "train"]
@@ -173,9 +210,9 @@ class ReportedRun(RunDirectory):
         return {field: sum(seconds[field] for _, seconds in self._phases) for field in fields}
 
     @cached_property
-    def _times(self) -> tuple[list[int], list[float]]:
-        ends = np.cumsum([sum(seconds.values()) for _, seconds in self._phases])
-        return [0, *(step for step, _ in self._phases)], [0.0, *ends.tolist()]
+    def _times(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        ends = np.cumsum([0.0, *(sum(seconds.values()) for _, seconds in self._phases)])
+        return np.array([0, *(step for step, _ in self._phases)], dtype=np.float64), ends
 
     def seconds_at(self, step: int) -> float:
         """Return how long the run had trained, evaluated and saved by `step`, as far as it was logged."""
