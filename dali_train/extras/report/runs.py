@@ -116,9 +116,11 @@ class ReportedRun(RunDirectory):
 
     Args:
         label: its name in the report; empty: the directory's own name.
+        thins: of very many steps read only some, evenly spread, as many as charts can show.
     """
 
     label: str = ""
+    thins: bool = False
 
     @property
     def name(self) -> str:
@@ -137,7 +139,7 @@ class ReportedRun(RunDirectory):
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """The events of metrics.jsonl; of very many steps only some, evenly spread, as many as charts can show.
+        """The events of metrics.jsonl, see `thins`.
 
         Raises:
             ConfigError: the file cannot be read, or is larger than that of any run.
@@ -147,7 +149,7 @@ class ReportedRun(RunDirectory):
             size = path.stat().st_size if path.exists() else 0
             if size > _LARGEST_METRICS:
                 raise ConfigError(f"{path} has {size:,} bytes, more than {_LARGEST_METRICS:,}: no run writes as many")
-            return tuple(read_events(path, self.foreign_lines, every=1 + size // _METRICS_READ))
+            return tuple(read_events(path, self.foreign_lines, every=1 + size // _METRICS_READ * self.thins))
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -236,7 +238,7 @@ def load_run(directory: Path, label: str = "") -> ReportedRun:
     Raises:
         ConfigError: it is not a run directory, or metrics.jsonl has no line yet.
     """
-    run = ReportedRun(directory, label)
+    run = ReportedRun(directory, label, thins=True)
     if not run.events:
         path = directory / METRICS
         raise ConfigError(f"{path} has no line yet: wait for the run's first hooks.log_every_steps steps")
