@@ -1,8 +1,6 @@
 """A few of the thousands of kills of tests/verification/torture_resume.py."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from multiprocessing import forkserver
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.verification.torture_resume import (
     KINDS,
     STOPPED,
@@ -21,24 +18,6 @@ from tests.verification.torture_resume import (
     draw,
     final_weights,
 )
-
-FAILING = """
-import sys
-from pathlib import Path
-from tests.verification.torture import Ranks
-
-rank = Ranks(Path(sys.argv[1]), 1, Path(sys.argv[2]))
-print(*(process.pid for process in rank._processes), flush=True)
-raise SystemExit(3)
-"""
-
-
-def test_a_tool_that_fails_leaves_no_rank(tmp_path: Path) -> None:
-    endless = tmp_path / "config.py"
-    endless.write_text("import time\ntime.sleep(600)\n")
-    command = [sys.executable, "-c", FAILING, str(endless), str(tmp_path / "log")]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 3 and not Path(f"/proc/{int(ended.stdout)}").exists(), ended
 
 
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What the tools that kill runs share: the small run, the processes of one start, the stores, and the comparison with a
 run that nothing disturbed."""
 
-import atexit
 import contextlib
 import ctypes
 import io
@@ -152,11 +151,6 @@ class _Forked:
         self._process = FORK.Process(target=_train, args=(arguments, environment, log))
         self._process.start()
         self.pid = self._process.pid or 0
-        atexit.register(self._end)  # before multiprocessing's own, which waits for all processes, also of a failed tool
-
-    def _end(self) -> None:
-        if self.status() is None:
-            self._process.kill()
 
     def status(self) -> int | None:
         return self._process.exitcode
