@@ -505,12 +505,12 @@ def test_a_run_that_went_on_between_two_lines(train: Train, tmp_path: Path, caps
 
 def test_a_step_that_overflowed_is_trained_again(train: Train, tmp_path: Path) -> None:
     """Its gradient norm is not a number, there as here, except in float64."""
-    overflowing = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e9", "--run.max_steps", "1")
+    overflowing = ("--precision.dtype", "fp16", "--precision.initial_scale", "1e9", "--run.epochs", "10")
     train("run", *CHECKPOINTS, *overflowing)
     assert math.isnan(events(tmp_path / "run", "train")[0]["grad_norm"])
-    assert replayed(tmp_path / "run", 1) == {"loss", "gradient", "weights", "tensors"}
+    assert replayed(tmp_path / "run", 1) == {"loss", "gradient"}
     on_another_processor(tmp_path / "run")
-    assert replayed(tmp_path / "run", 1) == {"there", "here", "loss", "gradient", "tensors"}
+    assert replayed(tmp_path / "run", 1) == {"there", "here", "loss", "gradient"}
 
 
 GOLDEN = "cc3b9963f96d8abbcc593c1abc663bf93f02ae760443b4732d3f3b22552eab0f"
