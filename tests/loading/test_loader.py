@@ -328,15 +328,15 @@ def test_interrupted_from_outside(dataset: Path) -> None:
     while loader.epoch < 3:
         before = loader.step
         timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         try:
+            timer.start()
             for _ in loader:
                 assert loader.micro_batch is not None and loader.micro_batch.step == loader.step - 1
                 seen.append(loader.micro_batch.step)
             timer.cancel()
+            timer.join()  # within the handler's reach: it may have sent the signal by now
         except KeyboardInterrupt:
-            pass
-        timer.join()
+            timer.join()
         seen += [step for step in range(before, loader.step) if step not in seen]  # handed over as the signal came
     assert seen == list(range(75))
 

@@ -458,9 +458,9 @@ class TrainLoader(_Loader[TrainingPipeline]):
             self.close()
             raise
         self.micro_batch = batch.micro_batch
-        self._num_done += 1
-        if self._num_done == len(self._numbers):
-            self._go_to(self._step + 1)
+        ends_step = expected[1] == self._numbers[-1]
+        position = (self._step + 1, 0) if ends_step else (self._step, self._num_done + 1)
+        self._step, self._num_done = position  # at once: no interrupt comes between two assignments without a call
         return batch
 
     def at(self, step: int, k: int | None = None) -> Any:
