@@ -1,6 +1,7 @@
 # make quickstart   train a small ViT on real images, from raw files to a table of results, in a few minutes
 # make test         everything that must hold, on this machine
 # make test-fast    the tests that start no trainers or other processes, in one to two minutes
+# make test-core    the first ring alone, without extras, verification and examples
 # make test-oldest  what depends on versions, with the oldest Python and libraries that pyproject.toml allows
 # make check        format, lint, types and the rule which room may import which
 # make check-ratios whether something has become much slower, in a minute and a half: ratios, no times
@@ -12,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart test test-fast test-oldest check check-ratios bench-gpu clean
+.PHONY: quickstart test test-fast test-core test-oldest check check-ratios bench-gpu clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -26,6 +27,9 @@ test: $(VENV)/.installed
 
 test-fast: $(VENV)/.installed
 	$(RUN) $(SIDE_BY_SIDE) -m "not slow"
+
+test-core: $(VENV)/.installed
+	$(RUN) $(SIDE_BY_SIDE) tests --ignore tests/extras --ignore tests/verification
 
 # Debian 12's own Python is 3.11.2, which differs from later ones in what it pickles; without it, PYTHON.
 OLDEST := .venv-oldest
