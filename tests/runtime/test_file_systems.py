@@ -55,6 +55,7 @@ def drive(directory: Path) -> None:
     for number in (1, 2):
         copied = ("--run.dir", str(directory / f"copied{number}"), "--data.local_copy", str(poor / "copies"))
         command(f"copy {number}", *train, "1", *copied, without="times mmap fsync")
+    command("doctor", "doctor", "--config", str(directory / "config.py"), "--run.dir", str(poor / "examined"))
     command("rename", *train, "1", "--run.dir", str(poor / "c"), without="rename")
     print(json.dumps(said))
 
@@ -116,3 +117,9 @@ def test_what_has_no_other_way_is_one_line(said: dict[str, Said], name: str, wor
     assert "Traceback" not in said[name].text
     line = said[name].text.splitlines()[-1]
     assert all(word in line for word in words), said[name].text
+
+
+def test_doctor_says_what_is_missing(said: dict[str, Said]) -> None:
+    (line,) = (line for line in said["doctor"].text.splitlines() if "run directory" in line)
+    assert line.split()[0] != "fail", line
+    assert "none of symbolic links, fsync of a directory, flock" in line

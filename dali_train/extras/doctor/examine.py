@@ -43,10 +43,12 @@ from dali_train.data.dataset.storage import open_storage, read_stored
 from dali_train.data.loading.dali import LOG_VARIABLE, decode_repeatedly, decoder_in_log
 from dali_train.data.loading.loader import pixel_format
 from dali_train.errors import ConfigError, DatasetError, UserError
+from dali_train.files import NO_DIRECTORY_FSYNC, NO_SYMLINKS, NoLocksError, try_lock
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import DIMENSIONS, make_mesh
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.object_store import Bucket, ObjectStoreError
+from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.training.build import build_loader, fit_to_ranks, prepare
 from dali_train.training.cost import FASTER, Memory, measure_largest_product, measured_peak
@@ -148,7 +150,7 @@ def devices(launch: Launch, device: torch.device) -> Iterator[Finding]:
     count = torch.cuda.device_count()
     if device.type != "cuda":
         remedy = "fine for a test; for training check nvidia-smi, CUDA_VISIBLE_DEVICES and the job's request for GPUs"
-        yield Finding("gpu", "warn", f"none, {os.cpu_count()} CPU cores", remedy)
+        yield Finding("gpu", "warn", f"none, {num_cores()} CPU cores", remedy)
         return
     free, total = torch.cuda.mem_get_info(device)
     text = f"{count} visible, {torch.cuda.get_device_name(device)}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
@@ -556,9 +558,12 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
         os.fsync(target.fileno())
     speed = count * len(block) / 1e6 / (time.perf_counter() - start)
     fresh.replace(file)
-    link.symlink_to(file.name)
-    text = f"{directory}: {speed:.0f} MB/s written and flushed, rename and links work"
-    if link.stat().st_size != count * len(block):
+    lacking = _lacking(directory, file, link)
+    works = (
+        f"rename works; none of {', '.join(lacking)}, which a run does without" if lacking else "rename and links work"
+    )
+    text = f"{directory}: {speed:.0f} MB/s written and flushed, {works}"
+    if file.stat().st_size != count * len(block):
         yield Finding(
             "run directory", "fail", f"{directory}: a renamed file is not what was written", "use another file system"
         )
@@ -568,6 +573,32 @@ def _files(directory: Path, mark: str) -> Iterator[Finding]:
         )
     else:
         yield Finding("run directory", "pass", text)
+
+
+def _lacking(directory: Path, file: Path, link: Path) -> list[str]:
+    """Return what the file system of `directory` refuses of that for which there is something else, in words."""
+    lacking = []
+    try:
+        link.symlink_to(file.name)
+    except OSError as error:
+        if error.errno not in NO_SYMLINKS:
+            raise
+        lacking.append("symbolic links")
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_DIRECTORY_FSYNC:
+            raise
+        lacking.append("fsync of a directory")
+    finally:
+        os.close(descriptor)
+    try:
+        with file.open("rb+") as locked:
+            try_lock(locked)
+    except NoLocksError:
+        lacking.append("flock")
+    return lacking
 
 
 def _space(run: RunConfig, directory: Path, checkpoint_bytes: int) -> Finding:
