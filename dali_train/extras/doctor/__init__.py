@@ -2,12 +2,7 @@
 
 import argparse
 
-from dali_train.commands.arguments import (
-    Commands,
-    config_of,
-    launch_options,
-    with_config,
-)
+from dali_train.commands.arguments import Commands, config_of, launch_options, with_config
 from dali_train.commands.boundary import importing
 from dali_train.errors import ConfigError
 from dali_train.runtime.launch import discover

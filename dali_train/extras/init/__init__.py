@@ -3,12 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dali_train.commands.arguments import (
-    Commands,
-    gigabytes,
-    refuse_numbers,
-    refuse_settings,
-)
+from dali_train.commands.arguments import Commands, gigabytes, refuse_numbers, refuse_settings
 from dali_train.errors import ConfigError
 from dali_train.runtime.status import FINISHED
 

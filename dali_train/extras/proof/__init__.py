@@ -2,13 +2,7 @@
 
 import argparse
 
-from dali_train.commands.arguments import (
-    Commands,
-    add_launch_options,
-    launch_options,
-    on_runs,
-    refuse_settings,
-)
+from dali_train.commands.arguments import Commands, add_launch_options, launch_options, on_runs, refuse_settings
 from dali_train.commands.boundary import importing
 from dali_train.errors import ConfigError
 from dali_train.runtime.object_store import is_remote

@@ -3,11 +3,7 @@
 import argparse
 from pathlib import Path
 
-from dali_train.commands.arguments import (
-    Commands,
-    on_runs,
-    refuse_settings,
-)
+from dali_train.commands.arguments import Commands, on_runs, refuse_settings
 from dali_train.errors import ConfigError
 from dali_train.runtime.status import FINISHED
 
@@ -18,9 +14,7 @@ def add_report_command(commands: Commands) -> None:
         "--output", type=Path, metavar="DIR", help="where to write it (default: RUN/report, comparison/ beside several)"
     )
     report.add_argument(
-        "--serve",
-        action="store_true",
-        help="serve live pages of all runs in the RUN folders instead of writing a file",
+        "--serve", action="store_true", help="serve live pages of all runs in the RUN folders instead of writing a file"
     )
     report.add_argument(
         "--host", default=argparse.SUPPRESS, help="--serve: the address to listen on (default: only this machine)"
