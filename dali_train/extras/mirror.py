@@ -466,7 +466,7 @@ def downloaded(url: str, checkpoint: str | None = None) -> Iterator[Path]:
         raise ConfigError(f"{bucket.url} has no {checkpoint or 'newest'} checkpoint; it has: {names}")
     with tempfile.TemporaryDirectory(prefix="dali-train-") as temporary:
         directory = Path(temporary)
-        for name in ("config.json", "environment.json", METRICS):
+        for name in ("config.json", "environment.json", METRICS, "epoch_accuracies.json"):
             with suppress(MissingObjectError):
                 bucket.download(name, directory / name, bucket.size(name))
         path = directory / _CHECKPOINTS / folder.rpartition("-")[0]

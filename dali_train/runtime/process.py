@@ -47,7 +47,7 @@ def needing(package: str, *, extra: str, module: str) -> Iterator[None]:
     """Name the extra to install if an import in this context does not find `package`.
 
     Args:
-        extra: the extra of this package, which the importing module ``dali_train.EXTRA`` is named after.
+        extra: the extra of this package, which the importing module ``dali_train.extras.EXTRA`` is named after.
         module: ``__name__`` of the importing module; ``__main__`` ends the process with status 2.
 
     Raises:
@@ -56,7 +56,7 @@ def needing(package: str, *, extra: str, module: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"dali_train.{extra} needs {package} ({error}): pip install 'dali-train[{extra}]'"
+        message = f"dali_train.extras.{extra} needs {package} ({error}): pip install 'dali-train[{extra}]'"
         if module != "__main__":
             raise ImportError(message) from error
         print(message, file=sys.stderr)

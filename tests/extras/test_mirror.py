@@ -169,8 +169,10 @@ def test_commands_take_a_mirror(
     assert f"weights of {url}, step 5" in capsys.readouterr().out and (tmp_path / "out" / "model.safetensors").is_file()
     assert main(["predict", url, str(photograph_file), "--checkpoint", "newest"]) == 0
     assert f"weights of {url}, step 6" in capsys.readouterr().out
-    assert main(["prove", url]) == 0
-    assert "1 set of weights with the recorded digest" in capsys.readouterr().out
+    assert main(["prove", url]) == 1  # the scores are the test's, of no evaluation
+    printed = capsys.readouterr().out
+    assert "1 set of weights with the recorded digest" in printed
+    assert printed.count("DIFFERS") == 1 and "metrics.jsonl has no evaluation of step 6" in printed
     for words, message in (
         (["prove", url, "--replay", "6"], "copy the run to this machine first"),
         (["export", url], "so name a directory to write to, --output DIR"),

@@ -147,7 +147,7 @@ def test_status_tells_what_the_trainer_ended_with(
     train("run", *LONG, "--run.max_seconds", "0.001", status=75)
     status(75, r"stopped \(run.max_seconds is over\), step 1 of \d+, newest checkpoint 1, last trained by pid \d+ on ")
     train("run", *LONG, "--run.max_steps", "2", "--run.max_seconds", "0.001")  # a stop at the last step is the end
-    status(0, r"finished, step 2 of 2, best top-1 \d+\.\d\d%, newest checkpoint 2,")
+    status(0, r"finished, step 2 of 2, newest checkpoint 2,")
     ranks = start_training("run", *LONG)
     while "running" not in (tmp_path / "run" / "status.json").read_text():
         assert ranks.running(), ranks.log.read_text()
