@@ -158,8 +158,8 @@ class Files:
 
     @staticmethod
     def read(directory: Path, names: set[str], section: str = "") -> dict[str, Any]:
-        if section:  # for the digests of the weights, which the protocol does not need
-            return {}
+        if section:  # for the digests of the weights, whose values the protocol does not need
+            return {"model.a": torch.zeros(1)} if section == "model" else {}
         lines = [line for name in sorted(names) for line in (directory / name).read_text().splitlines()]
         return {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
 
