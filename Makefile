@@ -2,6 +2,7 @@
 # make test         everything that must hold, on this machine
 # make test-fast    the tests that start no trainers or other processes, in one to two minutes
 # make test-core    the first ring alone, without extras, verification and examples
+# make test-fakecuda  the trainer on GPUs that do not exist: placement, waits, order and memory's lifetime, without kernels
 # make test-oldest  what depends on versions, with the oldest Python and libraries that pyproject.toml allows
 # make check        format, lint, types and the rule which room may import which
 # make check-ratios whether something has become much slower, in a minute and a half: ratios, no times
@@ -13,7 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: quickstart test test-fast test-core test-oldest check check-ratios bench-gpu clean
+.PHONY: quickstart test test-fast test-core test-fakecuda test-oldest check check-ratios bench-gpu clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -30,6 +31,10 @@ test-fast: $(VENV)/.installed
 
 test-core: $(VENV)/.installed
 	$(RUN) $(SIDE_BY_SIDE) tests --ignore tests/extras --ignore tests/verification
+
+# Two processes, as each starts up to four ranks.
+test-fakecuda: $(VENV)/.installed
+	$(RUN) -m pytest --numprocesses 2 --dist worksteal tests/fakecuda
 
 # Debian 12's own Python is 3.11.2, which differs from later ones in what it pickles; without it, PYTHON.
 OLDEST := .venv-oldest

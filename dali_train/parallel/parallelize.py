@@ -34,6 +34,8 @@ from dali_train.parallel.tensor import check_model, tensor_parallel
 
 Level = Literal["optimizer", "gradients", "full"]
 
+_NEVER = 2**31 - 1  # steps
+
 # Layers whose weights autocast casts. Subclasses may use them in float32 first, for example to standardise them.
 _COMPUTE_IN_HALF = (nn.Linear, nn.Conv2d)
 
@@ -178,6 +180,8 @@ def parallelize(
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
             )
+            # DDP times each hundredth step by default, and makes the host wait for the step before to read its timers.
+            model._set_ddp_runtime_logging_sample_rate(_NEVER)
         if config.grad_reduce_dtype == "bf16":
             model.register_comm_hook(None, bf16_compress_hook)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

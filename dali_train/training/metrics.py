@@ -27,6 +27,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.cache import Node
 from dali_train.data.loading.loader import EvalLoader
+from dali_train.data.loading.pipelines import without_waiting
 from dali_train.errors import RunError
 from dali_train.parallel.layout import Layout
 from dali_train.parallel.mesh import local
@@ -329,7 +330,9 @@ class Evaluator:
                 scores[rows_of_batch] = (
                     probabilities if all_scores else probabilities.gather(1, torch.stack([predicted, labels], dim=-1))
                 )
-            right = labels[:, None] if self._right is None else self._right[numbers].to(self._device)
+            right = labels[:, None]
+            if self._right is not None:
+                right = without_waiting(self._right[numbers], self._device)
             scores_of_right = logits.log_softmax(dim=-1).gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf)
             best = logits.gather(1, right.clamp(min=0)).masked_fill(right < 0, -math.inf).amax(dim=1, keepdim=True)
             ranks = (logits > best).sum(dim=1)  # classes that score above the true one, or the best of them

@@ -28,7 +28,14 @@ from dali_train.data.dataset.manifest import SplitName, dataset_content
 from dali_train.data.dataset.storage import open_storage
 from dali_train.data.loading.cache import Node, join_node
 from dali_train.data.loading.dali import PixelFormat
-from dali_train.data.loading.pipelines import Batch, CpuPipeline, DaliPipeline, EvaluationPipeline, TrainingPipeline
+from dali_train.data.loading.pipelines import (
+    Batch,
+    CpuPipeline,
+    DaliPipeline,
+    EvaluationPipeline,
+    TrainingPipeline,
+    without_waiting,
+)
 from dali_train.data.loading.segment import Segment, ordered, read, segment_at
 from dali_train.data.sampling.micro_batch import MicroBatch, MicroBatches, view_configs
 from dali_train.errors import ConfigError, RunError
@@ -697,7 +704,7 @@ class EvalLoader(_Loader[EvaluationPipeline]):
             else:
                 images, labels = self._pipeline.run()
             device = self._place.device
-            yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            yield without_waiting(images, device), without_waiting(labels, device)
         self._is_at_start = True
 
     def _open(self) -> None:

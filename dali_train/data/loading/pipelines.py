@@ -54,10 +54,8 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on `device`. Only tensors on other devices are copied; images decoded on the GPU are not."""
-        images, targets, lambdas = (
-            tensor.to(device, non_blocking=True) for tensor in (self.images, self.targets, self.lambdas)
-        )
-        views = tuple(view.to(device, non_blocking=True) for view in self.views)
+        images, targets, lambdas = (without_waiting(one, device) for one in (self.images, self.targets, self.lambdas))
+        views = tuple(without_waiting(view, device) for view in self.views)
         return Batch(views[0] if views else images, targets, lambdas, self.micro_batch, views)
 
     def soft_targets(self, num_classes: int) -> torch.Tensor:
@@ -142,10 +140,7 @@ class DaliPipeline(IndexedPipeline):
 
     def _with_noise(self, images: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.noise.size and batch.erased.any():
-            noise = torch.from_numpy(batch.noise)
-            if images.is_cuda:  # from pageable memory, CUDA copies so much only when all that is queued is done
-                noise = noise.pin_memory()
-            noise = (noise.to(images.device, non_blocking=True) - self._mean) / self._std
+            noise = (to_device_of(images, batch.noise) - self._mean) / self._std
             images = show_noise(
                 images,
                 to_device_of(images, batch.erased),
@@ -295,9 +290,19 @@ def finished(
     return Batch(in_format(images, pixels), targets, lambdas, batch)
 
 
-def to_device_of(images: torch.Tensor, array: NDArray[np.int32]) -> torch.Tensor:
+def to_device_of(images: torch.Tensor, array: NDArray[Any]) -> torch.Tensor:
     """Return `array` as a tensor on the device of `images`."""
-    return torch.from_numpy(array).to(images.device, non_blocking=True)
+    return without_waiting(torch.from_numpy(array), images.device)
+
+
+def without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`, without making the host wait for what the device computes.
+
+    From pageable memory CUDA copies more than 64 KB only when all that is queued before is done.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # torch keeps it until the copy is done
+    return tensor.to(device, non_blocking=True)
 
 
 def padded(crop: NDArray[np.uint8], offset: NDArray[np.int32], side: int) -> NDArray[np.uint8]:
