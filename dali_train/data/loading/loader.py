@@ -45,9 +45,8 @@ from dali_train.runtime.process import choose_device, cores_per_process
 
 DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_CORES_FOR_OTHERS = (
-    3  # the training loop, autograd and DALI's feed need a core each, or a GPU waits for its next kernel
-)
+# The training loop, autograd and DALI's feed need a core each, or a GPU waits for its next kernel.
+_CORES_FOR_OTHERS = 3
 AnyPipeline = TypeVar("AnyPipeline", TrainingPipeline, EvaluationPipeline)
 Targets = Literal["classes", "pairs"]
 

@@ -34,7 +34,7 @@ def add_init_command(commands: Commands) -> None:
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:
     refuse_settings(options, overrides, "takes no settings, which stand in the file that it writes")
-    from dali_train.extras.init.write import write_config
+    from dali_train.extras.init.config_file import write_config
 
     refuse_numbers(options, "gpu_memory", "ranks")
     if options.from_timm is not None:

@@ -25,7 +25,7 @@ from dali_train.config.config import SETTINGS
 from dali_train.config.sections import NORMALISATIONS
 from dali_train.data.dataset.manifest import CLASS_NAMES, Manifest, order_classes
 from dali_train.errors import ConfigError
-from dali_train.extras.init.write import checked_output
+from dali_train.extras.init.config_file import checked_output
 from dali_train.extras.timm.timm_arguments import DEFAULTS, read_arguments
 from dali_train.text import plural, printable
 from dali_train.training.model_arguments import check_name
