@@ -224,10 +224,14 @@ def check_golden(name: str, run: Path, dataset: Path) -> None:
     assert status is not None and status.weights
     # The stored images depend on the JPEG library, and the last bits on the machine.
     machine = f"{start['machine']}, {dataset_content(Manifest.read(dataset))}"
-    known = json.loads(GOLDEN.read_text()).get(machine, {})
+    golden = json.loads(GOLDEN.read_text())
+    known = golden.get(machine, {})
     if name not in known:
         missing = f'no golden weights: add to {GOLDEN} "{machine}": {{"{name}": "{status.weights}"}}'
-        assert "CI" not in os.environ, missing  # where nobody reads warnings
+        # Nobody reads the warnings of CI, so there a new version of torch, timm or DALI needs its values. A processor that
+        # golden.json does not know is no mistake of the change under test: CI does not choose its machines.
+        software = machine.partition(", CPU")[0]
+        assert "CI" not in os.environ or any(other.startswith(software) for other in golden), missing
         warnings.warn(missing, stacklevel=2)
         return
     assert known[name] == status.weights, f"{name} has other bits: a change moved numbers. If it should, edit {GOLDEN}"
