@@ -228,8 +228,8 @@ def check_golden(name: str, run: Path, dataset: Path) -> None:
     known = golden.get(machine, {})
     if name not in known:
         missing = f'no golden weights: add to {GOLDEN} "{machine}": {{"{name}": "{status.weights}"}}'
-        # Nobody reads the warnings of CI, so there a new version of torch, timm or DALI needs its values. A processor that
-        # golden.json does not know is no mistake of the change under test: CI does not choose its machines.
+        # Nobody reads the warnings of CI, so there a new version of torch, timm or DALI needs its values. A processor
+        # that golden.json does not know is no mistake of the change under test: CI does not choose its machines.
         software = machine.partition(", CPU")[0]
         assert "CI" not in os.environ or any(other.startswith(software) for other in golden), missing
         warnings.warn(missing, stacklevel=2)
