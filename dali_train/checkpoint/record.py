@@ -140,6 +140,11 @@ class RunRecord:
     counts: bool
     _pending: list[int] = field(default_factory=lambda: [0, 0])  # sums of this rank's digests since `step`
 
+    @classmethod
+    def of(cls, plan: RunPlan, text: str, step: int = 0) -> "RunRecord":
+        """Return the record of this rank, which continues `text`, the record of `step` steps."""
+        return cls(text=text, step=step, counts=plan.layout.is_first_of_coordinate)
+
     def add(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Add what this rank's loader delivered for a step."""
         if self.text and self.counts:

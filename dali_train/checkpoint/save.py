@@ -46,6 +46,7 @@ from dali_train.files import NO_SPACE, remove_partial_files, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
 from dali_train.runtime.process_group import on_rank_0
 from dali_train.text import plural
+from dali_train.training.build import RunPlan
 
 logger = logging.getLogger("dali_train")
 
@@ -62,7 +63,7 @@ class CheckpointWriter:
         num_stages: stages of the pipeline, with equally many adjacent ranks; the ranks of a stage have tensors of the
             same names.
         weights: the digests of the weights in earlier checkpoints of the run, also of those that are gone. Every
-            checkpoint has them, with its own.
+            checkpoint has them, with its own, which is added to them on rank 0.
     """
 
     def __init__(
@@ -82,11 +83,23 @@ class CheckpointWriter:
         self._apart: list[int] = []
         self.held: set[str] = set()  # names of checkpoints that are being read and must not be removed
         self._keep, self._keep_best = keep, keep_best
-        self.weights = dict(weights or {})  # complete on rank 0
+        self._weights = weights if weights is not None else {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host: Tensors = {}
         self._num_bytes = 0
+
+    @classmethod
+    def of(cls, plan: RunPlan, group: dist.ProcessGroup | None, weights: WeightsRecord) -> "CheckpointWriter":
+        """Return the writer of a run's checkpoints."""
+        return cls(
+            plan.directory / "checkpoints",
+            group,
+            keep=plan.config.run.keep_checkpoints,
+            keep_best=plan.config.run.keep_best,
+            num_stages=plan.layout.pipeline,
+            weights=weights,
+        )
 
     def prepare(self, start_step: int) -> None:
         """Prepare the directory, on all ranks.
@@ -206,12 +219,12 @@ class CheckpointWriter:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _commit(self, partial: Path, final: Path, step: int, values: RunValues, files: dict[str, str]) -> None:
-        self.weights[str(step)] = {
+        self._weights[str(step)] = {
             section: weights_digest({name.removeprefix(f"{section}."): tensor for name, tensor in tensors.items()})
             for section in ("model", "ema")
             if (tensors := read_safetensors(partial, set(files), section))
         }
-        values = replace(values, weights=self.weights)
+        values = replace(values, weights=self._weights)
         CheckpointManifest(step=step, values=values, files=files).write(partial)
         if os.path.lexists(final):
             set_aside(final)

@@ -11,6 +11,7 @@ casts all of it to the parameter's dtype.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as dataclass_replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +31,54 @@ from dali_train.checkpoint.format import (
     load_checkpoint,
 )
 from dali_train.checkpoint.recipe import check_recipe, recipe, saved_recipe
-from dali_train.checkpoint.record import EvaluationsRecord, WeightsRecord, evaluation_digest, recipe_digest, written
+from dali_train.checkpoint.record import (
+    EvaluationsRecord,
+    RunRecord,
+    WeightsRecord,
+    evaluation_digest,
+    recipe_digest,
+    written,
+)
 from dali_train.checkpoint.run_directory import named_checkpoint, saved_top1
-from dali_train.config import Config, LossConfig, ModelConfig
-from dali_train.data.dataset.index import Split
+from dali_train.config import LossConfig, ModelConfig
 from dali_train.errors import ConfigError
 from dali_train.parallel.mesh import laid_out_like
 from dali_train.parallel.parallelize import Parallel
 from dali_train.runtime.process_group import on_rank_0
 from dali_train.runtime.status import METRICS, read_events
+from dali_train.training.build import RunPlan
 from dali_train.training.precision import Precision
 from dali_train.training.pretrained import class_names_beside, is_path, match_classes, read_weights_of
 from dali_train.training.trainer import Trainer
 
 
 @dataclass(kw_only=True)
-class Start:
-    """The start of a run: at step 0, or after the steps of a checkpoint."""
+class Progress:
+    """How far a run is, and what is known of the steps done: read from the checkpoint, continued by the training loop,
+    saved in the next checkpoint."""
 
     recipe: dict[str, Any]
-    checkpoint: Checkpoint | None  # with a copy of the weights in host memory; see `release`
-    warnings: list[str]
-    weights: Tensors | None = None  # at step 0, of the run or checkpoint that model.weights names
     step: int = 0  # optimizer steps done
-    history: list[float] = field(default_factory=list)  # top-1 of this run's evaluations up to the checkpoint
-    evaluated: bool = True  # False: the checkpoint has no accuracy yet, and may be due for evaluation
-    record: str = ""  # of the steps done, see record.py; empty: none is kept
-    weights_record: WeightsRecord = field(default_factory=dict)  # of the checkpoints of these steps
-    evaluations: EvaluationsRecord = field(default_factory=dict)  # of this run, up to the checkpoint
+    saved_step: int = 0  # of the newest checkpoint
+    record: RunRecord
+    weights: WeightsRecord = field(default_factory=dict)  # of the checkpoints so far; complete on rank 0
+    accuracies: list[float] = field(default_factory=list)  # top-1 of the evaluations so far, in order, fractions
+    evaluations: EvaluationsRecord = field(default_factory=dict)
+    evaluation_is_pending: bool = False  # the checkpoint has no accuracy yet, and may be due for evaluation
+
+    @property
+    def best_top1(self) -> float | None:
+        """The best top-1 so far, a fraction; None: never evaluated."""
+        return max(self.accuracies, default=None)
+
+
+@dataclass(kw_only=True)
+class Start:
+    """Where the state of model and optimizer comes from: a checkpoint, model.weights, or neither."""
+
+    checkpoint: Checkpoint | None = None  # with a copy of the weights in host memory; see `release`
+    weights: Tensors | None = None  # at step 0, of the run or checkpoint that model.weights names
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def seeding(self) -> str | None:
@@ -82,22 +103,22 @@ class Start:
         self.checkpoint = self.weights = None
 
 
-def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) -> Start:
-    """Read the checkpoint that `config` resumes from, if any. All ranks of `group` call this together.
+def find_start(plan: RunPlan, group: dist.ProcessGroup | None) -> tuple[Start, Progress]:
+    """Read the checkpoint that the run resumes from, if any. All ranks of `group` call this together.
 
     Raises:
         ConfigError: its recipe differs and run.accept_changed_recipe is false, or run.resume or model.weights is not a
             checkpoint.
         CheckpointError: the checkpoint is damaged.
     """
-    check_teacher(config.loss, split.manifest.class_names)
-    directory = Path(config.run.dir) / "checkpoints"
-    current = recipe(config, split.manifest)
-    checkpoint, warnings = find_checkpoint(config.run.resume, directory, group)
+    config = plan.config
+    check_teacher(config.loss, plan.class_names)
+    current = recipe(config, plan.split.manifest)
+    checkpoint, warnings = find_checkpoint(config.run.resume, plan.directory / "checkpoints", group)
     if checkpoint is None:
-        record = written(recipe_digest(current), 0) if config.data.reader != "dali" else ""
-        weights = first_weights(config.model, split.manifest.class_names)
-        return Start(recipe=current, checkpoint=None, warnings=warnings, weights=weights, record=record)
+        weights = first_weights(config.model, plan.class_names)
+        record = RunRecord.of(plan, written(recipe_digest(current), 0) if config.data.reader != "dali" else "")
+        return Start(weights=weights, warnings=warnings), Progress(recipe=current, record=record)
     warnings += check_recipe(
         saved_recipe(checkpoint.values, checkpoint.path),
         current,
@@ -105,30 +126,35 @@ def find_start(config: Config, split: Split, group: dist.ProcessGroup | None) ->
         remedy="choose another run.dir",
         accept=config.run.accept_changed_recipe,
     )
-    start = Start(
+    progress = Progress(
         recipe=current,
-        checkpoint=checkpoint,
-        warnings=warnings,
         step=checkpoint.step,
-        record=checkpoint.values.record,
-        weights_record=checkpoint.values.weights,
+        saved_step=checkpoint.step,
+        record=RunRecord.of(plan, checkpoint.values.record, checkpoint.step),
+        weights=checkpoint.values.weights,
     )
-    path = checkpoint.path
-
-    def own_evaluation() -> tuple[bool, float | None, EvaluationsRecord]:
-        is_own = path.resolve().parent == directory.resolve()  # however run.resume spells it
-        top1 = saved_top1(path) if is_own else None
-        events = read_events(Path(config.run.dir) / METRICS) if top1 is not None else []
-        lines = (event for event in events if event["event"] == "eval" and event["step"] == start.step)
-        return is_own, top1, {str(line["step"]): evaluation_digest(line) for line in lines}
-
     # Other hosts may not see the checkpoint, and evaluate if it has no accuracy.
-    is_own, top1, own = on_rank_0(own_evaluation, group)
+    read_evaluation = partial(own_evaluation, checkpoint, plan.directory)
+    is_own, top1, evaluation = on_rank_0(read_evaluation, group)
     if is_own:
-        start.history = [*checkpoint.values.epoch_accuracies, *([top1] if top1 is not None else [])]
-        start.evaluated = top1 is not None
-        start.evaluations = checkpoint.values.evaluations | own
-    return start
+        progress.accuracies = [*checkpoint.values.epoch_accuracies, *([top1] if top1 is not None else [])]
+        progress.evaluation_is_pending = top1 is None
+        progress.evaluations = checkpoint.values.evaluations | evaluation
+    return Start(checkpoint=checkpoint, warnings=warnings), progress
+
+
+def own_evaluation(checkpoint: Checkpoint, run_dir: Path) -> tuple[bool, float | None, EvaluationsRecord]:
+    """Return whether `checkpoint` belongs to the run in `run_dir`, and if it does, its top-1 and the digest of its
+    evaluation; None and {} if it was not evaluated."""
+    directory = run_dir / "checkpoints"
+    if checkpoint.path.resolve().parent != directory.resolve():  # however run.resume spells it
+        return False, None, {}
+    top1 = saved_top1(checkpoint.path)
+    if top1 is None:
+        return True, None, {}
+    step = checkpoint.step
+    lines = [event for event in read_events(run_dir / METRICS) if event["event"] == "eval" and event["step"] == step]
+    return True, top1, {str(step): evaluation_digest(line) for line in lines}
 
 
 def capture_run(trainer: Trainer, group: dist.ProcessGroup | None) -> tuple[dict[str, Tensors], RunValues]:

@@ -27,15 +27,13 @@ from torch.optim import Optimizer
 
 from dali_train.checkpoint.format import RunValues, Tensors
 from dali_train.checkpoint.record import (
-    EvaluationsRecord,
-    RunRecord,
     evaluation_digest,
     evaluations_digest,
     machine,
     result_of,
 )
 from dali_train.checkpoint.save import CheckpointWriter
-from dali_train.checkpoint.state import Start, capture_run, find_start
+from dali_train.checkpoint.state import Progress, Start, capture_run, find_start
 from dali_train.checkpoint.trained_model import MODEL_FILE, write_model
 from dali_train.commands.equal_ranks import hook_names, require_equal_ranks
 from dali_train.config import Config, load_config
@@ -55,17 +53,17 @@ from dali_train.runtime.torchrun import launch_locally
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.text import redacted
 from dali_train.training.build import (
+    Evaluators,
     RunPlan,
-    build_evaluator,
+    build_evaluators,
     build_loader,
-    build_set_evaluators,
     build_trainer,
     fit_to_ranks,
     prepare,
     warm_up_trainer,
 )
 from dali_train.training.cost import ModelFlops, model_flops
-from dali_train.training.metrics import Evaluator, NonFiniteError, evaluate_all
+from dali_train.training.metrics import NonFiniteError, evaluate_all
 from dali_train.training.optim import resolved_arguments
 from dali_train.training.replicas import HardwareFaultError, Replicas
 from dali_train.training.schedule import learning_rate
@@ -93,40 +91,33 @@ class RunResult:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop uses, and when to evaluate and save. Only what is known of evaluations and the
-    last five fields change."""
+    """Everything that the training loop uses, and when to evaluate and save. `progress` and the last three fields
+    change."""
 
     plan: RunPlan
     group: dist.ProcessGroup | None  # of all ranks, in host memory
-    recipe: dict[str, Any]
     trainer: Trainer
     loader: TrainLoader
-    evaluator: Evaluator | None
-    set_evaluators: dict[str, Evaluator]  # of data.eval_sets
+    evaluators: Evaluators | None
     saver: CheckpointWriter
     hooks: HookList
     flops: ModelFlops | None  # None: no figure for this device, such as a CPU
-    lock_holder: str
     replicas: Replicas
-    record: RunRecord
-    accuracies: list[float]  # top-1 of the evaluations as fractions, in order, those before a resume included
-    evaluations: EvaluationsRecord
-    evaluation_is_pending: bool  # the checkpoint that the run resumes from was not evaluated
-    step: int  # optimizer steps done
-    saved_step: int  # of the newest checkpoint
+    lock_holder: str
+    progress: Progress
     stopping: StopReason = StopReason.NONE
     saved_at: float = field(default_factory=time.monotonic)  # the last checkpoint, or the start
     save_is_asked: bool = False  # by any rank, for this step
 
     @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.progress.step
+
+    @property
     def epoch(self) -> float:
         """Completed passes over the training split."""
         return self.step * self.plan.config.batch.global_batch / self.plan.num_images
-
-    @property
-    def best_top1(self) -> float | None:
-        """The best top-1 so far, a fraction; None: never evaluated."""
-        return max(self.accuracies, default=None)
 
     @property
     def is_last_step(self) -> bool:
@@ -135,11 +126,12 @@ class Run:
     @property
     def has_stalled(self) -> bool:
         """Whether top-1 has not improved for hooks.stop_early epochs."""
-        config, history = self.plan.config, self.accuracies
+        config = self.plan.config
+        history = self.progress.accuracies
         if config.hooks.stop_early is None or config.run.eval_every_epochs is None or not history:
             return False
         best = history.index(max(history))
-        steps = sorted(map(int, self.evaluations))
+        steps = sorted(map(int, self.progress.evaluations))
         if len(steps) < len(history):  # an earlier version evaluated first, and recorded no steps
             return (len(history) - 1 - best) * config.run.eval_every_epochs >= config.hooks.stop_early
         # Steps, not evaluations: there is one more where run.max_steps ended a part of the run. The steps between two
@@ -158,7 +150,7 @@ class Run:
 
     def evaluation_is_due(self) -> bool:
         run = self.plan.config.run
-        if self.evaluator is None:
+        if self.evaluators is None:
             return False
         if run.eval_every_epochs is None:  # a part of a run, which run.max_steps ends, goes without
             return self.step == self.plan.config.steps(run.epochs, self.plan.num_images)
@@ -175,22 +167,23 @@ class Run:
 
     def write_accuracies(self) -> None:
         if self.plan.launch.rank == 0:
-            content = json.dumps(self.accuracies) + "\n"
+            content = json.dumps(self.progress.accuracies) + "\n"
             write_atomically(self.plan.directory / "epoch_accuracies.json", content.encode())
 
     def write_status(self, state: Literal["running", "stopped", "finished", "failed"], reason: str = "") -> None:
         if self.plan.launch.rank == 0:
+            progress = self.progress
             RunStatus(
                 state=state,
-                step=self.step,
+                step=progress.step,
                 reason=reason,
                 total_steps=self.plan.total_steps,
-                best_top1=self.best_top1,
+                best_top1=progress.best_top1,
                 ema=self.plan.config.ema.decay is not None,
                 lock_holder=self.lock_holder,
-                record=self.record.text if self.record.step == self.step else "",
-                weights=result_of(self.saver.weights.get(str(self.step), {})),
-                evaluations=evaluations_digest(self.evaluations),
+                record=progress.record.text if progress.record.step == progress.step else "",
+                weights=result_of(progress.weights.get(str(progress.step), {})),
+                evaluations=evaluations_digest(progress.evaluations),
             ).write(self.plan.directory)
 
     def write_model(self) -> None:
@@ -229,8 +222,8 @@ class Run:
             step=self.step,
             total_steps=self.plan.total_steps,
             stopped=StopReason.NONE if self.is_finished else self.stopping,
-            best_top1=self.best_top1,
-            epoch_accuracies=self.accuracies,
+            best_top1=self.progress.best_top1,
+            epoch_accuracies=self.progress.accuracies,
             model_file=self.plan.directory / MODEL_FILE if self.is_finished else None,
         )
 
@@ -363,45 +356,30 @@ def build(
     begin = time.perf_counter()
     writer_group = host_group(launch, config.parallel)
     plan = prepare(config, launch, device)
-    evaluator = build_evaluator(plan)
-    set_evaluators = build_set_evaluators(plan) if evaluator is not None else {}
+    evaluators = build_evaluators(plan)
     hooks = make_hooks(config.hooks, plan.layout)
     hooks.announce(plan)
-    start = find_start(config, plan.split, group)
-    check_end(plan, start.step)
-    trainer = restored_trainer(plan, start, evaluates=evaluator is not None)
-    loader = build_loader(plan, start_step=start.step)
+    start, progress = find_start(plan, group)
+    check_end(plan, progress.step)
+    trainer = restored_trainer(plan, start, evaluates=evaluators is not None)
+    loader = build_loader(plan, start_step=progress.step)
     start.release()
     warm_up_trainer(trainer, config, device, plan.num_threads)
     run = Run(
         plan=plan,
         group=group,
-        recipe=start.recipe,
         trainer=trainer,
         loader=loader,
-        evaluator=evaluator,
-        set_evaluators=set_evaluators,
-        saver=CheckpointWriter(
-            plan.directory / "checkpoints",
-            writer_group,
-            keep=config.run.keep_checkpoints,
-            keep_best=config.run.keep_best,
-            num_stages=plan.layout.pipeline,
-            weights=start.weights_record,
-        ),
+        evaluators=evaluators,
+        saver=CheckpointWriter.of(plan, writer_group, progress.weights),
         hooks=hooks,
         flops=model_flops(config, plan.num_classes, device, num_devices=launch.world_size),
-        lock_holder=lock_holder,
         replicas=Replicas(layout=plan.layout, device=device, group=group, deterministic=config.run.deterministic),
-        record=RunRecord(text=start.record, step=start.step, counts=plan.layout.is_first_of_coordinate),
-        accuracies=start.history,
-        evaluations=start.evaluations,
-        evaluation_is_pending=not start.evaluated,
-        step=start.step,
-        saved_step=start.step,
+        lock_holder=lock_holder,
+        progress=progress,
     )
     announce_start(run, command, start.warnings, startup_s=time.perf_counter() - begin)
-    run.saver.prepare(start.step)
+    run.saver.prepare(progress.step)
     run.write_status("running")
     run.write_accuracies()
     return run
@@ -454,14 +432,14 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
             start_step=run.step,
             startup_s=startup_s,
             command=as_typed(command),
-            record=run.record.text,
+            record=run.progress.record.text,
             machine=machine(plan),
             model=trainer.model,
             optimizer=trainer.optimizer,
             clock=trainer.clock,
         )
     )
-    if run.evaluator is None:
+    if run.evaluators is None:
         root = plan.config.data.root
         warnings = [
             *warnings,
@@ -475,7 +453,7 @@ def announce_start(run: Run, command: Sequence[str], warnings: list[str], *, sta
 def loop(run: Run, agreement: StepAgreement) -> None:
     """Train until the last step, until top-1 has not improved for hooks.stop_early epochs, or until all ranks agree to
     stop."""
-    if run.evaluation_is_pending and run.evaluation_is_due():  # the run ended between saving and evaluating
+    if run.progress.evaluation_is_pending and run.evaluation_is_due():  # the run ended between saving and evaluating
         evaluate(run)
     for index in range(run.step, run.plan.total_steps):
         if run.has_stalled:
@@ -483,7 +461,7 @@ def loop(run: Run, agreement: StepAgreement) -> None:
         agreement.ask(save=run.checkpoint_is_old())
         lr = learning_rate(run.plan.config, index, run.plan.num_images)
         images = run.trainer.step(index, lr, run.loader)
-        run.step = index + 1
+        run.progress.step = index + 1
         run.stopping, run.save_is_asked = agreement.agreed()
         report_step(run, lr, images)
         if run.checkpoint_is_due():
@@ -494,7 +472,7 @@ def loop(run: Run, agreement: StepAgreement) -> None:
             evaluate(run)
     run.trainer.clock.enter("checkpoint")
     run.saver.wait()
-    if run.has_stalled and run.saved_step != run.step:
+    if run.has_stalled and run.progress.saved_step != run.step:
         raise run.unsaved_error()
     run.write_model()
 
@@ -502,7 +480,7 @@ def loop(run: Run, agreement: StepAgreement) -> None:
 def report_step(run: Run, lr: float, images: StepImages) -> None:
     """Pass the step to the hooks; on logging steps with metrics, for which the host waits for the device."""
     (micro_batches, batch), record = images, None
-    run.record.add(micro_batches)
+    run.progress.record.add(micro_batches)
     if run.step % run.plan.config.hooks.log_every_steps == 0 or run.is_last_step:
         record = read_metrics(run, lr, batch.micro_batch.size)
     run.hooks.step(StepRecord(step=run.step, epoch=run.epoch, micro_batches=micro_batches, batch=batch, train=record))
@@ -522,7 +500,7 @@ def read_metrics(run: Run, lr: float, size: int) -> TrainRecord:
         mfu=run.flops.utilisation(rate, size) if run.flops is not None else None,
         noise_scale=noise.read() if noise is not None else None,
         measured=run.hooks.measure(),
-        record=run.record.total(run.step, run.group),
+        record=run.progress.record.total(run.step, run.group),
     )
 
 
@@ -531,33 +509,34 @@ def evaluate(run: Run) -> None:
 
     If the run has a moving average of the weights, the average's accuracy is recorded, since the average is the result.
     """
-    assert run.evaluator is not None
+    assert run.evaluators is not None
     trainer = run.trainer
     trainer.clock.enter("evaluation")
-    record = measured(trainer, run.evaluator, run.set_evaluators, step=run.step, epoch=run.epoch)
+    record = measured(trainer, run.evaluators, step=run.step, epoch=run.epoch)
     run.hooks.evaluation(record)
-    run.evaluations[str(run.step)] = evaluation_digest({"step": run.step, **record.scalars()})
+    run.progress.evaluations[str(run.step)] = evaluation_digest({"step": run.step, **record.scalars()})
     decisive = record.ema or record.result
     top1 = decisive.top1
-    run.accuracies.append(top1)
+    run.progress.accuracies.append(top1)
     trainer.clock.enter("checkpoint")
     run.saver.record_top1(run.step, top1, score(vars(decisive), run.plan.config.run.best_by))
     run.write_status("running")
     run.write_accuracies()
 
 
-def measured(
-    trainer: Trainer, evaluator: Evaluator, set_evaluators: Mapping[str, Evaluator], *, step: int, epoch: float
-) -> EvaluationRecord:
+def measured(trainer: Trainer, evaluators: Evaluators, *, step: int, epoch: float) -> EvaluationRecord:
     """Evaluate the weights of `trainer` and their moving average, if there is one. All ranks call this together."""
-    model, autocast = trainer.forward_model(), trainer.precision.autocast
-    result, details, average = evaluator.run(model, autocast()), evaluator.details, None
+    model = trainer.forward_model()
+    autocast = trainer.precision.autocast
+    result = evaluators.validation.run(model, autocast())
+    details = evaluators.validation.details
+    average = None
     if trainer.ema is None:
-        sets = evaluate_all(set_evaluators, model, autocast)
+        sets = evaluate_all(evaluators.sets, model, autocast)
     else:
         with trainer.ema.weights_in(trainer.model):
-            average = evaluator.run(model, autocast())
-            sets = evaluate_all(set_evaluators, model, autocast)
+            average = evaluators.validation.run(model, autocast())
+            sets = evaluate_all(evaluators.sets, model, autocast)
     return EvaluationRecord(step=step, epoch=epoch, result=result, details=details, ema=average, sets=sets)
 
 
@@ -582,16 +561,16 @@ def save(run: Run) -> None:
     require_equal_replicas(run, state, values)
     values = replace(
         values,
-        record=run.record.total(run.step, run.group),
-        recipe=run.recipe,
+        record=run.progress.record.total(run.step, run.group),
+        recipe=run.progress.recipe,
         class_names=run.plan.class_names,
         applies_orientation=run.plan.split.manifest.applies_orientation,
-        epoch_accuracies=tuple(run.accuracies),
-        evaluations=dict(run.evaluations),
+        epoch_accuracies=tuple(run.progress.accuracies),
+        evaluations=dict(run.progress.evaluations),
     )
     run.write_status("running")
     run.saver.save(run.step, state, values)
-    run.saved_step = run.step
+    run.progress.saved_step = run.step
 
 
 def require_equal_replicas(run: Run, state: Mapping[str, Tensors], values: RunValues) -> None:

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -200,6 +199,20 @@ def build_evaluator(plan: RunPlan, *, num_shown: int | None = None) -> Evaluator
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluators:
+    """What a run is evaluated on: the validation split, and each of data.eval_sets by name."""
+
+    validation: Evaluator
+    sets: dict[str, Evaluator]
+
+
+def build_evaluators(plan: RunPlan) -> Evaluators | None:
+    """Return all evaluators of a run; None if its dataset has no validation split. Raises as `build_set_evaluators`."""
+    validation = build_evaluator(plan)
+    return Evaluators(validation=validation, sets=build_set_evaluators(plan)) if validation is not None else None
+
+
 def build_set_evaluators(plan: RunPlan) -> dict[str, Evaluator]:
     """Return the evaluators of data.eval_sets by name: of their validation split, or of the only one that there is.
 
@@ -299,26 +312,26 @@ def build_trainer(
         audit, reason = make_audit(model, layout, every, batch.num_micro_batches, device, deterministic=deterministic)
         if audit is None and layout.rank == 0:
             logger.warning("run.audit_every_steps %d: nothing is audited, because %s", every, reason)
-    arguments: dict[str, Any] = {
-        "model": model,
-        "parallel": parallel,
-        "optimizer": optimizer,
-        "precision": precision,
-        "dropout": seeding,
-        "objective": make_objective(config, model, num_classes, device, class_counts),
-        "statistics": RunningStatistics(model),
-        "metrics": TrainingMetrics(device),
-        "clock": PhaseClock(device),
-        "ema": Ema(model, config.ema, num_steps) if config.ema.decay is not None else None,
-        "noise": NoiseScale(parallel, batch.num_micro_batches, batch.micro_batch, device) if has_noise else None,
-        "num_micro_batches": batch.num_micro_batches,
-        "audit": audit,
-        "clip": make_clip(optimizer, config.optimizer, description),
-        "keep_gradients": config.model.compile == "cuda-graphs",
-    }
+    trainer = Trainer(
+        model=model,
+        parallel=parallel,
+        optimizer=optimizer,
+        precision=precision,
+        dropout=seeding,
+        objective=make_objective(config, model, num_classes, device, class_counts),
+        statistics=RunningStatistics(model),
+        metrics=TrainingMetrics(device),
+        clock=PhaseClock(device),
+        ema=Ema(model, config.ema, num_steps) if config.ema.decay is not None else None,
+        noise=NoiseScale(parallel, batch.num_micro_batches, batch.micro_batch, device) if has_noise else None,
+        num_micro_batches=batch.num_micro_batches,
+        audit=audit,
+        clip=make_clip(optimizer, config.optimizer, description),
+        keep_gradients=config.model.compile == "cuda-graphs",
+    )
     if not parallel.stages:
-        return Trainer(**arguments)
-    return PipelineTrainer(**arguments, pipeline=Pipeline(parallel, config, num_classes))
+        return trainer
+    return PipelineTrainer(**vars(trainer), pipeline=Pipeline(parallel, config, num_classes))
 
 
 def warm_up_trainer(trainer: Trainer, config: Config, device: torch.device, num_threads: int) -> None:

@@ -165,9 +165,9 @@ def train_again(
     """Return the class of this machine, and the result of training the recorded steps again on all ranks."""
     plan = prepare(config, launch, device)
     if recorded.source is None:
-        start = Start(recipe={}, checkpoint=None, warnings=[], weights=first_weights(config.model, plan.class_names))
+        start = Start(weights=first_weights(config.model, plan.class_names))
     else:
-        start = Start(recipe={}, checkpoint=load_checkpoint(recorded.source), warnings=[], step=recorded.begin)
+        start = Start(checkpoint=load_checkpoint(recorded.source))
     trainer = restored_trainer(plan, start, evaluates=False)
     loader = build_loader(plan, start_step=recorded.begin)
     start.release()

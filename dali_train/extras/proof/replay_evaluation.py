@@ -25,7 +25,7 @@ from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group
 from dali_train.runtime.status import METRICS, Event, best_evaluation
 from dali_train.text import printable
-from dali_train.training.build import build_evaluator, build_set_evaluators, prepare
+from dali_train.training.build import build_evaluators, prepare
 
 Numbers = dict[str, float]
 
@@ -95,13 +95,13 @@ def evaluate_again(config: Config, path: Path, launch: Launch, device: torch.dev
     together."""
     plan = prepare(config, launch, device)
     checkpoint = load_chosen(path)
-    start = Start(recipe={}, checkpoint=checkpoint, warnings=[], step=checkpoint.step)
+    start = Start(checkpoint=checkpoint)
     trainer = restored_trainer(plan, start, evaluates=True)
     start.release()
-    evaluator = build_evaluator(plan)
-    if evaluator is None:
+    evaluators = build_evaluators(plan)
+    if evaluators is None:
         raise ConfigError(f"--replay eval: {config.data.root} has no validation split")
-    record = measured(trainer, evaluator, build_set_evaluators(plan), step=start.step, epoch=0.0)
+    record = measured(trainer, evaluators, step=checkpoint.step, epoch=0.0)
     return machine(plan), {name: value for name, value in record.scalars().items() if name != "seconds"}
 
 
