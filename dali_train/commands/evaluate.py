@@ -22,6 +22,7 @@ from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, joined
 from dali_train.runtime.watchdog import Watchdog
 from dali_train.training.build import RunPlan, build_evaluator, build_set_evaluators, prepare
+from dali_train.training.cost import emulation_warning
 from dali_train.training.metrics import ClassTables, EvaluationResult, Evaluator, evaluate_all
 from dali_train.training.model import build_model, check_sizes, compare_with_timm
 from dali_train.training.precision import Precision
@@ -57,6 +58,8 @@ def evaluate_checkpoint(
         warnings = differences_from_run(loaded, config, plan.split)
         model = model_from(loaded, config, plan.num_classes, device)
         check_sizes(model, config, trains=False)
+        if launch.rank == 0 and (warning := emulation_warning(config, plan.num_classes, device)) is not None:
+            print(f"warning: {warning}", flush=True)  # before the passes, which take long
         evaluator = _evaluator(plan)
         evaluators = {"": evaluator, **build_set_evaluators(plan)}
         autocast = Precision(config.precision, device).autocast
@@ -70,6 +73,7 @@ def evaluate_checkpoint(
         print(f"{name or path}\nstep {loaded.step}: {_describe(results)}")
         if averages is not None:
             print(f"moving average of the weights: {_describe(averages)}")
+            print("by class, of the moving average:")
         _print_classes(evaluator, plan.split)
 
 

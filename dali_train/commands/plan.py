@@ -30,7 +30,6 @@ from dali_train.runtime.launch import Launch
 from dali_train.text import duration
 from dali_train.training.build import fit_to_ranks
 from dali_train.training.cost import (
-    FASTER,
     Memory,
     estimate_memory,
     flops_per_image,
@@ -187,8 +186,8 @@ def describe_time(
             speed = product.flops / product.seconds[config.precision.dtype]
             dtype = config.precision.dtype
             where = f"this machine's CPU, at {speed / 1e9:,.0f} GFLOP/s in {dtype} (for GPUs add --gpu, such as h100)"
-            emulated = product.speedup(dtype) < 1 / FASTER and dtype != "fp64"
-            yield "products", f"{product.describe()}{'; set precision.dtype ' + product.fastest if emulated else ''}"
+            warning = product.warning(dtype)
+            yield "products", product.describe() + (f"; {warning}" if warning is not None else "")
     except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
         return
     seconds = operations / speed

@@ -525,19 +525,22 @@ def evaluate(run: Run) -> None:
 
 
 def measured(trainer: Trainer, evaluators: Evaluators, *, step: int, epoch: float) -> EvaluationRecord:
-    """Evaluate the weights of `trainer` and their moving average, if there is one. All ranks call this together."""
+    """Evaluate the weights of `trainer` and their moving average, if there is one. All ranks call this together.
+
+    Details and sets are of the weights whose accuracy decides: of the average, if there is one.
+    """
     model = trainer.forward_model()
     autocast = trainer.precision.autocast
-    result = evaluators.validation.run(model, autocast())
-    details = evaluators.validation.details
+    validation = evaluators.validation
+    result = validation.run(model, autocast())
     average = None
     if trainer.ema is None:
         sets = evaluate_all(evaluators.sets, model, autocast)
     else:
         with trainer.ema.weights_in(trainer.model):
-            average = evaluators.validation.run(model, autocast())
+            average = validation.run(model, autocast())
             sets = evaluate_all(evaluators.sets, model, autocast)
-    return EvaluationRecord(step=step, epoch=epoch, result=result, details=details, ema=average, sets=sets)
+    return EvaluationRecord(step=step, epoch=epoch, result=result, details=validation.details, ema=average, sets=sets)
 
 
 def save(run: Run) -> None:

@@ -14,8 +14,8 @@ from dali_train.data.convert.sources import Image, Images, SourceError, Sources,
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import SPLITS, Manifest, SplitName
 from dali_train.data.dataset.storage import open_shards
-from dali_train.data.dataset.tfrecord import parse_example, walk_records
 from dali_train.data.sampling.rng import shuffled
+from dali_train.extras.image_names import ImageNames
 
 _CLASSES_STREAM, _IMAGES_STREAM = 0x434C_4153_5345_53, 0x494D_4147_4553
 
@@ -26,7 +26,7 @@ class DatasetSource:
     def __init__(self, split: Split, images: NDArray[np.int64], labels: NDArray[np.int32]) -> None:
         self._split, self._shards = split, open_shards(split)
         self._images, self._labels = images, labels
-        self._record_offsets = cache(split.record_offsets)  # a few kilobytes for each shard that is asked for
+        self._names = ImageNames(split, self._shards)
 
     def list(self) -> Iterator[Image]:
         rows = self._split.rows[self._images]
@@ -40,26 +40,8 @@ class DatasetSource:
         row = self._split.rows[number]
         content = self._shards.image(number).tobytes()
         is_raw = self._split.manifest.encoding == "raw"
-        return StoredImage(content, int(row["height"]), int(row["width"]), is_raw=is_raw, name=self._file_name(number))
-
-    def _file_name(self, number: int) -> str:
-        """Return image/filename of the record, or the image's number where it has none."""
-        row = self._split.rows[number]
-        shard = int(row["shard"])
-        if self._split.files is not None:
-            name = printable(self._split.files.name(shard))
-            return name if row["size"] == self._split.files.num_bytes[shard] else f"{name}:{row['offset']}"
-        record = number - int(self._split.first_images[shard])
-        offsets = [*self._record_offsets(shard)[record : record + 2].tolist(), self._split.shards[shard].num_bytes]
-        content = self._shards.content(shard, offsets[0], offsets[1])
-        location = f"{self._split.shard_location(shard)}, record {record} from byte {offsets[0]} on"
-        span = next(walk_records(content, location, check_payload=True), None)
-        if span is None:
-            raise SourceError(f"{location}: no record, where its text index has one: index the dataset again")
-        feature = parse_example(content, span, location).get("image/filename")
-        if feature is None or len(feature.spans) != 1:
-            return f"{self._split.name}_{number}"
-        return bytes(content[slice(*feature.spans[0])]).decode(errors="replace")
+        name = self._names.find(number) or f"{self._split.name}_{number}"
+        return StoredImage(content, int(row["height"]), int(row["width"]), is_raw=is_raw, name=name)
 
     def images(self, root: Path | str) -> Images:
         shards: Any = [(shard.name, shard.crc32c) for shard in self._split.shards]

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dali_train.data.dataset.index import Split
 from dali_train.extras.pictures.predictions import (
     NUM_SAMPLES,
     class_names,
+    file_names,
     prediction_table,
     sample_images,
     sheet,
@@ -235,6 +237,7 @@ class WandB(Tracker):
         super().start(record)
         self._wandb = load_package("wandb", "wandb")
         self._run = self._begin(record)
+        self._files: list[str] | None = None  # of the shown images
 
     def evaluation(self, record: EvaluationRecord) -> None:
         super().evaluation(record)
@@ -242,12 +245,14 @@ class WandB(Tracker):
         if details is None:
             return
         names = self.class_names
-        columns, rows = prediction_table(details, names)
-        table = self._wandb.Table(columns=["id", "image", "prediction", "truth", *columns[3:]])
-        for number, truth, predicted, *scores in rows:
+        if self._files is None:
+            self._files = file_names(Split(self.run.config.data.root, "validation"), details.shown)
+        columns, rows = prediction_table(details, names, self._files)
+        table = self._wandb.Table(columns=["id", "file", "image", "prediction", "truth", *columns[4:]])
+        for number, file, truth, predicted, *scores in rows:
             path = thumbnail_path(self.run.directory, number)
             image = self._wandb.Image(str(path)) if path.is_file() else None  # none if the disk was full, for example
-            table.add_data(number, image, predicted, truth, *scores)
+            table.add_data(number, file, image, predicted, truth, *scores)
         pairs = self._wandb.Table(columns=["truth", "prediction", "images"])
         for truth, predicted, images in ClassTables(details.labels, details.predictions, len(names)).most_confused():
             pairs.add_data(names[truth], names[predicted], images)

@@ -19,6 +19,7 @@ from dali_train.parallel.layout import Layout
 from dali_train.runtime.process import device_name
 from dali_train.runtime.status import METRICS, OUTSIDE_PHASES, best_evaluation, decisive, read_events
 from dali_train.text import duration, plural, printable
+from dali_train.training.cost import emulation_warning
 
 logger = logging.getLogger("dali_train")
 _WATCHED = ("dali_train", "py.warnings")
@@ -233,10 +234,9 @@ class Console(Hook):
             "directory": config.run.dir,
         }
         logger.info("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
-        if config.precision.dtype == "fp16" and record.device.type == "cpu":
-            logger.warning(
-                "precision.dtype is fp16, which a CPU computes many times slower than fp32: use bf16 or fp32"
-            )
+        warning = emulation_warning(config, record.num_classes, record.device) if record.launch.rank == 0 else None
+        if warning is not None:
+            logger.warning(warning)
 
     def _tick(self) -> None:
         """Update the bar between logging steps, from what the host knows without waiting for the device."""

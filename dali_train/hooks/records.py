@@ -61,7 +61,7 @@ class EvaluationRecord:
     step: int
     epoch: float
     result: EvaluationResult
-    details: EvaluationDetails | None  # with hooks.predictions
+    details: EvaluationDetails | None  # with hooks.predictions; of the average if there is one
     ema: EvaluationResult | None = None  # of the moving average of the weights, with ema.decay
     sets: dict[str, EvaluationResult] = field(default_factory=dict)  # of data.eval_sets; of the average if there is one
 

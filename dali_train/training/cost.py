@@ -142,12 +142,39 @@ class Product:
         """Return how many times as fast as fp32 `dtype` is; below 1 where the processor emulates it."""
         return self.seconds["fp32"] / self.seconds[dtype]
 
+    def emulates(self, dtype: str) -> bool:
+        """Return whether the processor has no instructions for `dtype`, fp32, bf16 or fp16, and is slower for it."""
+        return self.speedup(dtype) < 1 / FASTER
+
+    def warning(self, dtype: str) -> str | None:
+        """Return what a user of precision.dtype `dtype` should know: by how much the processor is slower for it."""
+        if dtype not in ("bf16", "fp16") or not self.emulates(dtype):
+            return None
+        return (
+            f"precision.dtype is {dtype}, which this machine's CPU emulates: the model's largest product takes "
+            f"{1 / self.speedup(dtype):.1f} times as long as in fp32. Set precision.dtype {self.fastest}"
+        )
+
     def describe(self) -> str:
         times = ", ".join(f"{dtype} {duration(seconds)}" for dtype, seconds in self.seconds.items())
         words = f"this machine's CPU takes {times} for the model's largest product"
         if self.speedup(self.fastest) < FASTER:
             return words
         return f"{words}; {self.fastest} is {self.speedup(self.fastest):.1f} times as fast as fp32"
+
+
+def emulation_warning(config: Config, num_classes: int, device: torch.device) -> str | None:
+    """Return a warning where the processor emulates precision.dtype, which makes a run many times as long.
+
+    None for other devices, where a format is not slower, and for models that the meta device cannot compute.
+    """
+    if device.type != "cpu" or config.precision.dtype not in ("bf16", "fp16"):
+        return None
+    try:
+        product = measure_largest_product(config, build_model(config, num_classes, torch.device("meta")))
+    except (RuntimeError, NotImplementedError):  # the model needs values
+        return None
+    return product.warning(config.precision.dtype)
 
 
 def measure_largest_product(config: Config, model: nn.Module) -> Product:

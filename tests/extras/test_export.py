@@ -313,6 +313,29 @@ def test_both_decoders_are_compared_on_the_validation_split(
     assert float(found[1]) == pytest.approx(100 * events(finished, "eval")[-1]["ema_top1"], abs=0.01)
 
 
+def test_tables_of_predictions_are_the_averages(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the accuracy that is reported, the classes that `eval` prints, and what `predict` says of the same images."""
+    assert main(["predict", str(finished), "--csv", str(tmp_path / "table.csv")]) == 0
+    best = max(events(finished, "eval"), key=lambda event: (event["ema_top1"], event["step"]))
+    tables = finished / "predictions" / f"step-{best['step']:08d}"
+    predicted, shown, by_class = (
+        list(csv.DictReader(path.read_text().splitlines()))
+        for path in (tmp_path / "table.csv", tables / "predictions.csv", tables / "classes.csv")
+    )
+    for row, own in zip(predicted, shown, strict=True):
+        assert (row["image"], row["class 1"]) == (own["image"], own["prediction"])
+        assert float(row["score 1"]) == pytest.approx(float(own[f"score {own['prediction']}"]), abs=2e-4)
+    assert {row["weights"] for row in by_class} == {"moving average"}
+    capsys.readouterr()
+    assert main(["eval", str(finished)]) == 0
+    printed = capsys.readouterr().out
+    assert "by class, of the moving average" in printed
+    worst = min(by_class, key=lambda row: float(row["accuracy"]))
+    assert f"lowest: {worst['class']} ({float(worst['accuracy']):.1%} of {worst['images']})" in printed
+
+
 def test_predictions_are_the_mean_over_the_views_of_the_evaluation(
     finished: Path, photographs: list[Path], tmp_path: Path
 ) -> None:

@@ -157,8 +157,8 @@ def test_trackers_have_what_the_metrics_have(train: Train, tmp_path: Path, monke
     settings = {item.key: json.loads(item.value_json) for item in begin.config.update}
     assert settings["optimizer"]["lr"] == 0.01
     table = json.loads(max((run / "wandb").glob("offline-run-*/files/media/table/predictions_*.json")).read_text())
-    assert table["columns"][:4] == ["id", "image", "prediction", "truth"] and len(table["columns"]) == 4 + 5
-    assert len(table["data"]) == 13 and all(sum(row[4:]) == pytest.approx(1, abs=1e-3) for row in table["data"])
+    assert table["columns"][:5] == ["id", "file", "image", "prediction", "truth"] and len(table["columns"]) == 5 + 5
+    assert len(table["data"]) == 13 and all(sum(row[5:]) == pytest.approx(1, abs=1e-3) for row in table["data"])
     media = [path.name for path in (run / "wandb").glob("offline-run-*/files/media/**/*") if path.is_file()]
     assert any(name.startswith("samples") for name in media) and any(name.startswith("predictions") for name in media)
 

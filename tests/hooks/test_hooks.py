@@ -40,6 +40,8 @@ from dali_train.hooks.jsonl import JsonLines
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.status import describe, goodput, read_events
+from dali_train.training.cost import measure_largest_product
+from dali_train.training.model import build_model
 from dali_train.training.optim import make_optimizer
 from tests.conftest import (
     REPOSITORY,
@@ -369,7 +371,12 @@ def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:
     names = ["$\\frac", "evil\x1b[31m\nname", "собака, crème brûlée and more words than a label has room for"]
     for split, count in (("train", 32), ("validation", 9)):
         images = [np.asarray(photograph(number, 40, 40)) for number in range(count)]
-        features = {"image/format": "RAW", "image/height": 40, "image/width": 40}
+        features = {
+            "image/format": "RAW",
+            "image/height": 40,
+            "image/width": 40,
+            "image/filename": "a/собака\x1b[31m.png",
+        }
         records = [(image.tobytes(), 1 + number % 3) for number, image in enumerate(images)]
         write_shard(root / split / f"{split}-00000-of-00001", records, **features)
     build_index(root)
@@ -379,11 +386,15 @@ def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:
     assert "warning: hook" not in printed
     directory = tmp_path / "run" / "predictions"
     assert [row["class"] for row in rows(directory / "step-00000001" / "classes.csv")] == names
+    shown = rows(directory / "step-00000001" / "predictions.csv")
+    assert {row["file"] for row in shown} == {"a/собака.png"}
     with Image.open(directory / "images" / "8.png") as picture:
         assert np.array_equal(np.asarray(picture), np.asarray(photograph(8, 40, 40)))
     assert main(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run" / "report" / "index.html").read_text()
     assert "собака" in page and "evil name" in page and "\x1b" not in page
+    wrong = [row for row in shown if row["truth"] != row["prediction"]]
+    assert page.count("<small>a/собака.png</small>") == len(wrong) > 0
 
 
 def test_samples_are_what_the_network_gets() -> None:
@@ -583,7 +594,10 @@ def test_the_header_comes_before_the_model_is_built(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "dali_train"):
         HookList([Console()]).announce(plan)
     assert "1 image, 1 class" in caplog.text and "1 = 1 image x 1 accumulated x 1 rank" in caplog.text
-    assert "precision.dtype is fp16, which a CPU computes many times slower" in caplog.text
+    product = measure_largest_product(config, build_model(config, 1, torch.device("meta")))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == product.emulates("fp16")
+    assert all(re.search(r"is fp16, .* [\d.]+ times as long .* Set precision.dtype (fp32|bf16)$", w) for w in warnings)
     assert caplog.messages[-1] == "waiting for the model to be built and compiled, which can take minutes"
 
 

@@ -291,6 +291,9 @@ def test_the_largest_product_is_measured_in_each_format(tiny_config: Path) -> No
         and emulated.speedup("bf16") == pytest.approx(0.4)
         and "times as fast" not in emulated.describe()
     )
+    assert "takes 2.5 times as long as in fp32. Set precision.dtype fp32" in str(emulated.warning("bf16"))
+    even = Product(1e9, {"fp32": 0.04, "bf16": 0.045, "fp64": 0.2})
+    assert even.warning("bf16") is None and even.warning("fp64") is None and even.warning("fp32") is None
     assert "bf16 is 2.5 times as fast as fp32" in Product(1e9, {"fp32": 0.1, "bf16": 0.04}).describe()
 
 

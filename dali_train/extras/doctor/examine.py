@@ -51,7 +51,7 @@ from dali_train.runtime.object_store import Bucket, ObjectStoreError
 from dali_train.runtime.process import num_cores
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.training.build import build_loader, fit_to_ranks, prepare
-from dali_train.training.cost import FASTER, Memory, measure_largest_product, measured_peak
+from dali_train.training.cost import Memory, measure_largest_product, measured_peak
 from dali_train.training.devices import data_sheet_peak
 from dali_train.training.model import compare_with_timm, describe_parameters
 
@@ -351,11 +351,8 @@ def precision(config: Config, model: nn.Module) -> Iterator[Finding]:
     except (RuntimeError, NotImplementedError):  # the model needs values, which the meta device does not have
         return
     dtype = config.precision.dtype
-    text = f"{dtype}: {product.describe()}"
-    if product.speedup(dtype) < 1 / FASTER and dtype != "fp64":
-        yield Finding("precision", "warn", text, f"this processor emulates {dtype}: --precision.dtype fp32")
-    else:
-        yield Finding("precision", "pass", text)
+    text, warning = f"{dtype}: {product.describe()}", product.warning(dtype)
+    yield Finding("precision", "pass" if warning is None else "warn", text, warning or "")
 
 
 def _bucket(split: Split, data: DataConfig) -> Finding:

@@ -2,7 +2,8 @@
 
 ``samples.png`` shows training images: cropped, mirrored and mixed, with their labels. ``predictions/step-NNNNNNNN/``
 holds ``predictions.csv`` (always the same validation images), ``classes.csv`` and ``confusion.csv`` (up to 20 classes)
-or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once.
+or ``confused_pairs.csv`` (above); ``predictions/images/`` the images once. All tables are of the weights whose accuracy
+decides: of their moving average, if the run has one; the column ``weights`` of ``classes.csv`` says which.
 """
 
 import csv
@@ -20,8 +21,9 @@ from timm.data import ImageNetInfo
 
 from dali_train.config import DataConfig, HooksConfig
 from dali_train.data.dataset.index import Split
-from dali_train.data.dataset.storage import open_storage, read_stored
+from dali_train.data.dataset.storage import open_shards, open_storage, read_stored
 from dali_train.data.loading.pipelines import Batch
+from dali_train.extras.image_names import ImageNames
 from dali_train.extras.pictures.sheets import contact_sheet, picture
 from dali_train.files import remove_written, write_atomically
 from dali_train.hooks import Hook
@@ -100,11 +102,29 @@ class SampleImages(Hook):
 _THUMBNAIL = 128  # pixels
 
 
-def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
-    """Return (columns, rows): image number, label, prediction, and the scores of all classes or only of these two."""
+def file_names(split: Split, numbers: NDArray[np.int64]) -> list[str]:
+    """Return the names of these images' files, see `ImageNames`; empty where a record has none, or is in an object
+    store, where each name costs a request."""
+    if split.files is None and split.url is not None:
+        return [""] * len(numbers)
+    names = ImageNames(split, open_shards(split))
+    return [printable(names.find(number) or "") for number in numbers.tolist()]
+
+
+def prediction_table(
+    details: EvaluationDetails, names: Sequence[str], files: Sequence[str]
+) -> tuple[list[str], list[list[Any]]]:
+    """Return (columns, rows): image number, file, label, prediction, and the scores of all classes or only of these
+    two.
+
+    Args:
+        names: of the classes.
+        files: of the shown images.
+    """
     all_scores = len(names) <= MAX_SCORES
     columns = [
         "image",
+        "file",
         "truth",
         "prediction",
         *([f"score {name}" for name in names] if all_scores else ["score", "score of truth"]),
@@ -112,11 +132,12 @@ def prediction_table(details: EvaluationDetails, names: Sequence[str]) -> tuple[
     rows = [
         [
             int(number),
+            file,
             names[details.labels[number]],
             names[details.predictions[number]],
             *(round(float(s), 5) for s in scores),
         ]
-        for number, scores in zip(details.shown, details.scores, strict=True)
+        for number, file, scores in zip(details.shown, files, details.scores, strict=True)
     ]
     return columns, rows
 
@@ -146,6 +167,7 @@ class PredictionFiles(Hook):
         self._start = record
         self._names = class_names(record)
         self._directory = record.directory / "predictions"
+        self._files: list[str] | None = None  # of the shown images
 
     def evaluation(self, record: EvaluationRecord) -> None:
         details = record.details
@@ -153,11 +175,15 @@ class PredictionFiles(Hook):
             return
         self._save_images(details.shown)
         directory = self._directory / f"step-{record.step:08d}"
-        columns, rows = prediction_table(details, self._names)
+        if self._files is None:
+            self._files = file_names(Split(self._start.config.data.root, "validation"), details.shown)
+        columns, rows = prediction_table(details, self._names, self._files)
         write_table(directory / "predictions.csv", columns, rows)
         tables = ClassTables(details.labels, details.predictions, len(self._names))
         accuracies = zip(self._names, tables.counts().tolist(), tables.accuracies().tolist(), strict=True)
-        write_table(directory / "classes.csv", ["class", "images", "accuracy"], accuracies)
+        weights = "as trained" if record.ema is None else "moving average"
+        by_class = ([*row, weights] for row in accuracies)
+        write_table(directory / "classes.csv", ["class", "images", "accuracy", "weights"], by_class)
         if len(self._names) <= MAX_SCORES:
             named = ([name, *row] for name, row in zip(self._names, tables.confusion().tolist(), strict=True))
             write_table(directory / "confusion.csv", ["truth", *self._names], named)

@@ -33,7 +33,7 @@ from dali_train.data.dataset.tfrecord import write_records
 from dali_train.data.loading.dali import PixelFormat
 from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
-from dali_train.extras.pictures.predictions import write_table
+from dali_train.extras.pictures.predictions import file_names, write_table
 from dali_train.extras.pictures.sheets import contact_sheet
 from dali_train.files import read_limited
 from dali_train.text import plural, printable
@@ -287,8 +287,9 @@ def compare_decoders(trained: TrainedModel, table: Path | None) -> None:
     names = trained.class_names
     print("\n".join(ClassTables(labels, dali[0][:, 0], len(names)).describe(names)))
     if table is not None:
-        firsts = [[int(number), names[label]] for number, label in zip(numbers, labels, strict=True)]
-        _write_likeliest(table, ["image", "truth"], firsts, dali, names)
+        files = file_names(split, numbers)
+        firsts = [[int(n), file, names[label]] for n, file, label in zip(numbers, files, labels, strict=True)]
+        _write_likeliest(table, ["image", "file", "truth"], firsts, dali, names)
         print(table)
 
 

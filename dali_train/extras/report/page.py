@@ -376,7 +376,13 @@ def _worst(run: ReportedRun) -> str:
         for row in worst
     )
     name = "class" if len(worst) == len(rows) else f"{NUM_WORST} classes with the lowest accuracy"
-    return table((name, "images", "top-1", ""), cells, "wide")
+    average = " of the EMA" if _of_average(run) else ""
+    return table((name, "images", f"top-1{average}", ""), cells, "wide")
+
+
+def _of_average(run: ReportedRun) -> bool:
+    """Return whether the tables are of the moving average of the weights."""
+    return any(row.weights == "moving average" for row in run.tables.classes)
 
 
 def _confusion(run: ReportedRun) -> str:
@@ -414,12 +420,14 @@ def _wrong(run: ReportedRun) -> str:
     tiles = []
     for row in wrong[:NUM_WRONG]:
         image = picture(run.directory / "predictions" / "images" / f"{row.image}.png", f"validation image {row.image}")
+        name = f"<br><small>{escape(shortened(row.file, _NAME))}</small>" if row.file else ""
         tiles.append(
-            f"<div>{image}<b>{escape(row.truth)}</b>, taken for {escape(row.predicted)} ({row.score:.0%})</div>"
+            f"<div>{image}<b>{escape(row.truth)}</b>, taken for {escape(row.predicted)} ({row.score:.0%}){name}</div>"
         )
     small = " pixels" if run.is_small() else ""
+    average = " by the EMA of the weights" if _of_average(run) else ""
     return (
-        f"<p>{len(wrong)} of {plural(len(rows), 'image')} in the table of predictions.</p>"
+        f"<p>{len(wrong)} of {plural(len(rows), 'image')} in the table of predictions{average}.</p>"
         f'<div class="wrong{small}">{"".join(tiles)}</div>'
     )
 

@@ -37,6 +37,7 @@ _LARGEST_TABLE = 50_000_000  # bytes; that of 21,841 classes has 2 MB
 
 class Prediction(NamedTuple):
     image: int  # its number in the validation split
+    file: str  # empty: not known
     truth: str
     predicted: str
     score: float  # of the predicted class, a probability
@@ -46,6 +47,7 @@ class ClassAccuracy(NamedTuple):
     name: str
     images: int
     accuracy: float  # a fraction; NaN without images
+    weights: str  # which; empty: not known
 
 
 class ConfusedPair(NamedTuple):
@@ -66,7 +68,8 @@ class PredictionTables:
         newest = max(run_directory.glob("predictions/step-*"), default=run_directory / "predictions")
         self.predictions = _read(newest / "predictions.csv", _prediction)
         self.classes = _read(
-            newest / "classes.csv", lambda head, row: ClassAccuracy(row[0], _count(row[1]), float(row[2]))
+            newest / "classes.csv",
+            lambda head, row: ClassAccuracy(row[0], _count(row[1]), float(row[2]), "".join(row[3:4])),
         )
         self.pairs = _read(
             newest / "confused_pairs.csv", lambda head, row: ConfusedPair(row[0], row[1], _count(row[2]))
@@ -87,8 +90,10 @@ def _count(text: str) -> int:
 
 
 def _prediction(head: list[str], row: list[str]) -> Prediction:
-    score = row[3] if head[3] == "score" else row[head.index(f"score {row[2]}", 3)]
-    return Prediction(_count(row[0]), row[1], row[2], float(score))
+    first = head.index("truth", 1, 3)  # before it the number and, but in older tables, the file
+    truth, predicted = row[first : first + 2]
+    score = head.index("score", first) if "score" in head[first:] else head.index(f"score {predicted}", first)
+    return Prediction(_count(row[0]), row[1] if first == 2 else "", truth, predicted, float(row[score]))
 
 
 def _read(path: Path, parse: Callable[[list[str], list[str]], Row]) -> list[Row]:
