@@ -4,7 +4,7 @@
     dali-train train --config configs/small-vit-cifar10-adamw.py
 
 0.2 million parameters, 16 patches of 8 x 8 pixels. Measured: 69.96 % in 41 minutes on one CPU core that multiplies in
-bfloat16 (AVX512_BF16 or AMX); elsewhere --precision.dtype fp32. docs/measurements/2026-11-22-large-batch.md has the
+bfloat16 (AVX512_BF16 or AMX); elsewhere --precision.dtype fp32. docs/measurements/optimizers.md has the
 curves. No accuracy was published.
 """
 

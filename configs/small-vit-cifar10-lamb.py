@@ -4,7 +4,7 @@ epochs.
     dali-train train --config configs/small-vit-cifar10-lamb.py
 
 Measured: 68.60 %, 1.4 points less in an eighth of the steps. No accuracy was published.
-docs/measurements/2026-11-22-large-batch.md has the curves and how the settings were found.
+docs/measurements/optimizers.md has the curves and how the settings were found.
 """
 
 from dali_train.config import load_config

@@ -166,6 +166,10 @@ def test_examples_follow_their_rules() -> None:
         assert f"| [{folder.name}]({folder.name}) |" in rules
         text = (folder / "README.md").read_text()
         assert "Last run: " in text and "Maintained by: " in text and list(folder.glob("test_*.py"))
+        has_not_met = re.search(r"Not tried: (a cluster|\w+ itself)", text) is not None
+        assert has_not_met == text.splitlines()[2].startswith("**Has not "), folder
+        for file in [*folder.glob("*.yaml"), *folder.glob("Containerfile")] if has_not_met else []:
+            assert file.read_text().startswith("# Never "), file
     for path in (REPOSITORY / "dali_train").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) examples\b", path.read_text(), flags=re.MULTILINE), path
 
@@ -183,3 +187,29 @@ def test_every_row_belongs_to_a_table(page: str) -> None:
     lines = ["", *(REPOSITORY / page).read_text().splitlines(), ""]
     starts = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
     assert [lines[i] for i in starts if not re.fullmatch(r"\|[-:| ]+\|", lines[i + 1])] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    path = REPOSITORY / page
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", path.read_text())
+    targets = [(path.parent / name if name else path, anchor) for name, anchor in links]
+    assert [str(target) for target, _ in targets if not target.exists()] == []
+    assert [anchor for target, anchor in targets if anchor and anchor not in anchors(target)] == []
+
+
+def test_each_picture_is_shown() -> None:
+    """Beside the page that shows it."""
+    pictures = set((REPOSITORY / "docs").rglob("*.png"))
+    shown = {
+        (REPOSITORY / page).parent / name
+        for page in PAGES
+        for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", (REPOSITORY / page).read_text())
+    }
+    assert pictures == shown

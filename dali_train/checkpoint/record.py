@@ -1,4 +1,4 @@
-"""The record of a run, by which anyone can check it afterwards: see extras/proof and docs/exactness.md.
+"""The record of a run, by which anyone can check it afterwards: see extras/proof and docs/proving.md.
 
 The record of the first s steps is two numbers of 128 bits, written as 64 hexadecimal digits. The first is the digest of
 dataset and recipe, plus the digests of which images were in each micro-batch of these steps; the second is the sum of

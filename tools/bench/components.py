@@ -36,7 +36,6 @@ Row = tuple[Any, ...]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="of the pictures (default: here)")
-    parser.add_argument("--prefix", default="", help="of the pictures' names, such as a date")
     parser.add_argument("--draws", type=int, default=2_000_000, metavar="N", help="crops (default: %(default)s)")
     parser.add_argument("--images", type=int, default=40_000, metavar="N", help="augmented (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=20_000, metavar="N", help="mixed (default: %(default)s)")
@@ -47,7 +46,7 @@ def main() -> None:
         print(f"\n{name}")
         for row in rows:
             print("| " + " | ".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row) + " |")
-        path = options.out / f"{options.prefix}{name}.png"
+        path = options.out / f"{name}.png"
         figure.savefig(path, dpi=110)
         print(f"drawn: {path}", flush=True)
 

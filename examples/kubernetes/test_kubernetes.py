@@ -1,30 +1,24 @@
-"""The files under deploy/: they fit Kubernetes' schema, and their commands and exit statuses are this package's."""
+"""The manifests: they fit Kubernetes' schema, and their commands and exit statuses are this package's."""
 
-import os
 import re
 import shlex
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import parse_args
 
 from dali_train.cli import command_parser
 from dali_train.config import Config
 from dali_train.config.command_line import config_with
-from dali_train.runtime import torchrun
 from dali_train.runtime.status import MISTAKE, START_AGAIN
 from tests.conftest import REPOSITORY
-from tests.ranks import FORK, POOL
 
-DEPLOY = REPOSITORY / "deploy"
-MANIFESTS = sorted((DEPLOY / "kubernetes").iterdir())
-TRAIN = DEPLOY / "kubernetes" / "train.yaml"
+kubernetes_validate = pytest.importorskip("kubernetes_validate")  # requirements.txt
+FOLDER = Path(__file__).parent
+MANIFESTS = sorted(FOLDER.glob("*.yaml"))
+TRAIN = FOLDER / "train.yaml"
 TORCHRUN_WAITS_S = 30  # between TERM and KILL to its workers, torch 2.15
 
 
@@ -86,7 +80,7 @@ def test_the_job_trains_on_its_nodes() -> None:
 
 
 def test_the_conversion_is_one_conversion() -> None:
-    path = DEPLOY / "kubernetes" / "convert.yaml"
+    path = FOLDER / "convert.yaml"
     options = of_kind(path, "ConfigMap")["data"]
     (parts, pod), (finish, last) = jobs_of(path)
     assert str(parts["completions"]) == options["PARTS"] and parts["parallelism"] == parts["completions"]
@@ -105,65 +99,8 @@ def test_the_conversion_is_one_conversion() -> None:
 
 
 def test_the_image_has_what_the_manifests_use() -> None:
-    text = (DEPLOY / "Containerfile").read_text()
+    text = (FOLDER / "Containerfile").read_text()
     copied = [word for line in re.findall(r"^COPY (.*)", text, re.MULTILINE) for word in line.split()[:-1]]
     assert all((REPOSITORY / name).exists() for name in copied) and "configs" in copied
     images = set(re.findall(r"registry\S+", text + "".join(path.read_text() for path in MANIFESTS)))
     assert len(images) == 1
-    assert sorted(path.name for path in DEPLOY.iterdir()) == ["Containerfile", "kubernetes"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("action", "status"), [("os._exit(75)", 75), ("1 / 0", 2), ("os.kill(os.getpid(), 9)", 1)])
-def test_torchrun_with_the_trainers_status(action: str, status: int, tmp_path: Path) -> None:
-    config, log = tmp_path / "config.py", tmp_path / "log"
-    config.write_text(f"import os\n{action}\n")
-    words = ["--nproc-per-node=1", "-m", "dali_train", "train", f"--config={config}"]
-    assert POOL.run(1, torchrun.main, words, log=log) == [status]
-    said = log.read_text()
-    assert ("ZeroDivisionError: division by zero" in said) == (status == MISTAKE)
-    assert ("dali_train FAILED" in said) == (status != START_AGAIN)
-
-
-@pytest.mark.parametrize(
-    ("statuses", "status"), [((2, -15), 2), ((-15, 75), 75), ((1, 75), 1), ((1, 2), 2), ((-9, 1), 1), ((-15,), 1)]
-)
-def test_ranks_that_end_differently(statuses: tuple[int, ...], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun ends the others with TERM once it sees that one has ended."""
-    failures = {
-        rank: ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="<N/A>")
-        for rank, code in enumerate(statuses)
-    }
-
-    def fail(_: object) -> None:
-        raise ChildFailedError("dali_train", failures)
-
-    monkeypatch.setattr(torchrun, "run", fail)
-    assert torchrun.main(["-m", "dali_train", "train"]) == status
-
-
-@pytest.mark.slow
-def test_term_reaches_the_ranks_and_starts_them_again(tmp_path: Path) -> None:
-    config = tmp_path / "config.py"
-    config.write_text(
-        f"""
-import os, signal
-from pathlib import Path
-signal.signal(signal.SIGTERM, lambda *_: (Path({str(tmp_path)!r}, "saved").touch(), os._exit(75)))
-Path({str(tmp_path)!r}, "begun").touch()
-signal.pause()
-"""
-    )
-    words = ["--nproc-per-node=1", "-m", "dali_train", "train", f"--config={config}"]
-    agent = FORK.Process(target=end_with_torchrun, args=(words,))
-    agent.start()
-    while not (tmp_path / "begun").exists():
-        assert agent.is_alive()
-        time.sleep(0.05)
-    os.kill(agent.pid or 0, signal.SIGTERM)
-    agent.join(60)
-    assert agent.exitcode == START_AGAIN and (tmp_path / "saved").exists()
-
-
-def end_with_torchrun(words: list[str]) -> None:
-    os._exit(torchrun.main(words))
