@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 
 from dali_train.data.dataset.index import Split
@@ -28,7 +29,9 @@ from tests.ranks import POOL
 from tools.bench import gpu, simulate_scale, startup
 from tools.bench.check_ratios import Bound, report
 from tools.bench.generated import generated_jpeg, write_dataset
+from tools.bench.peers import CONTENDERS, Task, export_files
 from tools.bench.turns import take_turns
+from tools.bench.views import VIEWS
 
 
 def bench_step(arguments: list[str]) -> None:
@@ -275,3 +278,25 @@ def test_components_are_compared_with_their_publications(
     differences = values["pixels to change for big_vision's"]
     assert float(differences[3]) < 0.1 < 0.3 < float(differences[0])
     assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+def test_the_library_yields_what_the_trainer_does(dataset: Path, tmp_path: Path) -> None:
+    """Else their speeds could not be compared."""
+    task = Task(dataset=dataset, work=tmp_path, batch=8, threads=1)
+    library, trainer = CONTENDERS["TrainLoader"](task), CONTENDERS["dali_train"](task)
+    for _ in range(8):  # into the second epoch of 50 images
+        (images, labels), batch = next(library), next(trainer)
+        assert torch.equal(images, batch.images) and torch.equal(labels, batch.targets[:, 0])
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_all_contenders_make_the_same_views(dataset: Path, tmp_path: Path) -> None:
+    task = Task(dataset=dataset, work=tmp_path, batch=2, threads=1)
+    export_files(task)
+    shapes = [(2, 3, 224, 224)] * 2 + [(2, 3, 96, 96)] * 8
+    for name, contender in VIEWS.items():
+        if name == "views peer lightly":
+            pytest.importorskip("lightly")
+        views, labels = next(contender(task))
+        assert [tuple(view.shape) for view in views] == shapes and labels.shape == (2,), name
+        assert -1.01 < views[9].min() < 0 < views[9].max() < 1.01

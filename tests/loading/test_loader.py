@@ -234,6 +234,8 @@ def test_global_batch_is_that_of_the_state(dataset: Path) -> None:
         ({"batch_size": 3}, "global_batch 32 is not a multiple of batch_size 3: set batch_size 2, or global_batch 33"),
         ({"mixup": {"alpha": -1}}, "mixup alpha is -1: use a number from 0 on"),
         ({"dtype": "half"}, "dtype is 'half': use fp16 (of fp32, fp16, bf16)"),
+        ({"device": "gpu"}, "device is 'gpu': use cpu, cuda or cuda:0, or leave it out"),
+        ({"device": "cuda:99"}, "device is cuda:99, but torch finds "),
         ({"targets": "soft"}, "targets is 'soft': use classes or pairs"),
         ({"dp_size": None}, "dp_rank is 0 with dp_size 0: use both"),
         ({"dp_size": 9}, "global_batch 32 is 8 x batch_size 4, and 9 data-parallel ranks need at least one each"),

@@ -7,8 +7,9 @@ Printed are medians and spread over the rounds of images/s and CPU time, and eac
 Contenders: this project bilinear and antialiased; torchvision's ImageFolder and DataLoader with PIL and with
 decode_image; timm's loader; DALI's own TFRecord reader with its random-crop decoder; the pipeline of ColossalAI's ViT
 example; FFCV, WebDataset, torchcodec, SPDL and Grain where they are installed (`pip install -e .[bench]`); this
-project, timm and torchvision with RandAugment; a synthetic source; and the floor, bare decoding of complete images by
-libjpeg-turbo on as many threads. The ladder adds this project's stages one by one.
+project, timm and torchvision with RandAugment; this project, torchvision and lightly with ten views of an image
+(views.py); a synthetic source; and the floor, bare decoding of complete images by libjpeg-turbo on as many threads. The
+ladder adds this project's stages one by one.
 """
 
 import argparse
@@ -39,8 +40,9 @@ from tools.bench.turns import (
     take_turns,
     write_lines,
 )
+from tools.bench.views import VIEWS
 
-# What the last lines compare: a contender, the beginning of its peers' names (the fastest of them counts), who they
+# What the last lines compare: a contender, its peer's name or how its peers' names begin (the fastest counts), who they
 # are, and the least that the ratio should be with original ImageNet JPEGs, with JPEGs stored at 400 pixels or less,
 # with raw pixels.
 RATIOS: list[tuple[str, str, str, tuple[float | None, float | None, float | None]]] = [
@@ -50,8 +52,11 @@ RATIOS: list[tuple[str, str, str, tuple[float | None, float | None, float | None
     ("dali_train", "dali tfrecord reader", "DALI's own TFRecord reader", (1.4, 1.4, None)),
     ("TrainLoader", "dali_train", "the trainer's own path", (0.98, 0.98, 0.98)),
     ("RandAugment dali_train", "RandAugment peer", "the better of timm's and torchvision's loaders", (2.0, 2.0, None)),
+    ("views dali_train", "views peer", "the better of torchvision's and lightly's", (None, None, None)),
     ("dali_train", "libjpeg-turbo alone", "bare decoding by libjpeg-turbo", (0.8, None, None)),
 ]
+
+ALL = {**CONTENDERS, **VIEWS}
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def main() -> None:
         if options.json:
             write_lines(options.json, [])
         answers = take_turns(
-            chosen(CONTENDERS, options.only),
+            chosen(ALL, options.only),
             contend,
             (task,),
             [options.batches] * (options.rounds + 1),
@@ -108,7 +113,7 @@ def contend(name: str, task: Task, pipe: Connection) -> None:
     """One contender's process: runs the number of batches that it receives, whenever it receives one."""
     multiprocessing.set_start_method("fork", force=True)  # the default of a DataLoader's workers on Linux
     try:
-        batches = CONTENDERS[name](task)
+        batches = ALL[name](task)
         next(batches)  # a missing package may show only here
     except (ImportError, NotImplementedError) as error:
         pipe.send(str(error))
@@ -152,7 +157,8 @@ def print_ratios(rates: dict[str, Spread], split: Split) -> None:
     stored_small = max(split.rows["height"].max(), split.rows["width"].max()) <= 400
     kind = 2 if split.manifest.encoding == "raw" else int(stored_small)
     for name, peer, words, goals in RATIOS:
-        peers = [rate.median for other, rate in rates.items() if other.startswith(peer)]
+        named = [peer] if peer in rates else [other for other in rates if other.startswith(peer)]
+        peers = [rates[other].median for other in named]
         if name in rates and peers:
             print_ratio(name, words, rates[name].median / max(peers), goal=goals[kind])
 

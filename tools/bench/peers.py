@@ -109,7 +109,7 @@ def _library(task: Task) -> Iterator[Any]:
 
     settings = {name: getattr(_config(task).data, name) for name in ("antialias", "normalise", "read_ahead_mb")}
     settings |= {"num_threads": task.threads, "dp_rank": 0, "dp_size": 1}
-    return _for_ever(
+    return for_ever(
         TrainLoader(task.dataset, batch_size=task.batch, image_size=SIZE, channels_last=True, device="cpu", **settings)
     )
 
@@ -160,21 +160,21 @@ def _stage(task: Task, *, stage: str) -> Iterator[Any]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def _data_loader(task: Task, dataset: Any) -> Iterator[Any]:
+def data_loader(task: Task, dataset: Any) -> Iterator[Any]:
     from torch.utils.data import DataLoader
 
     loader = DataLoader(
         dataset, batch_size=task.batch, shuffle=True, num_workers=task.threads, persistent_workers=True, drop_last=True
     )
-    return _for_ever(loader)
+    return for_ever(loader)
 
 
-def _for_ever(loader: Any) -> Iterator[Any]:
+def for_ever(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
 
 
-def _need_files(task: Task) -> None:
+def need_files(task: Task) -> None:
     if not task.files.exists():
         raise NotImplementedError("it reads image files, the dataset has raw pixels")
 
@@ -204,8 +204,8 @@ def _pil_transform(augment: Sequence[Any] = ()) -> Any:
 def _torchvision_pil(task: Task, augment: Sequence[Any] = ()) -> Iterator[Any]:
     from torchvision import datasets
 
-    _need_files(task)
-    return _data_loader(task, datasets.ImageFolder(str(task.files), _pil_transform(augment)))
+    need_files(task)
+    return data_loader(task, datasets.ImageFolder(str(task.files), _pil_transform(augment)))
 
 
 def _v2_transform(augment: Sequence[Any] = ()) -> Any:
@@ -228,11 +228,11 @@ def _torchvision_decode_image(task: Task, augment: Sequence[Any] = ()) -> Iterat
     from torchvision import datasets
     from torchvision.io import ImageReadMode, decode_image
 
-    _need_files(task)
+    need_files(task)
     files = datasets.ImageFolder(
         str(task.files), _v2_transform(augment), loader=lambda path: decode_image(path, mode=ImageReadMode.RGB)
     )
-    return _data_loader(task, files)
+    return data_loader(task, files)
 
 
 def _torchcodec(task: Task) -> Iterator[Any]:
@@ -240,8 +240,8 @@ def _torchcodec(task: Task) -> Iterator[Any]:
     from torchcodec.decoders import decode_image
     from torchvision import datasets
 
-    _need_files(task)
-    return _data_loader(task, datasets.ImageFolder(str(task.files), _v2_transform(), loader=decode_image))
+    need_files(task)
+    return data_loader(task, datasets.ImageFolder(str(task.files), _v2_transform(), loader=decode_image))
 
 
 def _spdl(task: Task) -> Iterator[Any]:
@@ -250,7 +250,7 @@ def _spdl(task: Task) -> Iterator[Any]:
     from spdl.dataloader import DataLoader
     from torchcodec.decoders import decode_image
 
-    _need_files(task)
+    need_files(task)
     files, transform = sorted(task.files.glob("*/*.jpg")), _v2_transform()
 
     def shuffled() -> Iterator[Path]:
@@ -306,7 +306,7 @@ def _export_array_record(task: Task, split: Split) -> None:
 def _timm(task: Task, augment: str | None = None) -> Iterator[Any]:
     from timm.data import create_dataset, create_loader
 
-    _need_files(task)
+    need_files(task)
     loader = create_loader(
         create_dataset("", root=str(task.files)),
         input_size=(3, SIZE, SIZE),
@@ -321,7 +321,7 @@ def _timm(task: Task, augment: str | None = None) -> Iterator[Any]:
         num_workers=task.threads,
         persistent_workers=True,
     )
-    return _for_ever(loader)
+    return for_ever(loader)
 
 
 def _dali_tfrecord(task: Task, *, colossalai: bool) -> Iterator[Any]:
@@ -392,7 +392,7 @@ def _ffcv(task: Task) -> Iterator[Any]:
         pipelines={"image": images, "label": [IntDecoder(), ToTensor(), Squeeze()]},
         custom_fields={"image": RGBImageField},
     )
-    return _for_ever(loader)
+    return for_ever(loader)
 
 
 def _export_ffcv(task: Task, split: Split) -> None:
@@ -429,7 +429,7 @@ def _export_ffcv(task: Task, split: Split) -> None:
 def _webdataset(task: Task) -> Iterator[Any]:
     import webdataset
 
-    _need_files(task)
+    need_files(task)
     dataset = (
         webdataset.WebDataset(str(task.tar), resampled=True, shardshuffle=False)
         .shuffle(1000)
@@ -438,7 +438,7 @@ def _webdataset(task: Task) -> Iterator[Any]:
         .map_tuple(_pil_transform())
         .batched(task.batch)
     )
-    return _for_ever(webdataset.WebLoader(dataset, batch_size=None, num_workers=task.threads, persistent_workers=True))
+    return for_ever(webdataset.WebLoader(dataset, batch_size=None, num_workers=task.threads, persistent_workers=True))
 
 
 def _export_webdataset(task: Task, split: Split) -> None:

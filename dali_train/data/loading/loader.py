@@ -42,6 +42,7 @@ from dali_train.errors import ConfigError, RunError
 from dali_train.parallel.layout import Layout
 from dali_train.runtime.launch import Launch, LaunchOptions, discover
 from dali_train.runtime.process import choose_device, cores_per_process
+from dali_train.text import plural
 
 DALI_READER = "dali_train.extras.dali_reader:DaliReaderPipeline"
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -131,9 +132,7 @@ class _Place:
         elif has_group:
             rank, size = dist.get_rank(group), dist.get_world_size(group)
         require(0 <= rank < size, f"dp_rank is {rank} with dp_size {size}: use both, with 0 <= dp_rank < dp_size")
-        device = choose_device("auto", launch) if device is None else torch.device(device)
-        if str(device) == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = choose_device("auto", launch) if device is None else _device(device)
         threads = num_threads or decoding_threads(cores_per_process(launch), device)
         return cls(dp_rank=rank, dp_size=size, device=device, num_threads=threads)
 
@@ -178,6 +177,23 @@ def _data_config(
     config = DataConfig(root=os.fspath(dataset), **{"device": decode_device, size: image_size, **settings})
     _refuse_copy(config)
     return config
+
+
+def _device(name: torch.device | str) -> torch.device:
+    """Return the device of this name, with a number if it is a GPU."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device is {name!r}: use cpu, cuda or cuda:0, or leave it out") from None
+    if device.type != "cuda":
+        return device
+    num_gpus = torch.cuda.device_count()
+    require(
+        (device.index or 0) < num_gpus,
+        f"device is {name}, but torch finds {plural(num_gpus, 'GPU')} on this host: use another or cpu, leave it out, "
+        "or check the driver",
+    )
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _refuse_copy(data: DataConfig) -> None:
