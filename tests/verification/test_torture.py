@@ -1,6 +1,7 @@
 """A few of the thousands of kills of tests/verification/torture_resume.py."""
 
 import json
+import multiprocessing
 from collections import Counter
 from dataclasses import asdict, replace
 from multiprocessing import forkserver
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.verification import torture_resume
 from tests.verification.torture_resume import (
     KINDS,
     STOPPED,
+    FaultError,
     Settings,
     Torture,
     committed,
@@ -42,6 +45,16 @@ def test_kills_at_random_moments_lose_nothing(tmp_path: Path) -> None:
     assert describe(torture.attempts, 25).startswith("4 kills in 25 of 25 steps")
     draw(torture.attempts, tmp_path, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_ranks_end_with_a_tool_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forkserver.ensure_running()
+    before = {*multiprocessing.active_children()}
+    monkeypatch.setattr(torture_resume, "HANG_S", 0.01)
+    torture = Torture(tmp_path, Settings(kills=1, layouts=["data:2"], shuffle="full", stores=False, seed=0))
+    with pytest.raises(FaultError, match=r"the ranks were to stop at step 1 and ended with \[None, None\]"):
+        torture._compare()
+    assert {*multiprocessing.active_children()} <= before
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def make_dataset(root: Path) -> None:
 
 class Ranks:
     """All ranks of one start: forked from a server that has imported everything, which takes a tenth of the time, or
-    new interpreters, as a user starts them."""
+    new interpreters, as a user starts them. Those that still run at the end of its context are killed then."""
 
     def __init__(
         self, config: Path, num_ranks: int, log: Path, words: Sequence[str] = (), *, are_forked: bool = True
@@ -117,6 +117,15 @@ class Ranks:
                 **{"MASTER_ADDR": "localhost", "MASTER_PORT": port},
             }
             self._processes.append((_Forked if are_forked else _Interpreter)(arguments, environment, log))
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.status() is None:
+                os.kill(process.pid, signal.SIGKILL)
+        self.wait()
 
     def running(self) -> bool:
         """Return whether all still run, and note their processor time."""

@@ -86,8 +86,9 @@ def main() -> None:
 
     print(f"{total_steps} steps in one process", flush=True)
     prepare_server()
-    if Ranks(directory / "undisturbed.py", 1, directory / "undisturbed.log", OPTIONS).wait() != [0]:
-        sys.exit(f"the undisturbed run failed: see {directory / 'undisturbed.log'}")
+    with Ranks(directory / "undisturbed.py", 1, directory / "undisturbed.log", OPTIONS) as ranks:
+        if ranks.wait() != [0]:
+            sys.exit(f"the undisturbed run failed: see {directory / 'undisturbed.log'}")
     moments = list(elastic(directory, total_steps, options.changes, random.Random(options.seed)))
 
     events = read_events(directory / "killed" / METRICS)

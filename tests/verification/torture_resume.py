@@ -240,10 +240,16 @@ class Torture:
         if launcher == "torchrun":
             self._lose_node(attempt, words, before + 1, rng)
             return
-        ranks = self._start(attempt, words)
+        with self._start(attempt, words) as ranks:
+            self._end(ranks, attempt, rng, event, None if at_start else target, before)
+
+    def _end(
+        self, ranks: Ranks, attempt: Attempt, rng: random.Random, event: str, target: int | None, before: int
+    ) -> None:
+        """End ranks that begin at step `before`: at step `target`, or while they start."""
         began = time.monotonic()
-        if at_start:
-            slower = 1 if launcher == "forked" else 10
+        if target is None:
+            slower = 1 if attempt.launcher == "forked" else 10
             time.sleep(rng.uniform(0, 1.2 * slower * statistics.median(self._first_step_s)))
         else:
             self._wait(ranks, before + 1)
@@ -257,7 +263,7 @@ class Torture:
             self._note(attempt, ENDED, ranks)
             return
         saved = sum(path.stat().st_size for path in self._killed.glob("checkpoints/newest/*.safetensors"))
-        if event == "full disk" and saved and not at_start:
+        if event == "full disk" and saved and target is not None:
             ranks.limit_files(saved // ranks.num_ranks - 1)  # the largest of as many files is larger
             statuses = ranks.wait(HANG_S)
             if 0 in statuses or None in statuses:
@@ -390,9 +396,9 @@ class Torture:
         # The directory may be lost, and its mirror be as far as it was.
         newest = newest_step(self._killed) or newest_step(self._lost) or 0
         step = self.total_steps if to_the_end else min(newest + 1, self.total_steps)
-        ranks = self._start(attempt, [*words, "--run.max_steps", str(step)])
-        if set(statuses := ranks.wait(HANG_S)) != {0}:
-            raise FaultError(f"the ranks were to stop at step {step} and ended with {statuses}: see killed.log")
+        with self._start(attempt, [*words, "--run.max_steps", str(step)]) as ranks:
+            if set(statuses := ranks.wait(HANG_S)) != {0}:
+                raise FaultError(f"the ranks were to stop at step {step} and ended with {statuses}: see killed.log")
         self._note(attempt, STOPPED, ranks)
         self._is_mirrored = self._stores is not None
         done = newest_step(self._undisturbed) or 0
@@ -400,12 +406,10 @@ class Torture:
             if end > done:
                 log = self._undisturbed.with_suffix(".log")
                 kind, _, num_ranks = layout.partition(":")
-                ranks = Ranks(
-                    *(self._undisturbed.with_suffix(".py"), int(num_ranks), log),
-                    [*LAYOUTS[kind], "--run.max_steps", str(end)],
-                )
-                if set(statuses := ranks.wait(HANG_S)) != {0}:
-                    raise FaultError(f"the undisturbed run ended with {statuses}: see {log}")
+                words = [*LAYOUTS[kind], "--run.max_steps", str(end)]
+                with Ranks(self._undisturbed.with_suffix(".py"), int(num_ranks), log, words) as undisturbed:
+                    if set(statuses := undisturbed.wait(HANG_S)) != {0}:
+                        raise FaultError(f"the undisturbed run ended with {statuses}: see {log}")
         if problems := compare(self._undisturbed, self._killed, step):
             raise FaultError("; ".join(problems))
         digests = [final_weights(run) for run in (self._undisturbed, self._killed)]
