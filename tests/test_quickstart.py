@@ -1,6 +1,5 @@
 """The quickstart script in a small form: from scikit-learn's digits to a table of results and a report."""
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from dali_train.commands import data
+from dali_train.runtime.process import num_cores
 from tests.convert.files import tool
 from tests.helpers import words
 
@@ -27,7 +27,7 @@ def test_from_nothing_to_a_report(
     assert re.fullmatch(r".* of 360 held-out images \(\d+ to \d+% is usual\)", table["top-1"]), printed
     assert table["report"] == str(runs / "run-1" / "report" / "index.html") and Path(table["report"]).is_file()
     # Measured: any number that divides cores and micro-batches, of which there are four.
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     chosen = re.search(
         r"^num_processes auto: (\d) with 1 thread each, (\S+) times as fast as (\d) with ", printed, re.M
     )

@@ -7,7 +7,6 @@ The cases take turns. A round ends when the GPU has finished its last batch. Ima
 antialiased, mirrored, normalised and mixed on the GPU; "decoded on the CPU" is the same with data.device cpu.
 """
 
-import os
 import time
 from typing import Any
 
@@ -17,12 +16,13 @@ from dali_train.config import DataConfig
 from dali_train.data.dataset.index import Split
 from dali_train.data.loading.dali import PREFETCH
 from dali_train.data.loading.loader import TrainLoader
+from dali_train.runtime.process import num_cores
 from tools.bench.turns import ALONE, Spread, describe_machine, loading_config, parser_of, write_lines
 
 
 def main() -> None:
     # as in training: all cores but three
-    defaults = {"threads": max(1, len(os.sched_getaffinity(0)) - 3), "batch": 256, "rounds": 3}
+    defaults = {"threads": max(1, num_cores() - 3), "batch": 256, "rounds": 3}
     parser = parser_of(__doc__, "--threads", "--batch", "--rounds", "--json", **defaults)
     parser.add_argument("--data", nargs="+", required=True, metavar="NAME=DATASET", help="training splits to read")
     loads = [0.0, 0.2, 0.4, 0.6, 0.85]

@@ -4,7 +4,6 @@ drawn."""
 import argparse
 import json
 import multiprocessing
-import os
 import platform
 import statistics
 import sys
@@ -28,6 +27,7 @@ from dali_train.config import (
     RunConfig,
     ScheduleConfig,
 )
+from dali_train.runtime.process import num_cores
 
 # Options that several benchmarks share.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def parser_of(description: str | None, *names: str, **defaults: int) -> argparse
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in names:
         parser.add_argument(name, **OPTIONS[name])
-    parser.set_defaults(**{"threads": len(os.sched_getaffinity(0)), "batch": 64, "rounds": 7, **defaults})
+    parser.set_defaults(**{"threads": num_cores(), "batch": 64, "rounds": 7, **defaults})
     return parser
 
 
@@ -190,7 +190,7 @@ def describe_machine() -> str:
             continue
     memory = psutil.virtual_memory().total / 2**30
     return (
-        f"{cpu_name()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python "
+        f"{cpu_name()}, {num_cores()} cores, {memory:.0f} GiB, Python "
         f"{platform.python_version()}\n{', '.join(packages)}"
     )
 
