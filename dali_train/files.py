@@ -1,5 +1,5 @@
-"""Atomic writes that survive a kill or a power failure, reading untrusted files, locks, directories of one user, and
-the checked-out commit."""
+"""Atomic writes that survive a kill or a power failure, reading untrusted files, locks, directories of one user and
+temporary ones, and the checked-out commit."""
 
 import errno
 import fcntl
@@ -9,9 +9,12 @@ import math
 import os
 import platform
 import re
+import shutil
 import stat
 import subprocess
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
@@ -52,10 +55,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def remove_partial_files(directory: Path) -> None:
-    """Remove what a kill left of `write_atomically` in a directory, while no other process writes there."""
-    for path in directory.glob(".*.partial"):
-        if re.fullmatch(r"\..+\.\d+\.partial", path.name) and path.is_file() and not path.is_symlink():
+def remove_partial_files(directory: Path, *, depth: int) -> None:
+    """Remove what a kill left of `write_atomically` in a directory and the levels of directories below it, while no
+    other process writes there."""
+    for path in [*directory.iterdir()]:
+        if path.is_symlink():
+            continue
+        if path.is_dir() and depth:
+            remove_partial_files(path, depth=depth - 1)
+        elif re.fullmatch(r"\..+\.\d+\.partial", path.name) and path.is_file():
             path.unlink()
 
 
@@ -259,6 +267,48 @@ class NoLocksError(ConfigError):
     def __init__(self, path: str, reason: str) -> None:
         self.fault = f"{path}: its file system has no locks (flock: {reason})"
         super().__init__(f"{self.fault}: use a directory on a disk of this machine, or mount it with flock")
+
+
+_TEMPORARY, _IN_USE = "dali-train-", ".in-use"
+_SEMAPHORES = Path("/dev/shm")
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Yield a new directory in TMPDIR, which is removed at the end.
+
+    What was left there by processes that have been killed is removed first, with the semaphores that begin with the
+    name of the directory's parent. A lock, which dies with its process, tells them from those in use. Where the file
+    system has no locks, nothing is removed.
+    """
+    parent = Path(tempfile.gettempdir())
+    with suppress(OSError):
+        for path in parent.glob(f"{_TEMPORARY}*"):
+            _remove_abandoned(path)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=parent) as name:
+        locking = Path(name, f"{_IN_USE}.partial")
+        with locking.open("wb") as lock:
+            with suppress(NoLocksError):
+                try_lock(lock)
+                locking.rename(locking.with_name(_IN_USE))  # never there without its lock
+            directory = Path(name, "files")
+            directory.mkdir()
+            yield directory
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove a directory of `temporary_directory` if its process is dead."""
+    with suppress(OSError, NoLocksError):
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            return
+        with open_regular(path / _IN_USE) as lock:
+            if not try_lock(lock):
+                return
+            for semaphore in _SEMAPHORES.glob(f"sem.{path.name}-*"):
+                semaphore.unlink()
+            shutil.rmtree(path / "files", ignore_errors=True)  # first: a kill in between leaves what tells its state
+            shutil.rmtree(path)
 
 
 def private_directory(setting: str, parent: Path) -> Path:

@@ -42,7 +42,7 @@ from dali_train.checkpoint.run_directory import (
     set_aside,
     step_of,
 )
-from dali_train.files import NO_SPACE, remove_partial_files, sync_directory
+from dali_train.files import NO_SPACE, sync_directory
 from dali_train.parallel.mesh import in_blocks, local
 from dali_train.runtime.process_group import on_rank_0
 from dali_train.text import plural
@@ -264,7 +264,6 @@ class CheckpointWriter:
                 set_aside(rest)
         paths = checkpoint_paths(self._directory)
         for path in paths:
-            remove_partial_files(path)  # of evaluation.json
             if step_of(path) > start_step:
                 set_aside(path)
         if kept := [path for path in paths if step_of(path) <= start_step]:  # a killed run may not have come to it

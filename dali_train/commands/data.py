@@ -381,17 +381,19 @@ def _in_place_in_bucket(url: str) -> "InPlace | None":
 def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
     from dali_train.data.convert.conversion import class_order_of
     from dali_train.data.convert.index_in_place import IndexInPlace, index_in_place
-    from dali_train.data.dataset.build_index import upload_index
     from dali_train.data.dataset.manifest import cache_directory
-    from dali_train.runtime.object_store import Bucket
 
     source, out = options.dataset, options.out
+    url: str | None = None
     if out is None:
         raise DatasetError(
             f"{source}: its images are read in place ({kind}): name a directory for the index with --out"
         )
     if not isinstance(out, Path):
-        out = cache_directory() / "indexes" / hashlib.sha256(out.encode()).hexdigest()[:16]
+        if out.startswith("http"):
+            raise DatasetError(f"--out {out}: a server of this kind is only read; use s3://, gs:// or az://")
+        url = out
+        out = cache_directory() / "indexes" / hashlib.sha256(url.encode()).hexdigest()[:16]
     if isinstance(source, Path):
         _check_destination(out, {"DATASET": source})
         source = source.resolve()
@@ -410,17 +412,15 @@ def _index_in_place(options: argparse.Namespace, kind: "InPlace") -> int:
         class_order=class_order_of(options, kind),
         source=source,
         out=out,
+        url=url,
         seed=options.seed,
         keep_order=options.keep_order,
         decode=options.decode_check,
         on_bad=options.on_bad,
         workers=options.workers,
     )
-    url = options.out
     for line in index_in_place(task):
-        print(printable(line.replace(str(out), str(url))))
-    if not isinstance(url, Path):
-        upload_index(out, Bucket(url))
+        print(printable(line if url is None else line.replace(str(out), url)))
     return 0
 
 

@@ -176,8 +176,6 @@ class Config(SampleConfig):
             f"run.dir and data.root are both {self.run.dir}: choose another run.dir, so that the run's files are not "
             "mixed with the dataset's",
         )
-        remedy = "a mirror keeps the checkpoint with the best top-1; set run.best_by top1, or leave run.mirror out"
-        refuse(self.run.best_by != "top1" and self.run.mirror is not None, self, ("run.best_by", "run.mirror"), remedy)
         require(
             self.hooks.stop_early is None or self.run.eval_every_epochs is not None,
             f"hooks.stop_early is {self.hooks.stop_early} with run.eval_every_epochs None: set how often to evaluate, "

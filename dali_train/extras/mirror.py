@@ -7,28 +7,31 @@ or has removed from its directory: only files in these are deleted.
 ``mirror.json`` names the process that writes to the mirror, too, so that only one run writes there at a time. It is
 replaced by compare-and-swap on its version, and so are the small files. So exactly one of several contenders gets it,
 and a process that lost it while suspended cannot complete anything any more, nor replace what its successor has
-written. A writer sends a heartbeat every `BEAT_S`. An observer that cannot look up the writer's process counts it as
-dead once the object has not changed for `STALE_S` by the observer's clock.
+written. Large files have no compare-and-swap, but no two contents: they are in the folder of a checkpoint, which
+determines them, and so is ``model.safetensors``.
+
+A writer sends a heartbeat every `BEAT_S`. An observer that cannot look up the writer's process counts it as dead once
+the object has not changed for `STALE_S` by the observer's clock.
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dali_train.checkpoint.format import (
     MAX_MANIFEST_BYTES,
@@ -44,6 +47,7 @@ from dali_train.checkpoint.run_directory import (
     checkpoint_paths,
     point_link,
     record_top1,
+    saved_score,
     saved_top1,
     set_aside,
     step_of,
@@ -54,7 +58,15 @@ from dali_train.config.sections import RunConfig
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.data.progress import LINE_INTERVAL_S, Progress
 from dali_train.errors import ConfigError, RunError
-from dali_train.files import ForeignFileError, json_field, read_json, sha256, sync_directory
+from dali_train.files import (
+    ForeignFileError,
+    json_field,
+    open_regular,
+    read_json,
+    sha256,
+    sync_directory,
+    temporary_directory,
+)
 from dali_train.runtime.launch import Launch
 from dali_train.runtime.lock import Holder
 from dali_train.runtime.object_store import (
@@ -75,9 +87,10 @@ _SMALL_FILES = (
     *("config.json", "environment.json", METRICS, "status.json"),
     *("epoch_accuracies.json", "report/index.html"),
 )
-_FILES = (*_SMALL_FILES, "model.safetensors")
+_MODEL = "model.safetensors"
 _CHECKPOINTS = "checkpoints"
 _OWN_NAMES = re.compile(r"manifest\.json(\.sha256)?|[\w.-]+\.safetensors")  # what `_upload_checkpoint` writes
+_NUM_VERSIONS = 5  # of a small file that are tried to be downloaded while a run replaces it
 _LOOK_S = 5.0  # between two checks for new checkpoints
 _IMPATIENT_S = 5.0  # in the background: failed uploads are retried at the next check
 _FIRST_WARNING_S, _LONGEST_WARNING_S = 30.0, 600.0  # pauses between warnings about an unreachable store
@@ -88,6 +101,18 @@ FILE = "mirror.json"
 FOLDER = re.compile(r"step-(\d{8,18})-[0-9a-f]{16}")
 _FORMAT = 1
 _MAX_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 27  # of a file of weights; safetensors reads no more than 100 MB
+
+
+class Evaluation(NamedTuple):
+    """What a checkpoint was found to be worth."""
+
+    top1: float  # a fraction
+    score: float  # by run.best_by, the best checkpoint has the largest
+
+
+Checkpoints = dict[str, Evaluation | None]
+"""The folders of complete checkpoints, with the evaluations of those that have one."""
 
 
 class Mirror:
@@ -151,9 +176,11 @@ class Mirror:
 
     def _missing(self, cause: str) -> str:
         try:
-            folders = self._local().wanted - self._claim.checkpoints.keys()
+            local = self._local()
+            folders = local.wanted - self._claim.checkpoints.keys()
             names = [f"checkpoint step-{_step(folder):08d}" for folder in sorted(folders)]
-            names += [name for name in _FILES if self._is_new(name, self._directory / name)]
+            files = self._files(local.paths)
+            names += [path.name for name, path in files.items() if self._sent.get(name) != _version(path)]
         except (OSError, ConfigError) as error:
             names = [f"({error})"]
         fault = f" ({shortened(self._fault, 300)})" if self._fault else ""
@@ -235,8 +262,7 @@ class Mirror:
         path, partial = self._directory / METRICS, self._directory / f".{METRICS}.partial"
         self._directory.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)
-        with suppress(MissingObjectError):
-            self._bucket.download(METRICS, partial, self._bucket.size(METRICS))
+        if _fetch_file(self._bucket, METRICS, partial):
             if path.exists():
                 set_aside(path)
             partial.replace(path)
@@ -310,7 +336,7 @@ class Mirror:
                 return
             self._upload_checkpoint(folder, local.paths[folder])
         complete = {
-            folder: top1 for folder, top1 in local.scores.items() if folder in local.wanted or folder in recorded
+            folder: found for folder, found in local.evaluations.items() if folder in local.wanted or folder in recorded
         }
         if not complete:
             complete = recorded  # a run directory that lost its checkpoints costs the mirror none
@@ -322,9 +348,8 @@ class Mirror:
                 self._versions[name] = self._bucket.version(name)
         if not self._claim.renew():  # from here on none of these versions is another holder's
             return
-        for name in _FILES:
-            if (self._directory / name).is_file():
-                self._upload(name, self._directory / name)
+        for name, path in self._files(local.paths).items():
+            self._upload(name, path)
         if self._claim.renew(complete):
             self._remove_unfinished()
 
@@ -337,8 +362,22 @@ class Mirror:
             except FileNotFoundError:
                 if not path.exists():
                     raise  # removed since it was listed, for a newer one, which this list may lack
-        scores = {folder: saved_top1(path) for folder, path in paths.items()}
-        return _Local(paths, scores, {*list(paths)[-1:], *_best(scores, self._keep_best)})
+        evaluations = {folder: _evaluation(path) for folder, path in paths.items()}
+        return _Local(paths, evaluations, {*list(paths)[-1:], *_best(evaluations, self._keep_best)})
+
+    def _files(self, checkpoints: Mapping[str, Path]) -> dict[str, Path]:
+        """Return the files of the run directory beside its `checkpoints`, by the names of their objects.
+
+        The final weights are in the folder of the checkpoint that they were made of: two processes that have trained to
+        other weights do not write to one object.
+        """
+        files = {name: self._directory / name for name in _SMALL_FILES}
+        model = self._directory / _MODEL
+        step = _step_of_model(model) if model.is_file() else None
+        for folder, path in checkpoints.items():
+            if step_of(path) == step:
+                files[f"{_CHECKPOINTS}/{folder}/{_MODEL}"] = model
+        return {name: path for name, path in files.items() if path.is_file()}
 
     def _upload_checkpoint(self, folder: str, path: Path) -> None:
         self._held.add(path.name)
@@ -363,9 +402,6 @@ class Mirror:
         self._num_completed += 1
         self._furthest = "", 0
         self._sent[name] = version
-
-    def _is_new(self, name: str, path: Path) -> bool:
-        return path.is_file() and self._sent.get(name) != _version(path)
 
     def _note_position(self, name: str, position: int) -> None:
         if self._closing.is_set() or self._claim.is_lost:
@@ -397,17 +433,35 @@ class _Local:
     """The checkpoints in the run directory by the names of their folders in the mirror, oldest first."""
 
     paths: dict[str, Path]
-    scores: dict[str, float | None]  # top-1, a fraction, of those that were evaluated
+    evaluations: Checkpoints
     wanted: set[str]  # the newest and the best, which a mirror needs
 
 
-def _best(scores: Mapping[str, float | None], count: int) -> list[str]:
+def _best(checkpoints: Mapping[str, Evaluation | None], count: int) -> list[str]:
     """Return the folders of the `count` best checkpoints, the best first, the later one of two that are equal."""
-    evaluated = {folder: top1 for folder, top1 in scores.items() if top1 is not None}
-    return sorted(evaluated, key=lambda folder: (evaluated[folder], _step(folder)), reverse=True)[:count]
+    scores = {folder: found.score for folder, found in checkpoints.items() if found is not None}
+    return sorted(scores, key=lambda folder: (scores[folder], _step(folder)), reverse=True)[:count]
 
 
-def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
+def _evaluation(path: Path) -> Evaluation | None:
+    """Return what a checkpoint in the run directory was found to be worth. Raises OSError: it cannot be read."""
+    top1, score = saved_top1(path), saved_score(path)
+    return None if top1 is None or score is None else Evaluation(top1, score)
+
+
+def _step_of_model(path: Path) -> int | None:
+    """Return the step of the checkpoint that a file of final weights was made of; None: it is none of ours."""
+    with open_regular(path) as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = file.read(min(num_bytes, _MAX_HEADER_BYTES))
+    try:
+        step = json_field(json_field(read_json(header, _MAX_HEADER_BYTES), "__metadata__", dict), "step", str)
+    except ForeignFileError:
+        return None
+    return int(step) if step.isdecimal() else None
+
+
+def _fetch(bucket: Bucket, folder: str, evaluation: Evaluation | None, path: Path) -> bool:
     """Download a checkpoint to `path`; False, with a warning, if it is not what was uploaded."""
     partial = path.with_name(f".{path.name}.partial")  # which the next start removes
     shutil.rmtree(partial, ignore_errors=True)
@@ -415,6 +469,7 @@ def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
     try:
         prefix = f"{_CHECKPOINTS}/{folder}"
         sizes = bucket.sizes(f"{prefix}/")
+        sizes.pop(f"{prefix}/{_MODEL}", None)
         with Progress(f"downloading {bucket.url}/{prefix}", total=sum(sizes.values()), unit="B") as progress:
 
             def download(name: str) -> None:
@@ -434,13 +489,28 @@ def _fetch(bucket: Bucket, folder: str, top1: float | None, path: Path) -> bool:
         logger.warning("run.mirror: %s/%s is damaged and skipped: %s", bucket.url, folder, error)
         shutil.rmtree(partial)
         return False
-    if top1 is not None:
-        record_top1(partial, top1)
+    if evaluation is not None:
+        record_top1(partial, *evaluation)
     if os.path.lexists(path):
         set_aside(path)
     partial.rename(path)
     sync_directory(path.parent)
     return True
+
+
+def _fetch_file(bucket: Bucket, name: str, path: Path) -> bool:
+    """Download an object that its run may replace meanwhile. Return False if there is none."""
+    for attempt in range(_NUM_VERSIONS):
+        try:
+            bucket.download(name, path, bucket.size(name))
+            return True
+        except MissingObjectError:
+            return False
+        except ChangedObjectError:
+            path.unlink()
+            if attempt == _NUM_VERSIONS - 1:
+                raise
+    raise AssertionError
 
 
 @contextmanager
@@ -456,23 +526,21 @@ def downloaded(url: str, checkpoint: str | None = None) -> Iterator[Path]:
         ObjectStoreError: the store refuses, or does not answer.
     """
     bucket = Bucket(url)
-    scores = complete_checkpoints(bucket)
-    best = next(iter(_best(scores, 1)), None)
-    newest = max(scores, key=_step, default=None)
-    named = next((f for f in scores if checkpoint is not None and f.rpartition("-")[0] == checkpoint), None)
+    complete = complete_checkpoints(bucket)
+    best = next(iter(_best(complete, 1)), None)
+    newest = max(complete, key=_step, default=None)
+    named = next((f for f in complete if checkpoint is not None and f.rpartition("-")[0] == checkpoint), None)
     folder = {None: best or newest, "best": best, "newest": newest}.get(checkpoint, named)
     if folder is None:
-        names = ", ".join(sorted(f.rpartition("-")[0] for f in scores)) or "none"
+        names = ", ".join(sorted(f.rpartition("-")[0] for f in complete)) or "none"
         raise ConfigError(f"{bucket.url} has no {checkpoint or 'newest'} checkpoint; it has: {names}")
-    with tempfile.TemporaryDirectory(prefix="dali-train-") as temporary:
-        directory = Path(temporary)
+    with temporary_directory() as directory:
         for name in ("config.json", "environment.json", METRICS, "epoch_accuracies.json"):
-            with suppress(MissingObjectError):
-                bucket.download(name, directory / name, bucket.size(name))
+            _fetch_file(bucket, name, directory / name)
         path = directory / _CHECKPOINTS / folder.rpartition("-")[0]
-        if not _fetch(bucket, folder, scores[folder], path):
+        if not _fetch(bucket, folder, complete[folder], path):
             raise CheckpointError(f"{bucket.url}/{_CHECKPOINTS}/{folder} is damaged: name another with --checkpoint")
-        for link in {"newest", *(["best"] if scores[folder] is not None else [])}:
+        for link in {"newest", *(["best"] if complete[folder] is not None else [])}:
             point_link(path.with_name(link), path)
         yield directory
 
@@ -560,7 +628,7 @@ class Claim:
     """
 
     def __init__(self, bucket: Bucket, say: Callable[[str], None]) -> None:
-        self.checkpoints: dict[str, float | None] = {}  # folders of complete ones, with their top-1 as a fraction
+        self.checkpoints: Checkpoints = {}
         self.unfinished: set[str] = set()  # folders that a run has begun, or no longer needs: only these are removed
         self.is_lost = False
         self._bucket, self._holder = bucket, Holder.this_process()
@@ -569,7 +637,7 @@ class Claim:
         self._changing = threading.Lock()
         self._take(say)
 
-    def renew(self, checkpoints: dict[str, float | None] | None = None, begun: Collection[str] = ()) -> bool:
+    def renew(self, checkpoints: Checkpoints | None = None, begun: Collection[str] = ()) -> bool:
         """Send a heartbeat, with the complete `checkpoints` and the folders whose upload has `begun`. Return False if
         another process has taken over."""
         with self._changing:
@@ -633,14 +701,14 @@ class Claim:
         except MissingObjectError:
             return None
 
-    def _replace(self, holder: Holder | None, checkpoints: dict[str, float | None]) -> bool:
+    def _replace(self, holder: Holder | None, checkpoints: Checkpoints) -> bool:
         """Replace the object if it is still the version that this process knows; return False if it is not."""
         self._count += 1  # so that no two contents are equal, of which S3's ETags are made
         values = {
             "format": _FORMAT,
             "holder": asdict(holder) if holder is not None else None,
             "count": self._count,
-            "checkpoints": checkpoints,
+            "checkpoints": {folder: _as_json(found) for folder, found in checkpoints.items()},
             "unfinished": sorted(self.unfinished),
         }
         content = (json.dumps(values, indent=1) + "\n").encode()
@@ -656,8 +724,8 @@ class Claim:
         return True
 
 
-def complete_checkpoints(bucket: Bucket) -> dict[str, float | None]:
-    """Return the folders of a mirror's complete checkpoints, with their top-1 as a fraction, without claiming it.
+def complete_checkpoints(bucket: Bucket) -> Checkpoints:
+    """Return a mirror's complete checkpoints, without claiming it.
 
     Raises:
         ConfigError: it is not a mirror.
@@ -669,7 +737,26 @@ def complete_checkpoints(bucket: Bucket) -> dict[str, float | None]:
         raise ConfigError(f"{bucket.url} is not the mirror of a run: it has no {FILE}; use a run.mirror") from None
 
 
-def parse_claim(content: bytes, url: str) -> tuple[Holder | None, dict[str, float | None], set[str]]:
+def _as_json(evaluation: Evaluation | None) -> float | dict[str, float] | None:
+    """Return what ``mirror.json`` has of a checkpoint: its top-1, and its score if that is another number."""
+    if evaluation is None or evaluation.score == evaluation.top1:
+        return evaluation and evaluation.top1
+    return {"top1": evaluation.top1, "score": evaluation.score}
+
+
+def _from_json(checkpoints: dict[str, Any], folder: str) -> Evaluation | None:
+    """Return a checkpoint's entry. Raises ForeignFileError: it is none."""
+    value = checkpoints[folder]
+    if value is None:
+        return None
+    values = value if isinstance(value, dict) else {"top1": value, "score": value}
+    top1, score = json_field(values, "top1", float), json_field(values, "score", float)
+    if not (0 <= top1 <= 1 and math.isfinite(score)):
+        raise ForeignFileError(f"{folder} is {value} instead of a fraction and a finite score")
+    return Evaluation(top1, score)
+
+
+def parse_claim(content: bytes, url: str) -> tuple[Holder | None, Checkpoints, set[str]]:
     """Return holder, complete checkpoints and unfinished folders, as the ``mirror.json`` below `url` names them.
 
     Raises:
@@ -683,12 +770,10 @@ def parse_claim(content: bytes, url: str) -> tuple[Holder | None, dict[str, floa
             raise ForeignFileError(f"its format is not {_FORMAT}")
         if not all(isinstance(name, str) and FOLDER.fullmatch(name) for name in (*checkpoints, *unfinished)):
             raise ForeignFileError("checkpoints or unfinished has names that no run writes")
-        for name, top1 in checkpoints.items():
-            if top1 is not None and not 0 <= json_field(checkpoints, name, float) <= 1:
-                raise ForeignFileError(f"{name} is {top1} instead of a fraction")
+        complete = {folder: _from_json(checkpoints, folder) for folder in checkpoints}
         holder = from_json(Holder, values["holder"]) if values.get("holder") is not None else None
     except (ForeignFileError, ConfigError) as error:
         raise ConfigError(
             f"{url}/{FILE} is not what this version writes ({error}): choose another prefix as run.mirror"
         ) from None
-    return holder, checkpoints, {*unfinished}
+    return holder, complete, {*unfinished}

@@ -164,7 +164,7 @@ class RunLock:
         with suppress(OSError):  # the next start removes it
             for rest in self._path.parent.glob(f".{FILE}.{'[0-9a-f]' * 32}"):
                 rest.unlink()
-            remove_partial_files(self._path.parent)
+            remove_partial_files(self._path.parent, depth=2)  # also of checkpoints/STEP/evaluation.json
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from dali_train.config.check import refuse_credentials
@@ -68,6 +68,19 @@ class MissingObjectError(ObjectStoreError):
 
 class ChangedObjectError(ObjectStoreError):
     """An object has changed since it was first read, or already exists where a new one was to be created."""
+
+
+class StoredObject(NamedTuple):
+    """What a listing says about an object."""
+
+    num_bytes: int
+    etag: str | None  # as `plain_etag` returns it; None: this store has none
+    modified: str  # when it was last written, ISO 8601
+
+
+def plain_etag(etag: str | None) -> str | None:
+    """Return an ETag without its quotes and the mark of a weak one. Azure's listings have no quotes, its answers do."""
+    return None if etag is None else etag.removeprefix("W/").strip('"')
 
 
 def is_remote(name: str) -> bool:
@@ -142,26 +155,42 @@ class Bucket:
 
         return self._ask(f"{self.url}/{name}", request)
 
-    def download(self, name: str, path: Path, size: int, report: Callable[[int], None] = lambda size: None) -> None:
-        """Download an object of `size` bytes to a new file, in concurrent pieces; `report` gets the size of each.
+    def download(
+        self,
+        name: str,
+        path: Path,
+        size: int,
+        report: Callable[[int], None] = lambda size: None,
+        *,
+        etag: str | None = None,
+    ) -> None:
+        """Download an object of `size` bytes to a new file, in concurrent pieces of one version.
+
+        Args:
+            report: called with the size of each piece.
+            etag: the object's, as `listing` returns it; None: any version.
 
         Raises:
-            MissingObjectError, ChangedObjectError: it is not there, or shorter.
+            MissingObjectError: it is not there.
+            ChangedObjectError: it is shorter, has another ETag, or was replaced during the download.
             OSError: the file cannot be written.
         """
         path.touch(exist_ok=False)
 
-        def fetch(start: int) -> None:
-            content, _, _ = self.read(name, start, min(start + _PIECE_BYTES, size))
+        def fetch(start: int) -> str | None:
+            content, found, _ = self.read(name, start, min(start + _PIECE_BYTES, size))
             with path.open("r+b") as file:
                 file.seek(start)
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             report(len(content))
+            return plain_etag(found)
 
-        for _ in self.map(fetch, range(0, size, _PIECE_BYTES)):
-            pass
+        found_etags = {*self.map(fetch, range(0, size, _PIECE_BYTES))}
+        expected = found_etags if etag is None else {etag}
+        if len(found_etags) > 1 or not found_etags <= expected:
+            raise ChangedObjectError(f"{self.url}/{name} has been replaced while it was in use")
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes. Raises MissingObjectError."""
@@ -175,10 +204,21 @@ class Bucket:
             return None
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the names below `prefix`, such as ``train/``, and their sizes in bytes. Not for HTTP servers."""
+        """Return the names below `prefix` and their sizes in bytes, as `listing`."""
+        return {name: found.num_bytes for name, found in self.listing(prefix).items()}
 
-        def request(store: "ObjectStore") -> dict[str, int]:
-            return {entry["path"]: entry["size"] for entries in store.list(prefix) for entry in entries}
+    def listing(self, prefix: str) -> dict[str, StoredObject]:
+        """Return the names below `prefix`, such as ``train/``, and what a listing says about each object. Not for HTTP
+        servers."""
+
+        def request(store: "ObjectStore") -> dict[str, StoredObject]:
+            return {
+                entry["path"]: StoredObject(
+                    entry["size"], plain_etag(entry["e_tag"]), entry["last_modified"].isoformat()
+                )
+                for entries in store.list(prefix)
+                for entry in entries
+            }
 
         return self._ask(f"{self.url}/{prefix}", request)
 

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -32,6 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import parse_args, run
 
 from dali_train.errors import ConfigError, RunError
+from dali_train.files import temporary_directory
 from dali_train.runtime.launch import LOCAL, exit_if_launcher_dies
 from dali_train.runtime.status import FINISHED, MISTAKE, START_AGAIN, WRONG_RESULT
 from dali_train.runtime.stop import StopReason
@@ -88,7 +88,7 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # while it imports the script that called this
         os._exit(_UNGUARDED)
-    with TemporaryDirectory(prefix="dali-train-") as logs, _quiet_agent():
+    with temporary_directory() as logs, _semaphores_named(logs.parent.name), _quiet_agent():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -100,7 +100,7 @@ def launch_locally(function: Callable[..., Result], *arguments: Any, num_process
             max_restarts=0,
             start_method="spawn",
             monitor_interval=_POLL_S,
-            logs_specs=DefaultLogsSpecs(logs, tee=Std.NONE if _inherit_output() else Std.ALL),
+            logs_specs=DefaultLogsSpecs(str(logs), tee=Std.NONE if _inherit_output() else Std.ALL),
             log_line_prefix_template=" ",  # an empty one would become "[default0]:"
         )
         with _Ranks(num_processes) as ranks:
@@ -258,6 +258,23 @@ def _inherit_output() -> bool:
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
     except (AttributeError, OSError):
         return False
+
+
+@contextmanager
+def _semaphores_named(prefix: str) -> Iterator[None]:
+    """Have the names of this process's semaphores, and of those that it starts, begin with `prefix`: if all of them are
+    killed at once nobody removes the semaphores, and `temporary_directory` does later.
+
+    They cannot be unlinked once all processes have opened them: Python does it at the end, and complains.
+    """
+    process: Any = multiprocessing.current_process()
+    settings = process._config
+    before = settings["semprefix"]
+    settings["semprefix"] = f"/{prefix}"
+    try:
+        yield
+    finally:
+        settings["semprefix"] = before
 
 
 @contextmanager

@@ -82,7 +82,6 @@ MISTAKES: list[tuple[Mistake, str]] = [
     ({"optimizer.betas": 0.9}, "optimizer.betas is ... e.g. 0.9,0.999"),
     ({"optimizer.clip_grad_norm": 0}, "optimizer.clip_grad_norm is ... a norm over 0, or None"),
     ({"optimizer.clip_mode": "agc", "optimizer.clip_grad_norm": None}, "optimizer.clip_mode is ... such as 0.01"),
-    ({"run.best_by": "loss", "run.mirror": "s3://bucket/run"}, "run.best_by is loss ... set run.best_by top1"),
     ({"loss.sum_classes": True}, "loss.sum_classes is true ... or use binary-cross-entropy"),
     ({"loss.positive_weight": 2}, "loss.positive_weight is 2 ... or use binary-cross-entropy"),
     ({"data.color_jitter_probability": 0.5}, "data.color_jitter_probability is ... set data.color_jitter, such as 0.4"),

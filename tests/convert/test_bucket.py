@@ -67,6 +67,15 @@ def test_a_dataset_is_made_in_a_bucket(
     assert not list((tmp_path / "cache").rglob("train-*"))
     data(*words, "--out", URL)
     assert f"{URL} is complete already" in capsys.readouterr().out
+
+    last = f"{URL}-killed"
+    s3_server.fault = lambda method, path: "403 Forbidden" if method in ("POST", "DELETE") else None  # the last request
+    data(*words, "--out", last, status=1)
+    assert "dataset.json" in Bucket(last).sizes("") and [*(tmp_path / "cache").rglob("dataset.json")]
+    s3_server.fault = None
+    data(*words, "--out", last)
+    assert objects(last) == files_of(tmp_path / "out")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     data(*words, "--seed", 5, "--out", URL, status=2)
     data(*words, "--out", "https://host/out", status=2)
     assert "--out https://host/out: a server of this kind is only read" in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """Images that are read where they lie give the run of the converted dataset, or an error that names the file."""
 
+import io
 import json
 import os
 import shutil
 import struct
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -206,10 +208,12 @@ def test_objects_of_a_bucket_are_indexed_in_place(
         for split in ("train", "validation"):
             assert contents(f"{in_bucket}/{form}.index", split) == contents(forms / "converted", split)
         data("verify", f"{in_bucket}/{form}.index")
+    assert not [path for path in (tmp_path / "cache" / "indexes").rglob("*") if path.is_file()]
+    data("index", f"{in_bucket}/tars", "--out", "https://host/index", status=2)
     assert fetched.count("train-0.tar") == fetched.count("shard.00001.mds") - 1 == 1, "of two splits"
     Bucket(in_bucket).write("tars/val-0.tar", b"x" * Bucket(in_bucket).size("tars/val-0.tar"))
     data("verify", f"{in_bucket}/tars.index", status=1)
-    with pytest.raises(DatasetError, match=r"val-0.tar, .*\) came 3 times with CRC32C"):
+    with pytest.raises(DatasetError, match=r"tars/val-0.tar has been replaced since it was indexed"):
         contents(f"{in_bucket}/tars.index", "validation")
     Bucket(in_bucket).delete("tars/train-1.tar")
     with pytest.raises(DatasetError, match=r"tars/train-1.tar does not exist, dataset.json names it: index "):
@@ -298,6 +302,76 @@ def test_what_has_changed_is_found(
     data("verify", tmp_path / f"{form}.index", status=2 if "cannot be read (" in message and form == "mds" else 1)
     files = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
     assert len(set(files)) == len(files) or form != "folder", "each is counted once"
+
+
+def relabelled(tar: bytes) -> bytes:
+    """Return a tar of the same size with other labels."""
+    changed = bytearray(tar)
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        for member in archive:
+            if member.name.endswith(".cls"):
+                place = member.offset_data
+                changed[place] = ord("0") + (changed[place] - ord("0") + 1) % len(CLASSES)
+    return bytes(changed)
+
+
+def test_labels_that_change_in_a_bucket_are_read_again_or_refused(
+    forms: Path,
+    tmp_path: Path,
+    in_bucket: str,
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A resumed index reads a replaced object again, though its size is the same; a finished one refuses it."""
+    monkeypatch.setattr(object_store, "RETRY_S", 0.2)
+    bucket, out = Bucket(in_bucket), tmp_path / "index"
+    words = ("index", f"{in_bucket}/tars", "--out", out, "--class-names", forms / "names")
+    s3_server.fault = lambda method, path: "503 Slow Down" if method == "GET" and path.endswith("val-0.tar") else None
+    data(*words, status=1)
+    s3_server.fault = None
+
+    def relabel(name: str) -> None:
+        bucket.write(name, relabelled(bucket.read_all(name)))
+
+    relabel("tars/train-0.tar")
+    data(*words)
+    shutil.copytree(forms / "tars", tmp_path / "tars")
+    (tmp_path / "tars/train-0.tar").write_bytes(bucket.read_all("tars/train-0.tar"))
+    data("index", tmp_path / "tars", "--out", tmp_path / "fresh", "--class-names", forms / "names")
+    assert contents(out, "train") == contents(tmp_path / "fresh", "train")
+
+    bucket.write("tars/train-0.tar", (forms / "tars/train-0.tar").read_bytes())
+    with pytest.raises(DatasetError, match=r"tars/train-0.tar has been replaced since it was indexed .* index s3://"):
+        contents(out, "train")
+    data("verify", out, "--sample", 1, status=1)
+    assert "fault: s3://bucket/forms/tars/train-0.tar has been replaced" in capsys.readouterr().out
+    data(*words)
+    assert contents(out, "train") == contents(forms / "tars.index", "train")
+
+    def replace_when_it_is_fetched(method: str, path: str) -> None:
+        if method == "GET" and path.endswith("val-1.tar"):
+            s3_server.fault = None
+            relabel("tars/val-1.tar")
+
+    s3_server.fault = replace_when_it_is_fetched
+    data(*words, status=1)
+    assert f"{in_bucket}/tars/val-1.tar has been replaced while it was in use" in capsys.readouterr().err
+
+
+def test_a_warning_says_that_labels_of_a_changed_tar_are_not_compared(
+    forms: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("tars", "tars.index", "folder", "folder.index"):
+        shutil.copytree(forms / name, tmp_path / name)
+    Split(tmp_path / "tars.index", "train")
+    without_times(tmp_path / "folder")
+    Split(tmp_path / "folder.index", "train")  # where labels are the names of folders
+    assert not caplog.messages
+    (tmp_path / TAR).write_bytes(relabelled((tmp_path / TAR).read_bytes()))
+    Split(tmp_path / "tars.index", "train")
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / TAR} has another time of change") and f"index {tmp_path}/tars" in message
 
 
 def test_a_file_that_cannot_be_opened_hides_no_other_fault(

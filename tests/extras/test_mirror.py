@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dali_train.checkpoint.format import CheckpointError, load_checkpoint
-from dali_train.checkpoint.run_directory import checkpoint_paths, record_top1
+from dali_train.checkpoint.run_directory import checkpoint_paths, local_run, record_top1, saved_score, saved_top1
 from dali_train.cli import main
 from dali_train.config import load_config
 from dali_train.config.sections import RunConfig
@@ -103,7 +103,11 @@ def test_a_run_goes_on_from_its_mirror(
     shutil.copytree(directory, tmp_path / "kept", symlinks=True)
     names = set(Bucket(URL).sizes(""))
     assert names > {"mirror.json", "metrics.jsonl", "status.json", "config.json", "epoch_accuracies.json"}
-    assert names > {"report/index.html", "model.safetensors"}
+    (folder,) = folders(URL)
+    assert folder.startswith("step-00000004") and names > {
+        "report/index.html",
+        f"checkpoints/{folder}/model.safetensors",
+    }
     assert json.loads(Bucket(URL).read_all("status.json"))["state"] == "finished"
 
     shutil.rmtree(directory)
@@ -195,7 +199,8 @@ def test_damaged_checkpoints_are_passed_over(url: str, tmp_path: Path, caplog: p
     links = {name: (tmp_path / "whole" / "checkpoints" / name).readlink().name for name in ("newest", "best")}
     assert links == {"newest": "step-00000006", "best": "step-00000005"}
     (folder,) = (name for name in folders(url) if name.startswith("step-00000006"))
-    name = next(name for name in Bucket(url).sizes(f"checkpoints/{folder}/") if name.endswith(".safetensors"))
+    names = [name for name in Bucket(url).sizes(f"checkpoints/{folder}/") if name.endswith(".safetensors")]
+    name = next(name for name in names if not name.endswith("/model.safetensors"))
     content = bytearray(Bucket(url).read_all(name))
     content[-5] ^= 1
     Bucket(url).write(name, bytes(content))
@@ -269,6 +274,21 @@ def test_a_mirror_has_the_best_few(url: str, finished: Path, tmp_path: Path) -> 
     assert restore(run(tmp_path / "two", url, keep_best=2)) == [3, 5, 6]
     assert (tmp_path / "two" / "checkpoints" / "best").readlink().name == "step-00000005"
     assert restore(run(tmp_path / "one", url)) == [5, 6]
+
+
+def test_a_mirror_ranks_as_the_run_does(url: str, finished: Path, tmp_path: Path) -> None:
+    """By run.best_by: here by a score of which the checkpoint with the worst top-1 has the best."""
+    shutil.copytree(finished, tmp_path / "copy", symlinks=True)
+    for step, top1, score in ((4, 0.1, -0.25), (5, 0.5, -0.5), (6, 0.25, -0.75)):
+        record_top1(tmp_path / "copy" / "checkpoints" / f"step-{step:08d}", top1, score)
+    upload(tmp_path / "copy", url, best_by="loss")
+    assert steps(url) == [4, 5, 6], "what was there stays"
+    assert restore(run(tmp_path / "fetched", url, best_by="loss")) == [4, 6]
+    best = tmp_path / "fetched" / "checkpoints" / "best"
+    assert best.readlink().name == "step-00000004"
+    assert (saved_top1(best), saved_score(best)) == (0.1, -0.25)
+    with local_run(url, "best") as directory:
+        assert saved_score(directory / "checkpoints" / "best") == -0.25
 
 
 def test_other_runs_are_refused(url: str, finished: Path, tmp_path: Path) -> None:

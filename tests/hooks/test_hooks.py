@@ -352,17 +352,24 @@ def test_predictions_are_those_of_the_evaluation(users: Shared) -> None:
 
 
 def test_tables_last_as_long_as_their_checkpoints(train: Train, tmp_path: Path) -> None:
-    """And what a kill left beside a checkpoint is removed at the next start."""
+    """And what a kill left in the run directory is removed at the next start."""
     one = ("--run.keep_checkpoints", "1", "--run.epochs", "8", "--hooks.predictions", "3")
     train("run", *one)
     run = tmp_path / "run"
     kept = {path.name for path in checkpoint_paths(run / "checkpoints")}
     tables = {path.name for path in (run / "predictions").glob("step-*")}
     assert kept <= tables and len(tables) <= 3 < len(events(run, "eval"))
-    partial = run / "checkpoints" / max(kept) / ".evaluation.json.123.partial"
-    partial.write_text("{")
+    names = (
+        f"checkpoints/{max(kept)}/.evaluation.json.123.partial",
+        "report/.index.html.123.partial",
+        ".status.json.9.partial",
+    )
+    for name in names:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("{")
+    (run / "report" / ".mine.partial").touch()
     train("run", *one)
-    assert not partial.exists()
+    assert [path.name for path in run.rglob("*.partial")] == [".mine.partial"]
 
 
 def test_predictions_of_a_raw_dataset(train: Train, tmp_path: Path) -> None:

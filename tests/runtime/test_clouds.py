@@ -22,7 +22,7 @@ import pytest
 from dali_train.data.dataset.index import Split
 from dali_train.data.dataset.manifest import fetched_metadata
 from dali_train.data.dataset.storage import MappedFiles, RangedImages
-from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError
+from dali_train.runtime.object_store import Bucket, ChangedObjectError, MissingObjectError, ObjectStoreError, plain_etag
 from tests.ranks import free_port
 from tests.s3_server import S3Server
 
@@ -126,6 +126,8 @@ def test_each_cloud(
         if path.is_file():
             upload(bucket, str(path.relative_to(dataset)), path)
     assert set(bucket.sizes("train/")) == {f"train/{path.name}" for path in (dataset / "train").iterdir()}
+    for name, found in bucket.listing("train/").items():
+        assert found.etag is not None and found.etag == plain_etag(bucket.read(name, 0, 1)[1])
     split = Split(url, "train")
     expected = MappedFiles(Split(dataset, "train")).read(np.arange(50))
     images = RangedImages(split, None, staged_bytes=10_000_000)

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from dali_train.errors import ConfigError, RunError
+from dali_train.files import temporary_directory
 from dali_train.runtime.launch import LaunchOptions, discover
 from dali_train.runtime.torchrun import launch_locally
 
@@ -71,13 +72,29 @@ def start_sleeper(
     return subprocess.Popen(words, env=environment, **pipes, text=True, start_new_session=True)
 
 
-def test_no_rank_outlives_the_process(tmp_path: Path) -> None:
+def test_no_rank_outlives_the_process_and_the_next_start_removes_what_it_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     parent = start_sleeper(tmp_path)
     while not (tmp_path / "0").exists():
         assert parent.poll() is None
         time.sleep(0.1)
+    (own,) = tmp_path.glob("dali-train-*")
+    for path in Path(f"/proc/{parent.pid}/task").glob("*/children"):
+        for pid in {*path.read_text().split()} - {(tmp_path / "0").read_text()}:
+            os.kill(int(pid), signal.SIGKILL)  # the process that would unlink the semaphores
     parent.send_signal(signal.SIGKILL)
     parent.communicate()  # until the last process that has its output is gone
+    semaphores = [*Path("/dev/shm").glob(f"sem.{own.name}-*")]
+    assert semaphores and own.exists()
+
+    (tmp_path / "dali-train-foreign").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with temporary_directory() as used, temporary_directory():
+        assert used.exists() and not own.exists()
+        assert not any(path.exists() for path in semaphores)
+    assert [path.name for path in tmp_path.glob("dali-train-*")] == ["dali-train-foreign"]
 
 
 def test_ctrl_c_while_the_processes_start(tmp_path: Path) -> None:

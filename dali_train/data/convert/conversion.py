@@ -173,6 +173,7 @@ def convert(conversion: Conversion, phase: str = "all") -> list[str]:
     where = conversion.destination
     nothing = [f"{where} is complete already: nothing to do. `dali-train data verify {where}` checks it"]
     if _is_complete(conversion, state):
+        _remove_uploaded(conversion, state)
         return nothing
     plans = phase in ("all", "plan")
     if not _is_claimed(conversion, state):
@@ -283,6 +284,15 @@ def _is_complete(conversion: Conversion, state: Path) -> bool:
     elif foreign := upload.foreign():
         raise DatasetError(f"{upload.url} holds {foreign[0]} but no conversion to resume: use an empty prefix")
     return upload.is_complete
+
+
+def _remove_uploaded(conversion: Conversion, state: Path) -> None:
+    """Remove what a process that was killed in its last moment left of a conversion that is uploaded."""
+    if conversion.upload is None or not conversion.out.exists():
+        return
+    with suppress(DatasetError), locked(state, shared=False):  # DatasetError: that process lives, and removes it itself
+        conversion.upload.disclaim()
+        shutil.rmtree(conversion.out)
 
 
 def report_bad_images(out: Path, bad: Mapping[SplitName, Sequence[BadImage]], on_bad: OnBad) -> None:
@@ -574,6 +584,10 @@ class Upload:
             for path in sorted(self.directory.glob(pattern)):
                 self.send(path)
         self._bucket.write("dataset.json", (self.directory / "dataset.json").read_bytes(), new=True)
+        self.disclaim()
+
+    def disclaim(self) -> None:
+        """Remove the record of a conversion that is under way: it is complete."""
         self._bucket.delete(_CLAIM)
 
 

@@ -24,7 +24,7 @@ from dali_train.data.convert.image import RawImage, orientation_of
 from dali_train.data.convert.listing import ListFile, Within, where_it_lies
 from dali_train.data.convert.shards import SPOILT_NOTE, BadImage, partial_path
 from dali_train.data.convert.sources import Image, Images, SourceError, Sources, read_range
-from dali_train.data.dataset.build_index import map_shards, objects_as_files, write_array
+from dali_train.data.dataset.build_index import map_shards, objects_as_files, upload_index, write_array
 from dali_train.data.dataset.files_in_place import make_table
 from dali_train.data.dataset.image_file import (
     IMAGE_FORMATS,
@@ -50,7 +50,7 @@ from dali_train.data.dataset.manifest import (
 from dali_train.data.dataset.passed_over import PassedOver
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError
-from dali_train.runtime.object_store import Bucket
+from dali_train.runtime.object_store import Bucket, StoredObject
 from dali_train.text import plural
 
 _PORTION = 1000  # images; a kill loses some seconds of work
@@ -145,6 +145,7 @@ class IndexInPlace:
     class_order: str | None  # see `class_order_of`
     source: Path | str  # a directory, a tar, or the URL of a bucket
     out: Path
+    url: str | None  # to upload the index to; `out` is then removed
     seed: int
     keep_order: bool  # number the images as they lie in their files, not as a conversion would
     decode: bool
@@ -160,12 +161,12 @@ class _Listing:
     source: str  # what it stands for: itself, or a URL
     splits: Mapping[SplitName, Images]
     class_names: Sequence[str]
-    sizes: Mapping[str, int] | None = None  # of the objects of a bucket
+    objects: Mapping[str, StoredObject] | None = None  # of a bucket
     measured: Mapping[str, tuple[NDArray[np.uint64], Measured]] | None = None  # of these, with the images' offsets
 
 
 def index_in_place(task: IndexInPlace) -> list[str]:
-    """Write the index, and return lines to print.
+    """Write the index, upload it if asked for, and return lines to print.
 
     Raises:
         DatasetError: `out` holds something else, the source's name is not UTF-8, or images cannot be read by their
@@ -181,12 +182,14 @@ def index_in_place(task: IndexInPlace) -> list[str]:
         try:
             index = _index_files if isinstance(task.source, Path) else _index_bucket
             lines = index(task, state)
+            if task.url is not None:
+                upload_index(task.out, Bucket(task.url))
         finally:
             if not any(state.glob("*.npz")):  # nothing with which a later start would go on
                 shutil.rmtree(state)
                 if is_new and not any(task.out.iterdir()):
                     task.out.rmdir()
-        shutil.rmtree(state, ignore_errors=True)
+        shutil.rmtree(state if task.url is None else task.out, ignore_errors=True)
     return lines
 
 
@@ -201,17 +204,17 @@ def _index_files(task: IndexInPlace, state: Path) -> list[str]:
 def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
     """Fetch one object after the other; each is listed and measured while it is there."""
     bucket = Bucket(str(task.source))
-    sizes = {name: size for name, size in bucket.sizes("").items() if _is_read(name)}
+    objects = {name: found for name, found in bucket.listing("").items() if _is_read(name)}
+    tables = [(name, found) for name, found in objects.items() if name.endswith("index.json")]  # what MDS's columns are
     measured: dict[str, tuple[NDArray[np.uint64], Measured]] = {}
-    with objects_as_files(bucket, sizes) as (directory, fetch):
-        for name in sizes:
-            if name.endswith("index.json"):
-                (directory / name).unlink()
-                bucket.download(name, directory / name, sizes[name])
+    with objects_as_files(bucket, objects) as (directory, fetch):
+        for name, (size, etag, _) in tables:
+            (directory / name).unlink()
+            bucket.download(name, directory / name, size, etag=etag)
 
         def within(path: Path, list_file: ListFile) -> Iterator[Image | PassedOver]:
             name = str(path.relative_to(directory))
-            saved = _saved(state, name, sizes[name], task.decode, task.options)
+            saved = _saved(state, name, objects[name], tables, task.decode, task.options)
             found = Measured.load(saved)
             if found is None:
                 with fetch(path):
@@ -230,7 +233,7 @@ def _index_bucket(task: IndexInPlace, state: Path) -> list[str]:
             source=bucket.url,
             splits=splits,
             class_names=class_names,
-            sizes=sizes,
+            objects=objects,
             measured=measured,
         )
         return _index(task, state, listing)
@@ -265,9 +268,8 @@ def _joined(parts: Iterator[Measured]) -> Measured:
 def _index(task: IndexInPlace, state: Path, listing: _Listing) -> list[str]:
     names: dict[str, int] = {}  # of the files -> their numbers
     rows = {split: _rows(task, listing, images, names) for split, images in listing.splits.items()}
-    table = make_table(
-        listing.root, [*names], None if listing.sizes is None else [listing.sizes[name] for name in names]
-    )
+    objects = None if listing.objects is None else [listing.objects[name] for name in names]
+    table = make_table(listing.root, [*names], objects)
     if listing.measured is None:
         files = crc32c(table.data)
         measured = {

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,8 +42,8 @@ from dali_train.data.dataset.passed_over import HIDDEN, PassedOver, is_hidden, w
 from dali_train.data.dataset.tfrecord import Feature, RecordSpan, TFRecordError, parse_example, walk_records
 from dali_train.data.progress import Progress
 from dali_train.errors import DatasetError, NoDatasetError, RunError
-from dali_train.files import NO_SYMLINKS, write_atomically
-from dali_train.runtime.object_store import Bucket, MissingObjectError
+from dali_train.files import NO_SYMLINKS, temporary_directory, write_atomically
+from dali_train.runtime.object_store import Bucket, MissingObjectError, StoredObject
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -545,10 +544,10 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
     if url.startswith("http"):
         raise DatasetError(f"{url}: a server of this kind is only read; index the dataset where it can be written")
     bucket = Bucket(url)
-    sizes = {name: size for split in SPLITS for name, size in bucket.sizes(f"{split}/").items()}
-    if not sizes:
+    objects = {name: found for split in SPLITS for name, found in bucket.listing(f"{split}/").items()}
+    if not objects:
         raise DatasetError(f"{url} has no objects in train/ or validation/, where a dataset has its shards")
-    with objects_as_files(bucket, sizes) as (directory, fetch):
+    with objects_as_files(bucket, objects) as (directory, fetch):
         with suppress(MissingObjectError):  # an earlier index, see `_conversion_of`
             (directory / "dataset.json").write_bytes(bucket.read_all("dataset.json"))
         yield directory, fetch
@@ -556,38 +555,39 @@ def bucket_as_directory(url: str) -> Iterator[tuple[Path, Fetch]]:
 
 
 def upload_index(directory: Path, bucket: Bucket) -> None:
-    """Upload the index in a directory, dataset.json last."""
-    for path in (*directory.glob("index/*"), *directory.glob("idx_files/*/*"), directory / "dataset.json"):
+    """Upload the index in a directory, and the list of images that it leaves out; dataset.json last."""
+    index = [path for pattern in ("index/*", "idx_files/*/*", "quarantine.jsonl") for path in directory.glob(pattern)]
+    for path in (*index, directory / "dataset.json"):
         bucket.upload(str(path.relative_to(directory)), path)
 
 
 @contextmanager
-def objects_as_files(bucket: Bucket, sizes: Mapping[str, int]) -> Iterator[tuple[Path, Fetch]]:
+def objects_as_files(bucket: Bucket, objects: Mapping[str, StoredObject]) -> Iterator[tuple[Path, Fetch]]:
     """Yield a directory with a file for each of these objects, and a function that fetches one: a file has its object's
-    content only while it is fetched.
+    content only while it is fetched, and only the version that was listed.
 
     Raises:
         DatasetError, RunError: those that are raised within, with the URL in place of the directory.
     """
-    with TemporaryDirectory(prefix="dali-train-") as temporary:
-        directory = Path(temporary)
+    with temporary_directory() as directory:
 
         @contextmanager
         def fetch(path: Path) -> Iterator[Path]:
-            size = path.stat().st_size
+            name = str(path.relative_to(directory))
+            size, etag, _ = objects[name]
             path.unlink()
-            bucket.download(str(path.relative_to(directory)), path, size)
+            bucket.download(name, path, size, etag=etag)
             yield path
             path.unlink()  # not made shorter: it may still be mapped
             _stand_in(path, size)
 
         try:
-            for name, size in sizes.items():
-                _stand_in(directory / name, size)
+            for name, found in objects.items():
+                _stand_in(directory / name, found.num_bytes)
             yield directory, fetch
         except (DatasetError, RunError) as error:
             kind = DatasetError if isinstance(error, DatasetError) else RunError
-            raise kind(str(error).replace(temporary, bucket.url)) from error
+            raise kind(str(error).replace(str(directory), bucket.url)) from error
 
 
 def _stand_in(path: Path, size: int) -> None:

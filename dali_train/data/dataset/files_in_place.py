@@ -6,6 +6,8 @@ to it, removed from it or renamed in it, so that a thousand of them tell this of
 """
 
 import errno
+import hashlib
+import logging
 import os
 import stat
 from collections import defaultdict
@@ -21,10 +23,12 @@ from numpy.typing import NDArray
 from dali_train.data.dataset.image_file import IMAGE_SUFFIXES
 from dali_train.data.dataset.passed_over import is_hidden
 from dali_train.errors import DatasetError
-from dali_train.runtime.object_store import is_remote
+from dali_train.runtime.object_store import Bucket, StoredObject, is_remote, plain_etag
 from dali_train.text import printable
 
-UNKNOWN_TIME = -1  # of an object in a bucket
+_log = logging.getLogger("dali_train")
+
+UNKNOWN_TIME = -1  # of an object whose ETag is not known: its store has none, or an older version made the index
 _MOST_CHECKED = 20_000  # files whose sizes and times are compared at the start of a run, in 0.1 s on a local disk
 _MOST_READ = 64  # of those with another time
 _MISSING = "is missing, the index names it: restore it"
@@ -32,7 +36,7 @@ _MISSING = "is missing, the index names it: restore it"
 
 def is_table(dtype: np.dtype[Any]) -> bool:
     """Return whether a table of files has this type: ``name`` in as many bytes as the longest, ``num_bytes``, ``time``
-    of change in ns. The name of a directory ends in "/"."""
+    of change in ns, or of an object `time_of_etag`. The name of a directory ends in "/"."""
     return bool(dtype.names) and dtype["name"].kind == "S" and dtype == table_type(dtype["name"].itemsize)
 
 
@@ -40,17 +44,26 @@ def table_type(longest: int) -> np.dtype[Any]:
     return np.dtype([("name", f"S{longest}"), ("num_bytes", "<u8"), ("time", "<i8")])
 
 
-def make_table(source: str, names: Sequence[str], sizes: Sequence[int] | None) -> NDArray[np.void]:
-    """Return the table of files below a directory as they are now, or of objects, whose `sizes` are known.
+def time_of_etag(etag: str | None) -> int:
+    """Return what stands for an object's time of change: 63 bits of a digest of its ETag, which changes with it."""
+    if etag is None:
+        return UNKNOWN_TIME
+    digest = hashlib.sha256(etag.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def make_table(source: str, names: Sequence[str], objects: Sequence[StoredObject] | None) -> NDArray[np.void]:
+    """Return the table of files below a directory as they are now, or of `objects`, as they were listed.
 
     On a disk the directories follow, and before them what else lies there, so that it is not taken for new later.
 
     Raises:
         OSError: a file is missing.
     """
-    if sizes is not None:
+    if objects is not None:
         table = _table(names)
-        table["num_bytes"] = sizes
+        table["num_bytes"] = [found.num_bytes for found in objects]
+        table["time"] = [time_of_etag(found.etag) for found in objects]
         return table
     files = SourceFiles(source, _table(names), len(names), "")
     directories = {str(parent) for name in names for parent in PurePosixPath(name).parents}
@@ -132,6 +145,28 @@ class SourceFiles:
             raise self._fault(self.path(number), fault)
         return content
 
+    def check_object(self, number: int, etag: str | None) -> None:
+        """Raises DatasetError: an object was replaced since it was indexed, by one of the same size: what the index has
+        of it beside the images, whose checksums are compared, may be wrong, such as their labels."""
+        known = int(self._table["time"][number])
+        if etag is not None and known not in (UNKNOWN_TIME, time_of_etag(plain_etag(etag))):
+            fault = "has been replaced since it was indexed (its ETag is another): restore that version"
+            raise self._fault(self.path(number), fault)
+
+    def check_listing(self) -> None:
+        """Compare all objects with a listing of the bucket. Raises DatasetError: one is missing or was replaced."""
+        listing = Bucket(self.source).listing("")
+        for number in range(len(self)):
+            found = listing.get(self.name(number))
+            if found is None:
+                raise self._fault(self.path(number), _MISSING)
+            if found.num_bytes != self.num_bytes[number]:
+                raise self._fault(self.path(number), self._other_size(number, found.num_bytes))
+            self.check_object(number, found.etag)
+
+    def _other_size(self, number: int, num_bytes: int) -> str:
+        return f"has {num_bytes} bytes, the index was made for {self.num_bytes[number]}: restore it"
+
     def _fault(self, path: str, what: str) -> DatasetError:
         return DatasetError(f"{printable(path)} {what}, or {self.remedy}")
 
@@ -160,10 +195,10 @@ class SourceFiles:
             if not stat.S_ISREG(status.st_mode):
                 raise self._fault(path, "is a FIFO, a device or a directory now: restore it")
             if status.st_size != self.num_bytes[number]:
-                found = f"has {status.st_size} bytes, the index was made for {self.num_bytes[number]}"
-                raise self._fault(path, f"{found}: restore it")
+                raise self._fault(path, self._other_size(number, status.st_size))
             if status.st_mtime_ns != self._table["time"][number]:
                 newer.append(number)
+        unsure = ""  # a newer file that has more in it than images
         for number in newer[:_MOST_READ]:
             images = np.flatnonzero(rows["shard"] == number)
             images = images[[0, -1][: len(images)]]  # of another split there may be none
@@ -171,6 +206,14 @@ class SourceFiles:
                 offset, size = row[:2]
                 if crc32c(self.read(number, offset, offset + size)) != expected:
                     raise self._fault(self.path(number), "has changed since it was indexed: restore it")
+            if (rows["size"][images] < self.num_bytes[number]).any():
+                unsure = unsure or self.path(number)
+        if unsure:
+            _log.warning(
+                "%s has another time of change than when it was indexed: its images are compared with their checksums, "
+                "its labels are not; unless it was only copied, %s",
+                *(printable(unsure), self.remedy),
+            )
 
     def _check_directories(self) -> None:
         for row in self._table[self._num_files :]:

@@ -11,7 +11,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,15 @@ from dali_train.data.dataset.manifest import (
 )
 from dali_train.data.dataset.tfrecord import TFRecordError, parse_example, walk_records
 from dali_train.errors import ConfigError, DatasetError
-from dali_train.files import NO_SHARED_MAP, ForeignFileError, json_field, open_regular, read_json, read_limited
+from dali_train.files import (
+    NO_SHARED_MAP,
+    ForeignFileError,
+    json_field,
+    open_regular,
+    read_json,
+    read_limited,
+    temporary_directory,
+)
 from dali_train.runtime.object_store import Bucket, ObjectStoreError, is_remote
 from dali_train.text import printable
 
@@ -156,8 +163,8 @@ class Split:
             yield self.paths[shard]
             return
         expected = self.shards[shard]
-        with TemporaryDirectory(prefix="dali-train-") as directory:
-            path, bucket = Path(directory) / expected.name, Bucket(self.url)
+        with temporary_directory() as directory:
+            path, bucket = directory / expected.name, Bucket(self.url)
             with dataset_errors():
                 num_bytes = bucket.size(expected.name)
                 bucket.download(expected.name, path, num_bytes)

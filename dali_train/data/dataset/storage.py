@@ -221,6 +221,8 @@ class BucketRanges:
                 f"{self._bucket.url}/{name} has {size} bytes, the index was made for {expected}: it is another "
                 f"version, {remedy}"
             )
+        if files is not None and file not in self._etags:
+            files.check_object(file, etag)
         self._etags.setdefault(file, etag)
         self.num_requests, self.num_bytes = self.num_requests + 1, self.num_bytes + len(content)
         return content

@@ -345,7 +345,11 @@ def _changed_files(splits: Iterable[Split]) -> list[str]:
     for split in splits:
         assert split.files is not None and split.checksums is not None
         try:
-            split.files.check(split.rows, split.checksums)
+            if split.url is None:
+                split.files.check(split.rows, split.checksums)
+            elif not split.url.startswith("http"):  # such a server lists nothing
+                with dataset_errors():
+                    split.files.check_listing()
         except DatasetError as error:
             return [str(error)]  # the files are those of all splits
     return []

@@ -1,7 +1,6 @@
 """``dali-train init``: write a config file that suits a dataset and the machine, with comments that explain it."""
 
 import json
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -11,6 +10,7 @@ import torch
 from dali_train.config import Config, load_config
 from dali_train.data.dataset.index import Split
 from dali_train.errors import ConfigError
+from dali_train.files import temporary_directory
 from dali_train.runtime.object_store import is_remote
 from dali_train.text import duration, plural, printable
 from dali_train.training.cost import FASTER, bf16_speedup, estimate_memory, seconds_per_image
@@ -106,8 +106,8 @@ def checked_output(root: str, output: Path | None) -> Path:
 
 
 def _loaded(text: str) -> Config:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "config.py"
+    with temporary_directory() as directory:
+        path = directory / "config.py"
         path.write_text(text, encoding="utf-8")
         return load_config(path)
 

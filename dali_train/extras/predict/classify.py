@@ -1,7 +1,6 @@
 """``dali-train predict``: classify images by a run's model, decoded by DALI as in training, or by PIL as in most
 programs."""
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,7 @@ from dali_train.data.loading.pipelines import EvaluationPipeline
 from dali_train.errors import ConfigError
 from dali_train.extras.pictures.predictions import file_names, write_table
 from dali_train.extras.pictures.sheets import contact_sheet
-from dali_train.files import read_limited
+from dali_train.files import read_limited, temporary_directory
 from dali_train.text import plural, printable
 from dali_train.training.metrics import VIEWS, ClassTables, views_of, weighted_mean
 from dali_train.training.pretrained import image_settings
@@ -125,8 +124,8 @@ class _Classifier:
                 self.data,
                 keep,
             )
-        with tempfile.TemporaryDirectory() as directory:
-            return _classify(self.model, _with_dali(_as_split(contents, Path(directory)), self.data), self.data, keep)
+        with temporary_directory() as directory:
+            return _classify(self.model, _with_dali(_as_split(contents, directory), self.data), self.data, keep)
 
 
 def predict(

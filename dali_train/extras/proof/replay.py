@@ -6,7 +6,6 @@ what this machine is in the run's own precision (docs/proving.md).
 """
 
 import math
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from dali_train.config import Config
 from dali_train.data.dataset.manifest import Manifest
 from dali_train.errors import ConfigError
 from dali_train.extras.proof.prove import with_dataset
+from dali_train.files import temporary_directory
 from dali_train.runtime.launch import Launch, LaunchOptions
 from dali_train.runtime.process_group import host_group, on_rank_0
 from dali_train.text import plural, printable
@@ -180,8 +180,8 @@ def train_again(
         if index + 1 in reads:
             sums[index + 1] = trainer.metrics.read()
     # A checkpoint has complete tensors under their names, whichever ranks hold them now.
-    with tempfile.TemporaryDirectory(prefix="dali-train-") as own:
-        directory = Path(on_rank_0(lambda: own, group))
+    with temporary_directory() as own:
+        directory = on_rank_0(lambda: own, group)
         writer_group = host_group(launch, config.parallel)
         writer = CheckpointWriter(directory, writer_group, keep=1, num_stages=plan.layout.pipeline)
         writer.prepare(recorded.begin)

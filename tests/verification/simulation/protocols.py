@@ -378,6 +378,12 @@ class Quiet:
         pass
 
 
+def _model_of(step: int) -> bytes:
+    """Return a file of final weights, as far as the mirror reads it."""
+    header = json.dumps({"__metadata__": {"step": str(step)}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 class Mirrored(Protocol):
     """A run on machines that share nothing but its mirror in an object store, each start on one of them.
 
@@ -467,6 +473,8 @@ class Mirrored(Protocol):
                 if random.random() < 0.5:
                     saver.record_top1(step, (step * 7 % 5) / 5)
             saver.wait()
+            if step == _NUM_STEPS:
+                (directory / "model.safetensors").write_bytes(_model_of(step))
         finally:
             saver.join()
         copy.grace_s = None
@@ -475,6 +483,8 @@ class Mirrored(Protocol):
             return 1
         if not copy._claim.is_lost:
             self.mirrored = max(self.mirrored, step)
+            if step == _NUM_STEPS and not any(name.endswith("/model.safetensors") for name in self.store.objects):
+                raise ViolationError("the mirror of a finished run lacks its final weights")
         self.is_finished = step == _NUM_STEPS
         return 0
 
@@ -504,6 +514,9 @@ class Mirrored(Protocol):
                 content = objects.get(f"checkpoints/{folder}/{name}")
                 if content is None or hashlib.sha256(content[0]).hexdigest() != digest:
                     raise ViolationError(f"{mirror.FILE} names {folder}, whose {name} is gone or another")
+            model = objects.get(f"checkpoints/{folder}/model.safetensors")
+            if model is not None and model[0] != _model_of(mirror._step(folder)):
+                raise ViolationError(f"{folder} has the final weights of another checkpoint")
         newest = max((mirror._step(folder) for folder in complete), default=-1)
         if newest < self.newest:
             raise ViolationError(f"the newest checkpoint of the mirror goes back from {self.newest} to {newest}")

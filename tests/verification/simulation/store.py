@@ -5,6 +5,7 @@ Requests take effect one after the other, on the way or back they may be lost, a
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 from obstore import exceptions
@@ -14,6 +15,7 @@ from tests.verification.simulation.threads import Future, Queue, wait
 from tests.verification.simulation.world import ViolationError, World, current_world
 
 Names = str | list[str]
+_EPOCH = datetime.fromtimestamp(0, UTC)
 _OLD_S = 3.0  # how old a list may be
 
 
@@ -27,7 +29,7 @@ class Store:
     def __init__(self, world: World, changed: Callable[[], None]) -> None:
         self.world, self.changed = world, changed
         self.objects: dict[str, tuple[bytes, int]] = {}  # content and version
-        self._lists: list[tuple[float, dict[str, int]]] = [(0.0, {})]  # since when, the sizes
+        self._lists: list[tuple[float, dict[str, tuple[int, int]]]] = [(0.0, {})]  # since when, sizes and versions
 
     def _request(self, name: str, act: Callable[[], Any]) -> Any:
         """Do something while the calling thread is outside Python."""
@@ -43,7 +45,8 @@ class Store:
             thread.is_outside = False
 
     def _has_changed(self) -> None:
-        self._lists.append((self.world.now, {name: len(content) for name, (content, _) in self.objects.items()}))
+        listed = {name: (len(content), version) for name, (content, version) in self.objects.items()}
+        self._lists.append((self.world.now, listed))
         try:
             self.changed()
         except ViolationError as error:  # which the package's code may take for a failed request
@@ -64,8 +67,12 @@ class Store:
     def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
         def look() -> list[dict[str, Any]]:
             at = self.world.now - _OLD_S * self.world.random.choice((0, 0, self.world.random.random()))
-            sizes = [sizes for since, sizes in self._lists if since <= at][-1]
-            return [{"path": name, "size": size} for name, size in sizes.items() if name.startswith(prefix)]
+            listed = [listed for since, listed in self._lists if since <= at][-1]
+            return [
+                {"path": name, "size": size, "e_tag": str(version), "last_modified": _EPOCH}
+                for name, (size, version) in listed.items()
+                if name.startswith(prefix)
+            ]
 
         return iter([self._request(f"list {prefix}", look)])
 
