@@ -289,14 +289,14 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _add_recipes(commands: Commands) -> None:
-    summary = "List the recipes that ship, for --config NAME: source, target and what was measured."
+    summary = "List the recipes that ship, for --config NAME: source, target, cost and what was measured."
     recipes = commands.add_parser("recipes", help=summary, description=summary)
     recipes.set_defaults(run=_recipes, parser=recipes)
 
 
 def _recipes(options: argparse.Namespace, overrides: list[str]) -> int:
     refuse_settings(options, overrides, "takes no arguments")
-    titles = ("--config", "recipe", "target", "source", "measured")
+    titles = ("--config", "recipe", "target", "source", "H100-hours (EFLOP)", "measured")
     rows = [[shortened(cell, 60) for cell in row] for row in [titles, *recipe_table()]]
     print("\n".join(aligned(rows)))
     return FINISHED

@@ -2,6 +2,8 @@
 with them."""
 
 import ast
+import importlib
+import inspect
 import json
 import math
 import re
@@ -105,8 +107,27 @@ def test_the_documents_loss_and_optimizer_train(train: Train, tiny_config: Path,
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
+def private(name: str) -> bool:
+    return re.search(r"(^|\.)_[a-z]", name, re.IGNORECASE) is not None or name == "nvidia.dali.backend_impl"
+
+
+def overridden() -> set[tuple[str, str]]:
+    """Private methods of classes of others that classes of the package define anew, with the package's module."""
+    found = set()
+    for module_name, module in sorted(sys.modules.items()):
+        if not module_name.startswith("dali_train."):
+            continue
+        for cls in vars(module).values():
+            if not inspect.isclass(cls) or cls.__module__ != module_name:
+                continue
+            theirs = [base for base in cls.__mro__[1:] if base.__module__.startswith(("torch.", "timm.", "nvidia."))]
+            names = {name for name, value in vars(cls).items() if re.match("_[a-z]", name) and callable(value)}
+            found |= {(name, module_name) for name in names if any(name in vars(base) for base in theirs)}
+    return found
+
+
 def test_the_table_of_private_interfaces_is_complete() -> None:
-    """Names with an underscore that the package uses and does not define, and in which files."""
+    """Names with an underscore that the package uses and does not define, or defines anew, and in which files."""
     trees = {path: ast.parse(path.read_text()) for path in (REPOSITORY / "dali_train").rglob("*.py")}
     defined, used = {"_exit", "_ActionsContainer"}, defaultdict(set)  # Python's
     for tree in trees.values():
@@ -117,16 +138,22 @@ def test_the_table_of_private_interfaces_is_complete() -> None:
                 defined.add(node.id)
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
                 defined.add(node.attr)
+    importlib.import_module("dali_train.parallel.tensor")
+    for name, module in overridden():
+        defined.discard(name)
+        used[name].add(f"{module.removeprefix('dali_train.').replace('.', '/')}.py")
     for path, tree in trees.items():
         name = str(path.relative_to(REPOSITORY / "dali_train"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("dali_train"):
                 imported = [f"{node.module}.{alias.name}" for alias in node.names]
                 for each in imported:
-                    if re.search(r"(^|\.)_[a-z]", each, re.IGNORECASE) and each != "__future__":
+                    if private(each) and each != "__future__":
                         used[each].add(name)
-            elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr) and node.attr not in defined:
-                used[node.attr].add(name)
+            elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+                is_ours = node.attr in defined and ast.unparse(node.value) != "super()"
+                if not is_ours:
+                    used[node.attr].add(name)
     text = (REPOSITORY / "docs" / "extending.md").read_text().partition("## Private interfaces")[2]
     listed: dict[str, set[str]] = {}
     for row in re.findall(r"^\| (`.*?) \| (`.*?) \|", text, re.MULTILINE):

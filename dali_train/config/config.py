@@ -455,9 +455,9 @@ def find_recipe(name: str) -> Path | None:
 
 
 def recipe_table() -> list[tuple[str, ...]]:
-    """Return name, description, target, source and measurement of each recipe, from the README beside them."""
+    """Return name, description, target, source, cost and measurement of each recipe, from the README beside them."""
     rows = []
     for line in (RECIPES / "README.md").read_text(encoding="utf-8").splitlines():
         cells = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell.strip()) for cell in line.strip("|").split("|")]
-        rows += [(name, *cells[1:]) for name in re.findall(r"([\w-]+)\.py", cells[0]) if len(cells) == 5]
+        rows += [(name, *cells[1:]) for name in re.findall(r"([\w-]+)\.py", cells[0]) if len(cells) == 6]
     return rows
